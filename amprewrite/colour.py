@@ -1,0 +1,70 @@
+"""The three enums that everything else speaks: what a list says of an op, what a node runs in, and why."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class OpKind(Enum):
+    """What the op lists say of an op."""
+
+    ALLOW = "allow"
+    """Always low: Tensor Cores make it several times faster."""
+    INFER = "infer"
+    """Low unless a denied op is upstream."""
+    CLEAR = "clear"
+    """Harmless in any precision: follows its neighbours."""
+    DENY = "deny"
+    """Always high: overflows or loses too many bits in low precision."""
+    INTERNAL = "internal"
+    """Reads and writes low, but its kernel computes and accumulates in fp32."""
+
+    @classmethod
+    def parse(cls, text: str) -> OpKind:
+        """The kind spelled `text`; raises ValueError for any other word."""
+        return cls(text)
+
+
+class Colour(Enum):
+    """What a node runs in."""
+
+    LOW = "low"
+    """fp16 or bf16, as the policy says."""
+    HIGH = "high"
+    """The format that the node had before: fp32."""
+    PLAIN = "plain"
+    """Carries no fp32 value (integers, booleans, fp64, complex, sparse): never cast."""
+
+
+class Reason(Enum):
+    """Why a node has its colour; the text completes the sentence "NODE runs in COLOUR because …"."""
+
+    ON_ALLOWLIST = "its op is on the allowlist"
+    ON_DENYLIST = "its op is on the denylist"
+    ON_INTERNALLIST = "its kernel computes in fp32 and it stands next to low values"
+    AFTER_DENY = "a denied op is upstream"
+    BETWEEN_ALLOW = "it lies between low ops"
+    AFTER_ALLOW = "it directly follows a low op and no denied op feeds it"
+    BESIDE_ALLOW = "it touches a low op and is harmless"
+    FOLLOWS_INPUTS = "its inputs are low and its op follows them"
+    WIDEST_INPUT = "one of its inputs is high and its op takes the widest"
+    CHEAPER_LOW = "running it high would cost more in casts and bytes"
+    CHEAPER_HIGH = "running it low would cost more in casts than it saves"
+    NOT_REACHED = "no low op is near"
+    FORCED = "the lists put every op there"
+    UNLISTED = "its op is on no list"
+    NO_FLOAT = "it carries no fp32 value"
+    BOUNDARY = "it enters or leaves the graph as it did before"
+    PARAMETER = "parameters stay in fp32: they are the master weights"
+    EXPLICIT_DTYPE = "the model asks for this dtype by name"
+    INSIDE_AUTOCAST = "the model's own autocast region decides there"
+    OPAQUE = "it holds a graph of its own that is left alone"
+    NO_KERNEL = "the device has no low kernel for it"
+    REFUSED = "its op refused low inputs when tried"
+    CONSTANT = "a constant it uses does not fit the low format"
+    TIED = "it shares memory with a node of that colour"
+    WRITES_STATE = "it writes in place to a model input, parameter or buffer"
+    ASKED = "an override asks for it"
+    IN_PLAN = "the given plan says so"
+    DEVICE = "the device gains nothing from low precision"
+    FP32_POLICY = "the policy is fp32"

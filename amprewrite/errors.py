@@ -1,0 +1,35 @@
+"""One error class a stage; every message says what, where, and what to do."""
+
+from __future__ import annotations
+
+
+class AmpRewriteError(Exception):
+    """Base of all errors that amprewrite raises on purpose."""
+
+
+class OpListError(AmpRewriteError):
+    """An op list contradicts itself or names an op that does not exist."""
+
+
+class PolicyError(AmpRewriteError):
+    """What the user asked for makes no sense: an unknown dtype, a pattern that matches nothing, a contradiction."""
+
+
+class CaptureError(AmpRewriteError):
+    """The model, or part of it, cannot be captured."""
+
+
+class PlanError(AmpRewriteError):
+    """There is no plan yet, or a given plan does not fit."""
+
+
+class PassError(AmpRewriteError):
+    """A pass broke its contract: a bug in amprewrite, please report it."""
+
+
+class EmitError(AmpRewriteError):
+    """The rewritten graph cannot be written in the form asked for."""
+
+
+class AmpRewriteWarning(UserWarning):
+    """Something runs other than asked, and the message says what and why."""
