@@ -6,3 +6,38 @@ from pathlib import Path as _Path
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").is_file():
     __path__.append(str(_root))
+
+from amprewrite.errors import (  # noqa: E402
+    AmpRewriteError,
+    AmpRewriteWarning,
+    CaptureError,
+    EmitError,
+    OpListError,
+    PassError,
+    PlanError,
+    PolicyError,
+)
+from amprewrite.oplists import OpLists  # noqa: E402
+from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped  # noqa: E402
+from amprewrite.rewrite import plan, rewrite  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpRewriteError",
+    "AmpRewriteWarning",
+    "CaptureError",
+    "Cast",
+    "CastPlan",
+    "EmitError",
+    "NodePlan",
+    "OpListError",
+    "OpLists",
+    "PassError",
+    "PlanError",
+    "PolicyError",
+    "RegionPlan",
+    "Skipped",
+    "plan",
+    "rewrite",
+]

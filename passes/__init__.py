@@ -1,0 +1,25 @@
+"""The pipeline: deciding passes read the op graph and write the plan, applying passes edit the fx graph as the plan says."""
+
+from amprewrite.pass_base import Pass
+from amprewrite.passes.insert_casts import InsertCasts
+from amprewrite.passes.paint import Paint
+from amprewrite.passes.paint_force import PaintForce
+from amprewrite.passes.paint_local import PaintLocal
+from amprewrite.passes.paint_tf import PaintTF
+from amprewrite.passes.plan_casts import PlanCasts
+from amprewrite.passes.repaint_by_cost import RepaintByCost
+
+DECIDE: tuple[Pass, ...] = (
+    Paint(),  # what facts, overrides and lists decide; deny flows downstream
+    PaintTF(),  # lists="tf": TensorFlow's remaining rules
+    PaintLocal(),  # lists="autocast": op by op, as torch.autocast does at run time
+    PaintForce(),  # lists="o2", "o3": everything else low
+    RepaintByCost(),  # lists="default": what is open goes where casts and bytes cost least
+    PlanCasts(),  # one cast wherever two colours meet
+)
+
+APPLY: tuple[Pass, ...] = (
+    InsertCasts(),  # edit the graph as the plan says
+)
+
+__all__ = ["APPLY", "DECIDE"]

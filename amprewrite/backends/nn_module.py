@@ -1,0 +1,64 @@
+"""Emission: an edited fx graph becomes the callable that Dynamo runs in place of the captured one.
+
+With gradients the weight casts stay in the graph, one a weight and forward. Without them they move out: their copies
+come from the weight cache, and the graph takes them as further inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.passes.insert_casts import CAST
+from amprewrite.weight_cache import WeightCache
+
+CompiledFn = Callable[..., Any]
+
+
+def hoist_weight_casts(module: torch.fx.GraphModule) -> list[tuple[int, torch.dtype]]:
+    """Turn casts of parameters into trailing inputs: (index of the parameter among the inputs, dtype) for each."""
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    hoisted: list[tuple[int, torch.dtype]] = []
+    last = inputs[-1] if inputs else None
+    for node in list(graph.nodes):
+        if not (CAST in node.meta and node.meta.get("weight") and node.op == "call_method" and node.target == "to"):
+            continue
+        source = node.args[0]
+        if not isinstance(source, torch.fx.Node) or source.op != "placeholder":
+            continue
+        assert last is not None
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{source.name}_{node.meta[CAST]}")
+        last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
+        node.replace_all_uses_with(last)
+        hoisted.append((inputs.index(source), node.args[1]))
+        graph.erase_node(node)
+    if hoisted:
+        module.recompile()
+    return hoisted
+
+
+def emit(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any], backend: CompiledFn | None, cache: WeightCache | None
+) -> CompiledFn:
+    """The callable for an edited graph: its own generated code, or what `backend` makes of it.
+
+    `cache` is given for graphs captured without gradients; its copies replace the weight casts.
+    """
+    hoisted = hoist_weight_casts(module) if cache is not None else []
+    if backend is None:
+        run: CompiledFn = module.forward
+    else:
+        run = backend(module, [*example_inputs, *(cache.get(example_inputs[i], dtype) for i, dtype in hoisted if cache is not None)])
+    if cache is None or not hoisted:
+        return run
+    get = cache.get
+
+    def with_cached_weights(*inputs: Any) -> Any:
+        return run(*inputs, *[get(inputs[index], dtype) for index, dtype in hoisted])
+
+    return with_cached_weights

@@ -1,0 +1,49 @@
+"""Fit a plan that was made before to a graph captured now."""
+
+from __future__ import annotations
+
+from amprewrite.colour import Colour
+from amprewrite.errors import PlanError
+from amprewrite.plan import CastPlan, RegionPlan
+from amprewrite.program import Program
+
+
+def match_region(plan: CastPlan, program: Program) -> RegionPlan:
+    """The region of `plan` whose nodes are those of `program`.
+
+    Raises PlanError naming the first mismatch with the closest region, and for colours that the graph cannot have.
+    """
+    if plan.low != program.policy.low.name:
+        raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {program.policy.low.name}; pass dtype={plan.low!r}")
+    found = {region: _first_mismatch(region, program) for region in plan.regions}
+    for region, mismatch in found.items():
+        if not mismatch:
+            _check_colours(region, program)
+            return region
+    if not found:
+        raise PlanError("the plan has no regions; make one with amprewrite.plan(model, args)")
+    closest = min(found, key=lambda region: abs(len(region.nodes) - len(program.graph.nodes)))
+    raise PlanError(f"the plan is for another model, mode or kind of input: {found[closest]}; make it anew with amprewrite.plan")
+
+
+def _first_mismatch(region: RegionPlan, program: Program) -> str:
+    here = list(program.graph)
+    for planned, node in zip(region.nodes, here, strict=False):
+        if planned.name != node.name:
+            return f"it has a node {planned.name} where the model has {node.name}"
+        if planned.op != node.op:
+            return f"{planned.name} is {planned.op} in the plan and {node.op} in the model"
+        if planned.inputs != tuple(o.value for o in node.operands):
+            return f"{planned.name} reads {', '.join(planned.inputs)} in the plan and other values in the model"
+    if len(region.nodes) != len(here):
+        return f"it has {len(region.nodes)} nodes where the model has {len(here)}"
+    return ""
+
+
+def _check_colours(region: RegionPlan, program: Program) -> None:
+    for planned in region.nodes:
+        node = program.graph[planned.name]
+        if (planned.colour is Colour.PLAIN) != (not node.carries_fp32):
+            raise PlanError(f"{planned.name} is {planned.colour.value} in the plan, but it carries {node.dtype or 'no tensor'}")
+        if planned.colour is Colour.LOW and node.role != "op":
+            raise PlanError(f"{planned.name} is a model {node.role}: it cannot be low, only its copies can")

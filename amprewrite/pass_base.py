@@ -1,0 +1,59 @@
+"""What a pass is: requires, call, ensures; and how a pipeline of them is run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from amprewrite.errors import AmpRewriteError, PassError
+from amprewrite.program import Program
+
+
+@dataclass(frozen=True)
+class PassResult:
+    name: str
+    modified: bool
+    seconds: float
+
+
+class Pass:
+    """One named step over a Program. Subclasses are small shells round plain functions."""
+
+    name: ClassVar[str]
+
+    def requires(self, program: Program) -> None:
+        """Raise PassError where the program is not ready for this pass."""
+
+    def call(self, program: Program) -> bool:
+        """Do it; True if anything changed."""
+        raise PassError(f"{type(self).__name__} does nothing: it has no call method")
+
+    def ensures(self, program: Program) -> None:
+        """Raise PassError where the result breaks what this pass promises."""
+
+    def __call__(self, program: Program) -> PassResult:
+        started = time.perf_counter()
+        self.requires(program)
+        modified = self.call(program)
+        self.ensures(program)
+        return PassResult(self.name, modified, time.perf_counter() - started)
+
+
+def run_passes(
+    passes: Sequence[Pass], program: Program, between: Callable[[PassResult, Program], None] | None = None
+) -> tuple[PassResult, ...]:
+    """Run passes in order. An unexpected failure becomes a PassError naming the pass and those that ran before it."""
+    results: list[PassResult] = []
+    for each in passes:
+        try:
+            results.append(each(program))
+        except AmpRewriteError:
+            raise
+        except Exception as error:
+            before = ", ".join(result.name for result in results) or "nothing"
+            raise PassError(f"pass {each.name} failed on {program.name} after {before}: {type(error).__name__}: {error}") from error
+        if between is not None:
+            between(results[-1], program)
+    return tuple(results)

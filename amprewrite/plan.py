@@ -1,0 +1,303 @@
+"""The cast plan: what will be done to a model, and why. Frozen data linked by names; the only thing that crosses the middle."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from amprewrite.colour import Colour, OpKind, Reason
+from amprewrite.errors import PlanError
+
+SCHEMA = 1
+"""Version of the JSON form; a file of another version is refused."""
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What one op runs in, and why."""
+
+    name: str
+    op: str
+    colour: Colour
+    reason: Reason
+    because_of: str = ""
+    """The other node, where one is the cause."""
+    detail: str = ""
+    kind: OpKind | None = None
+    dtype: str = ""
+    """What its result is in after the rewrite."""
+    shape: tuple[int | str, ...] = ()
+    flops: int = 0
+    module: str = ""
+    source: str = ""
+    role: str = "op"
+    inputs: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        """One sentence a person can read."""
+        where = f" in {self.module}" if self.module else ""
+        at = f" ({self.source})" if self.source else ""
+        if self.colour is Colour.PLAIN:
+            return f"{self.name}{where} is never cast because {self.why()}{at}"
+        return f"{self.name}{where} runs {self.colour.value} ({self.dtype or 'no float result'}) because {self.why()}{at}"
+
+    def why(self) -> str:
+        extra = ", ".join(x for x in (self.because_of, self.detail) if x)
+        return f"{self.reason.value} ({extra})" if extra else self.reason.value
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One copy of a value in another format, shared by all its users."""
+
+    value: str
+    to: str
+    """Format name."""
+    users: tuple[str, ...]
+    saturate: bool = False
+    """Clamp to the format's range first: the value holds a finite-minimum mask."""
+    weight: bool = False
+    """The value is a parameter or buffer: cached in eval under no_grad."""
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        users = ", ".join(self.users[:4]) + (f" and {len(self.users) - 4} more" if len(self.users) > 4 else "")
+        return f"{self.value} -> {self.to} for {users}" + (" (saturating)" if self.saturate else "")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A part of the model that runs outside the rewritten graphs, and why."""
+
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """The plan of one captured graph."""
+
+    name: str
+    nodes: tuple[NodePlan, ...]
+    casts: tuple[Cast, ...]
+    training: bool = False
+    notes: tuple[str, ...] = ()
+    entry: str = ""
+    """Path of the module that was called, "" for the root."""
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+
+@dataclass(frozen=True)
+class CastPlan:
+    """The plan of a model: one region a captured graph.
+
+    `print(plan)` lists every node; `summary()` counts; `explain(name)` answers about a node or a module; `to_json()` and
+    `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs.
+    """
+
+    low: str
+    """Format name that low means here."""
+    regions: tuple[RegionPlan, ...]
+    skipped: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
+    lists: str = "default"
+    version: int = field(default=SCHEMA)
+
+    # -- reading ------------------------------------------------------------
+    @property
+    def nodes(self) -> tuple[NodePlan, ...]:
+        return tuple(node for _, node in self._named())
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """All casts; names carry the region's where there are several."""
+        if len(self.regions) == 1:
+            return self.regions[0].casts
+        return tuple(
+            replace(cast, value=f"{region.name}/{cast.value}", users=tuple(f"{region.name}/{user}" for user in cast.users))
+            for region in self.regions
+            for cast in region.casts
+        )
+
+    def _named(self) -> Iterator[tuple[RegionPlan, NodePlan]]:
+        several = len(self.regions) > 1
+        for region in self.regions:
+            for node in region.nodes:
+                yield region, replace(node, name=f"{region.name}/{node.name}") if several else node
+
+    def find(self, name: str) -> tuple[NodePlan, ...]:
+        """Nodes called `name`, or all nodes of the module path `name`. PlanError with near misses where there are none."""
+        named = list(self._named())
+        hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
+        hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]
+        if hits:
+            return tuple(hits)
+        known = {node.name for _, node in named} | {node.module for _, node in named}
+        close = difflib.get_close_matches(name, sorted(known), 4, 0.4)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; print(plan) lists all nodes"
+        raise PlanError(f"no node and no module of the plan is called {name!r}{hint}")
+
+    def explain(self, name: str) -> str:
+        """Sentences about a node ("linear_3") or a module ("encoder.layer.0"): what runs in what, and why."""
+        lines = []
+        for node in self.find(name):
+            lines.append(node.sentence())
+            bare = node.name.rpartition("/")[2]
+            region = next((r for r in self.regions if node.name == f"{r.name}/{bare}"), self.regions[0])
+            lines += [f"  its result is cast: {cast}" for cast in region.casts if cast.value == bare]
+            lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Counts on a few lines: nodes by colour, casts by kind, share of matmul and convolution FLOPs that run low."""
+        ops = [node for node in self.nodes if node.role == "op"]
+        colours = Counter(node.colour for node in ops)
+        flops = sum(node.flops for node in ops)
+        low = sum(node.flops for node in ops if node.colour is Colour.LOW)
+        weights = sum(cast.weight for cast in self.casts)
+        share = f"{100 * low / flops:.1f} % of matmul and convolution FLOPs" if flops else "no matmul or convolution"
+        lines = [
+            f"{len(ops)} ops in {len(self.regions)} graph{'s' * (len(self.regions) != 1)}: {colours[Colour.LOW]} low ({self.low}), "
+            f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
+            f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
+        ]
+        heavy = [node for node in ops if node.flops and node.colour is not Colour.LOW]
+        lines += [f"heavy op left high: {node.sentence()}" for node in heavy[:8]]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"left out: {part}" for part in self.skipped]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
+        for region in self.regions:
+            lines += ["", *_table(region)]
+        return "\n".join([*lines, "", self.summary()])
+
+    # -- JSON -----------------------------------------------------------------
+    def to_json(self, indent: int | None = 1) -> str:
+        """The whole plan as JSON text; `from_json` gives it back exactly."""
+        return json.dumps(asdict(self), indent=indent, default=_encode)
+
+    @classmethod
+    def from_json(cls, text: str) -> CastPlan:
+        """Read what `to_json` wrote, edited or not. PlanError where the text is something else."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"this is no cast plan: not JSON ({error})") from error
+        if not isinstance(data, dict) or "regions" not in data:
+            raise PlanError("this is no cast plan: the JSON has no 'regions'; write one with plan.to_json()")
+        if data.get("version") != SCHEMA:
+            raise PlanError(f"the plan has version {data.get('version')!r}, this amprewrite reads {SCHEMA}; make the plan anew")
+        try:
+            return _decode_plan(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"the plan is damaged: {type(error).__name__}: {error}; compare it with plan.to_json()") from error
+
+    # -- changing and comparing -------------------------------------------------
+    def edit(self, colours: dict[str, str]) -> CastPlan:
+        """A copy with the named nodes or modules recoloured, e.g. `{"softmax_2": "high", "encoder.layer.0": "high"}`.
+
+        Casts follow from the colours when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32
+        value keep what they are. PlanError for an unknown name or colour.
+        """
+        new = {}
+        for name, word in colours.items():
+            if word not in ("low", "high"):
+                raise PlanError(f"{name!r}: colour {word!r} is neither 'low' nor 'high'")
+            for node in self.find(name):
+                if node.colour is not Colour.PLAIN and node.role == "op":
+                    new[node.name] = Colour(word)
+
+        def repaint(region: RegionPlan) -> RegionPlan:
+            prefix = f"{region.name}/" if len(self.regions) > 1 else ""
+            nodes = tuple(
+                replace(node, colour=new[prefix + node.name], reason=Reason.IN_PLAN, because_of="", detail="")
+                if prefix + node.name in new
+                else node
+                for node in region.nodes
+            )
+            return replace(region, nodes=nodes, casts=())
+
+        return replace(self, regions=tuple(repaint(region) for region in self.regions))
+
+    def diff(self, other: CastPlan) -> str:
+        """What `other` does differently, a line each; empty where nothing does."""
+        mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
+        lines = [f"only here: {name}" for name in mine if name not in theirs]
+        lines += [f"only there: {name}" for name in theirs if name not in mine]
+        lines += [
+            f"{name}: {node.colour.value} -> {theirs[name].colour.value} ({theirs[name].why()})"
+            for name, node in mine.items()
+            if name in theirs and node.colour is not theirs[name].colour
+        ]
+        here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in (self, other))
+        lines += [f"cast gone: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(here - there)]
+        lines += [f"cast new: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(there - here)]
+        return "\n".join(lines)
+
+
+def _table(region: RegionPlan) -> list[str]:
+    """Fixed-width listing of a region: name, shape, dtype, colour, reason; casts where they are read first."""
+    state = "training" if region.training else "inference"
+    lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
+    shown = [node for node in region.nodes if node.role == "op"]
+    width = max((len(node.name) for node in shown), default=0)
+    size = max((len(_shape(node)) for node in shown), default=0)
+    first: dict[str, list[Cast]] = {}
+    for cast in region.casts:
+        if cast.users:
+            first.setdefault(cast.users[0], []).append(cast)
+    for node in region.nodes:
+        lines += [f"  {'cast':{width}}  {cast}" for cast in first.get(node.name, ())]
+        if node.role == "op":
+            lines.append(f"  {node.name:{width}}  {_shape(node):{size}}  {node.dtype or '-':5}  {node.colour.value:5}  {node.why()}")
+    return lines + [f"  note: {note}" for note in region.notes]
+
+
+def _shape(node: NodePlan) -> str:
+    return "x".join(map(str, node.shape)) or "-"
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Colour | Reason | OpKind):
+        return value.name if isinstance(value, Reason) else value.value
+    raise TypeError(f"cannot write {type(value).__name__} into a plan")
+
+
+def _decode_plan(data: dict[str, Any]) -> CastPlan:
+    def node(d: dict[str, Any]) -> NodePlan:
+        kind = d.pop("kind", None)
+        return NodePlan(
+            **{
+                **d,
+                "colour": Colour(d["colour"]),
+                "reason": Reason[d["reason"]],
+                "kind": None if kind is None else OpKind(kind),
+                "shape": tuple(d.get("shape", ())),
+                "inputs": tuple(d.get("inputs", ())),
+            }
+        )
+
+    def region(d: dict[str, Any]) -> RegionPlan:
+        nodes = tuple(node(n) for n in d["nodes"])
+        casts = tuple(Cast(**{**c, "users": tuple(c["users"])}) for c in d.get("casts", ()))
+        return RegionPlan(**{**d, "nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ()))})
+
+    return CastPlan(
+        **{
+            **data,
+            "regions": tuple(region(r) for r in data["regions"]),
+            "skipped": tuple(Skipped(**s) for s in data.get("skipped", ())),
+            "notes": tuple(data.get("notes", ())),
+        }
+    )

@@ -1,0 +1,75 @@
+"""One captured graph on its way through the passes: the op graph, what has been decided so far, and the fx graph to edit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.fx
+
+from amprewrite.colour import Colour, Reason
+from amprewrite.op_graph import OpGraph
+from amprewrite.oplists import OpLists
+from amprewrite.plan import Cast, NodePlan, RegionPlan
+from amprewrite.policy import Policy
+
+
+@dataclass(frozen=True)
+class Paint:
+    """A colour with its reason, the node that caused it, and a word more."""
+
+    colour: Colour
+    reason: Reason
+    because_of: str = ""
+    detail: str = ""
+
+
+@dataclass
+class Program:
+    """What passes hand on. Deciding passes write `paints` and `casts`; applying passes edit `module` as the plan says."""
+
+    graph: OpGraph
+    policy: Policy
+    lists: OpLists
+    name: str = "graph"
+    entry: str = ""
+    training: bool = False
+    device: str = "cpu"
+    paints: dict[str, Paint] = field(default_factory=dict)
+    casts: tuple[Cast, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+    """Nodes whose ops refused low inputs when tried, with what they said."""
+    notes: list[str] = field(default_factory=list)
+    given: RegionPlan | None = None
+    """A plan to follow instead of deciding."""
+    module: torch.fx.GraphModule | None = None
+    fx_nodes: dict[str, torch.fx.Node] = field(default_factory=dict)
+    """The fx node of each vertex."""
+
+    def paint(self, name: str, colour: Colour, reason: Reason, because_of: str = "", detail: str = "") -> None:
+        self.paints[name] = Paint(colour, reason, because_of, detail)
+
+    @property
+    def colours(self) -> dict[str, Colour]:
+        return {name: paint.colour for name, paint in self.paints.items()}
+
+    def region_plan(self) -> RegionPlan:
+        """Freeze what was decided."""
+        low = self.policy.low.name
+        nodes = []
+        for node in self.graph:
+            paint = self.paints[node.name]
+            dtype = low if paint.colour is Colour.LOW and node.carries_fp32 else node.dtype
+            nodes.append(
+                NodePlan(
+                    node.name, node.op, paint.colour, paint.reason, paint.because_of, paint.detail, node.kind, dtype, node.shape,
+                    node.flops, node.module, node.source, node.role, tuple(o.value for o in node.operands),
+                )  # fmt: skip
+            )
+        return RegionPlan(self.name, tuple(nodes), self.casts, self.training, tuple(self.notes), self.entry)
+
+    def keep_high(self, name: str, why: str) -> None:
+        """Remember that a node must run high whatever the lists say, and forget what was decided."""
+        self.refused[name] = why
+        self.paints, self.casts = {}, ()
+
+

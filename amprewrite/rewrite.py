@@ -1,0 +1,159 @@
+"""The public functions: rewrite a model, or just plan it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from amprewrite.errors import CaptureError, PolicyError
+from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
+from amprewrite.oplists import OpLists, op_lists
+from amprewrite.plan import CastPlan
+from amprewrite.policy import parse_overrides
+from amprewrite.rewritten import Rewritten, plain_of, rewritten
+from amprewrite.runtime import Options, lookup_backend, refuse_ambient_autocast
+
+M = TypeVar("M")
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+
+
+def rewrite(
+    model: M,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    optimizer: Optimizers = None,
+    dtype: str | torch.dtype | Format | None = None,
+    lists: str | OpLists = "default",
+    overrides: Mapping[str, str] | None = None,
+    plan: CastPlan | None = None,
+    loss_scale: Any = "auto",
+    pad: Any = "auto",
+    backend: str | Callable[..., Any] = "eager",
+    cache_weights: bool = True,
+    strict: bool = False,
+) -> M:
+    """A mixed-precision twin of `model`: same class, same Parameters and buffers, fp32 in and out.
+
+    Nothing is captured until the first call, which captures with the real inputs; `example_inputs` (and `example_kwargs`)
+    capture at once, so that `amp.plan` is there. The original is left as it is.
+
+    Args:
+        model: an nn.Module (a GraphModule too), or a torch.export.ExportedProgram.
+        optimizer: one optimizer or several that step this model's parameters; checked to own some of them.
+        dtype: "bf16", "fp16" or a torch dtype: done as asked. None: what the device does best, which may be nothing.
+        lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
+        overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`.
+        plan: follow this plan, perhaps edited, instead of deciding; one that does not fit raises PlanError.
+        backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
+        cache_weights: keep low copies of weights between calls without gradients. They are dropped when a weight is
+            written, at train() and eval(), and by load_state_dict; only a write through `.data` goes unseen.
+        strict: whatever cannot be captured raises CaptureError instead of running in fp32 with a warning.
+
+    Raises:
+        PolicyError: options that make no sense. CaptureError: a model that cannot be captured. PlanError: a plan that does
+        not fit. All are AmpRewriteErrors.
+    """
+    module = _module_of(model)
+    options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
+    _check_extras(module, optimizer, loss_scale, pad)
+    refuse_ambient_autocast()
+    amp = rewritten(plain_of(module) if isinstance(module, Rewritten) else module, options)
+    if example_inputs is not None or example_kwargs is not None:
+        warm(amp, example_inputs or (), example_kwargs or {})
+    return amp  # type: ignore[no-any-return]
+
+
+def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:
+    """The plan that `rewrite(model, **options)` would run for these inputs, without rewriting anything."""
+    amp = rewrite(model, example_inputs=tuple(args), example_kwargs=kwargs, **options)
+    found: CastPlan = amp.plan
+    return found
+
+
+def warm(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Capture now: one call that leaves buffers, gradients and random state as they were."""
+    buffers = {name: buffer.detach().clone() for name, buffer in amp.named_buffers()}
+    devices = sorted({p.device.index or 0 for p in amp.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        amp(*args, **kwargs)
+    with torch.no_grad():
+        for name, buffer in amp.named_buffers():
+            if name in buffers and not buffer.is_inference() and not torch.equal(buffer, buffers[name]):
+                buffer.copy_(buffers[name])
+
+
+def _module_of(model: Any) -> nn.Module:
+    if isinstance(model, torch.export.ExportedProgram):
+        module = model.module()
+        assert isinstance(module, nn.Module)
+        return module
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"rewrite takes an nn.Module or an ExportedProgram, not {type(model).__name__}; wrap functions in a module")
+    if type(model).__name__ == "OptimizedModule":
+        raise CaptureError("this module went through torch.compile; rewrite the original with backend='inductor' instead")
+    return model
+
+
+def _options(
+    module: nn.Module,
+    dtype: str | torch.dtype | Format | None,
+    lists: str | OpLists,
+    overrides: Mapping[str, str] | None,
+    plan: CastPlan | None,
+    backend: str | Callable[..., Any],
+    cache_weights: bool,
+    strict: bool,
+) -> Options:
+    for name, tensor in module.named_parameters():
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            raise PolicyError(
+                f"parameter {name} is {dtype_name(tensor.dtype)} already: fp32 parameters are the master weights; "
+                "call model.float() first, or use the model as it is"
+            )
+    if plan is not None and not isinstance(plan, CastPlan):
+        raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
+    if dtype is None and plan is not None:
+        dtype = plan.low
+    low = None if dtype is None else parse_format(dtype)
+    checked = parse_overrides(overrides or {}, low or LOW_FORMATS[1])
+    op_lists(lists, low or LOW_FORMATS[1], "cpu")
+    if backend != "eager":
+        try:
+            lookup_backend(backend)
+        except Exception as error:
+            known = ", ".join(torch._dynamo.list_backends())
+            raise PolicyError(f"backend={backend!r} is no torch.compile backend; there are eager, {known}") from error
+    options = Options(low, lists, checked, backend, cache_weights, strict, plan)
+    if low is FP32 and plan is None:
+        options = Options(low, op_lists("default", LOW_FORMATS[1], "cpu"), checked, backend, cache_weights, strict, plan)
+    policy_check = [path for path, _ in module.named_modules()]
+    from amprewrite.policy import Policy
+
+    Policy(low or LOW_FORMATS[1], overrides=checked).check_modules(policy_check)
+    return options
+
+
+def _check_extras(module: nn.Module, optimizer: Optimizers, loss_scale: Any, pad: Any) -> None:
+    for each in optimizers_of(optimizer):
+        owned = {id(p) for p in module.parameters()}
+        if not any(id(p) in owned for group in each.param_groups for p in group["params"]):
+            raise PolicyError(f"the {type(each).__name__} given as optimizer= owns none of the model's parameters")
+    if loss_scale not in ("auto", None, "none"):
+        raise PolicyError("loss_scale= takes 'auto' or None here: use torch.amp.GradScaler for fp16 training")
+    if pad not in ("auto", "never", None, False):
+        raise PolicyError("pad= takes 'auto' or 'never': this version pads nothing")
+
+
+def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """One optimizer or several as a list; PolicyError for anything else."""
+    if optimizer is None:
+        return []
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(each).__name__}")
+    return found

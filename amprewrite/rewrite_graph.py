@@ -1,0 +1,112 @@
+"""One captured graph, from capture to edited graph: read → decide → plan → apply → check. The whole story on one screen."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from amprewrite.backends.dry_run import Refused, dry_run
+from amprewrite.colour import Colour
+from amprewrite.errors import PassError, PlanError
+from amprewrite.formats import FP32
+from amprewrite.frontends.fx_reader import example_value, read_graph, tensors
+from amprewrite.oplists import op_lists
+from amprewrite.pass_base import run_passes
+from amprewrite.passes import APPLY, DECIDE
+from amprewrite.passes.insert_casts import CAST
+from amprewrite.passes.tidy import Tidy
+from amprewrite.plan import RegionPlan
+from amprewrite.policy import Policy
+from amprewrite.program import Program
+
+MOST_REFUSALS = 200
+"""Ops that may refuse low inputs one after another before something must be wrong with the graph."""
+
+
+def read_program(
+    module: torch.fx.GraphModule,
+    policy: Policy,
+    name: str = "graph",
+    entry: str = "",
+    training: bool = False,
+    names: tuple[str, ...] = (),
+) -> Program:
+    """The program of a captured graph, nothing decided yet. `names` are those of the model's positional parameters."""
+    device = _device(module)
+    lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
+    graph, fx_nodes = read_graph(module, policy.low, lists, entry, names)
+    return Program(graph, policy, lists, name, entry, training, device, module=module, fx_nodes=fx_nodes)
+
+
+def decide(program: Program) -> RegionPlan:
+    """Run the deciding passes; edits nothing."""
+    run_passes(DECIDE, program)
+    return program.region_plan()
+
+
+def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
+    """Decide, edit a copy of the graph, and check it on fake tensors.
+
+    An op that refuses the low inputs it was planned to get is kept high and the plan made anew: unsure means high precision.
+    The captured graph itself is never edited.
+    """
+    original, originals = program.module, program.fx_nodes
+    assert original is not None
+    for _ in range(MOST_REFUSALS):
+        plan = decide(program)
+        copied, mapped = _copy(original)
+        program.module, program.fx_nodes = copied, {name: mapped[node] for name, node in originals.items()}
+        try:
+            run_passes(APPLY, program)
+            dry_run(copied, _expected(program))
+            run_passes((Tidy(),), program)
+            return copied, plan
+        except Refused as refusal:
+            _keep_high(program, refusal)
+        finally:
+            program.module, program.fx_nodes = original, originals
+    raise PassError(f"{program.name}: over {MOST_REFUSALS} ops refused low inputs; please report this model")
+
+
+def _keep_high(program: Program, refusal: Refused) -> None:
+    by_node = {node: name for name, node in program.fx_nodes.items()}
+    name = by_node.get(refusal.node)
+    if program.given is not None:
+        raise PlanError(f"the given plan cannot run: {name or refusal.node.name} refused: {refusal.why}; colour it high") from refusal
+    if name is None or program.paints[name].colour is not Colour.LOW:
+        readers = [by_node[user] for user in refusal.node.users if user in by_node] if CAST in refusal.node.meta else []
+        raise PassError(f"{program.name}: {name or refusal.node.name} failed after the rewrite: {refusal.why} {readers}") from refusal
+    program.keep_high(name, refusal.why)
+
+
+def _expected(program: Program) -> dict[torch.fx.Node, torch.dtype]:
+    """The dtype that each painted node must give, for the nodes that run low and the ones we aimed."""
+    low = program.policy.low.dtype
+    return {
+        program.fx_nodes[name]: low if paint.colour is Colour.LOW else FP32.dtype
+        for name, paint in program.paints.items()
+        if paint.colour is not Colour.PLAIN and program.graph[name].role == "op"
+    }
+
+
+def _copy(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
+    mapped: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph = torch.fx.Graph()
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    for node in module.graph.nodes:
+        mapped[node] = graph.node_copy(node, mapped.__getitem__)
+        mapped[node].meta = dict(node.meta)
+    assert mapped[output].op == "output"
+    graph._codegen = module.graph._codegen
+    copied = torch.fx.GraphModule(module, graph, type(module).__name__)
+    copied.meta.update(module.meta)
+    for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
+        if hasattr(module, attribute):
+            setattr(copied, attribute, getattr(module, attribute))
+    return copied, mapped
+
+
+def _device(module: torch.fx.GraphModule) -> str:
+    """Where the graph runs: the first accelerator among its values, else the CPU."""
+    kinds = {t.device.type for node in module.graph.nodes for t in tensors(example_value(node))}
+    return next(iter(sorted(kinds - {"cpu", "meta"})), "cpu")

@@ -1,0 +1,139 @@
+"""The module that `rewrite` returns: of the same class as the original, with a plan."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from amprewrite.errors import CaptureError, PlanError
+from amprewrite.plan import CastPlan
+from amprewrite.runtime import Entry, Options, Session, enter
+from amprewrite.twin import twin_of
+
+_SESSION = "_amprewrite_session"
+_FORWARD = "_amprewrite_forward"
+
+
+class Rewritten(nn.Module):
+    """What a rewritten model has beyond its own class."""
+
+    @property
+    def plan(self) -> CastPlan:
+        """The plan of the graphs that ran in the latest call. PlanError before the first."""
+        session = session_of(self)
+        if not session.last:
+            raise PlanError(
+                "there is no plan before capture: call the model once, or pass example_inputs to rewrite "
+                "(amprewrite.plan(model, args) makes a plan without rewriting)"
+            )
+        return session.plan_of(session.last)
+
+    @property
+    def plans(self) -> tuple[CastPlan, ...]:
+        """One plan for every set of graphs that has run: training, evaluation, other shapes."""
+        session = session_of(self)
+        return tuple(session.plan_of(regions) for regions in session.calls.values())
+
+    def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
+        """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
+
+        `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError where export cannot capture the model.
+        """
+        from amprewrite.frontends.torch_export import export_program
+
+        return export_program(self, args, kwargs or {}, **options)
+
+    # -- what must stay in step with the parameters --------------------------------
+    def train(self, mode: bool = True) -> Any:
+        session_of(self).cache.clear()
+        return super().train(mode)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        session_of(self).cache.clear()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        session_of(self).cache.clear()
+        return super()._apply(*args, **kwargs)
+
+    # -- copies stay rewritten --------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        twin = rewritten(copy.deepcopy(plain_of(self), memo), session_of(self).options)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rewritten, (plain_of(self), session_of(self).options)
+
+
+def session_of(model: nn.Module) -> Session:
+    found: Session = model.__dict__[_SESSION]
+    return found
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    found: type[nn.Module] = type(model).__mro__[2] if isinstance(model, Rewritten) else type(model)
+    return found
+
+
+def plain_of(model: Rewritten) -> nn.Module:
+    """A twin of the model as it was before the rewrite, around the same parameters."""
+    plain = twin_of(model, original_class(model))
+    plain.__dict__.pop(_SESSION)
+    own_forward = plain.__dict__.pop(_FORWARD, None)
+    if own_forward is not None:
+        plain.__dict__["forward"] = own_forward
+    return plain
+
+
+@functools.cache
+def rewritten_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` that enters through its session; it bears the same name, for libraries that look classes up by name."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return enter(self.__dict__[_SESSION], "", args, kwargs)
+
+    made = type(cls.__name__, (Rewritten, cls), {"forward": forward, "__doc__": cls.__doc__})
+    made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
+    return made
+
+
+def rewritten(model: nn.Module, options: Options) -> Any:
+    """A rewritten twin of a plain model; nothing is captured yet."""
+    cls = type(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError("a TorchScript module hides its Python code and cannot be captured; rewrite the model it was made from")
+    amp = twin_of(model, rewritten_class(cls))
+    own_forward = amp.__dict__.pop("forward", None)  # set on the instance by hooks of accelerate and the like
+    if own_forward is not None:
+        amp.__dict__[_FORWARD] = own_forward
+    session = Session(options, amp)
+    amp.__dict__[_SESSION] = session
+    session.entries[""] = Entry(session, "", own_forward or cls.forward.__get__(amp))
+    for path, module in amp.named_modules():
+        if module is not amp and _SESSION not in module.__dict__:
+            module._compiled_call_impl = part_call(session, path, module)
+    return amp
+
+
+def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
+    """What `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own."""
+
+    def call_part(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    @torch._dynamo.disable(recursive=False)  # type: ignore[misc]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if session.state.depth:
+            return module._call_impl(*args, **kwargs)
+        if path not in session.entries:
+            session.entries[path] = Entry(session, path, call_part)
+        return enter(session, path, args, kwargs)
+
+    return call

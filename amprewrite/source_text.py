@@ -1,0 +1,79 @@
+"""What the model's own source says about a call: is its dtype written out, or taken from another tensor?
+
+Capture freezes both `x.to(torch.float32)` and `x.to(y.dtype)` to `to(float32)`; only the text still tells them apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import textwrap
+from functools import lru_cache
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.M)
+_LITERALS = {"float32", "float", "fp32", "FloatTensor"}
+
+
+def location(stack_trace: str | None) -> tuple[str, int]:
+    """File and line of the innermost frame; ("", 0) where there is none."""
+    frames = list(_FRAME.finditer(stack_trace or ""))
+    return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
+
+
+def dtype_is_literal(stack_trace: str | None, call: str) -> bool:
+    """Whether the source line of the innermost frame calls `call` with a spelled-out fp32 dtype.
+
+    Unreadable source counts as literal: what the model asked for by name is then kept.
+    """
+    file, line = location(stack_trace)
+    return not file or _literal_at(file, line, _marked(stack_trace or ""), call)
+
+
+def _marked(stack_trace: str) -> str:
+    """The part of the code line above the carets of the innermost frame, "" where there are none."""
+    lines = stack_trace.rstrip().splitlines()
+    if len(lines) < 2 or not lines[-1].strip() or set(lines[-1].strip()) - set("^~"):
+        return ""
+    marks, code = lines[-1], lines[-2]
+    begin = len(marks) - len(marks.lstrip())
+    return code[begin : len(marks.rstrip())]
+
+
+@lru_cache(maxsize=4096)
+def _literal_at(file: str, line: int, marked: str, call: str) -> bool:
+    tree = _parsed(marked) or _statement(file, line)
+    if tree is None:
+        return True
+    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and _name(c.func) == call]
+    return not calls or any(_has_literal(c) for c in calls)
+
+
+def _statement(file: str, line: int) -> ast.AST | None:
+    """The shortest run of whole lines from `line` on that parses."""
+    for length in range(1, 16):
+        tree = _parsed("".join(linecache.getline(file, line + i) for i in range(length)))
+        if tree is not None:
+            return tree
+    return None
+
+
+def _parsed(text: str) -> ast.AST | None:
+    if not text.strip():
+        return None
+    text = textwrap.dedent(text).strip()
+    for form in (text, text.removeprefix("return "), f"{text} pass" if text.endswith(":") else f"({text})"):
+        try:
+            return ast.parse(form)
+        except SyntaxError:
+            continue
+    return None
+
+
+def _name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def _has_literal(call: ast.Call) -> bool:
+    own = [*call.args, *(k.value for k in call.keywords)]
+    return any(_name(arg) in _LITERALS or (isinstance(arg, ast.Constant) and arg.value in _LITERALS) for arg in own)

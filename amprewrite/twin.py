@@ -1,0 +1,82 @@
+"""A twin of a module tree: new module objects of the same classes around the very same parameters and buffers.
+
+Containers of modules, bound methods and hooks are carried over to the twin's modules; every other attribute is shared, as
+`copy.copy` would. So `twin.eval()` or a hook on the twin leaves the original alone, while one optimizer step moves both.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from typing import Any
+
+from torch import nn
+
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+
+
+def twin_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
+    """A twin of `module`; its root gets `root_class` where one is given."""
+    twins: dict[int, nn.Module] = {}
+    _make_all(module, twins)
+    for original in list(_reachable(module)):
+        _fill(original, twins)
+    root = twins[id(module)]
+    if root_class is not None:
+        root.__class__ = root_class
+    return root
+
+
+def _reachable(module: nn.Module) -> dict[nn.Module, None]:
+    """All modules of the tree, and those that hide in plain containers of it, each once."""
+    found: dict[int, nn.Module] = {}
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if id(current) in found:
+            continue
+        found[id(current)] = current
+        for value in current.__dict__.values():
+            stack.extend(_modules_in(value))
+    return dict.fromkeys(found.values())
+
+
+def _modules_in(value: Any, depth: int = 0) -> list[nn.Module]:
+    if isinstance(value, nn.Module):
+        return [value]
+    if type(value) in _CONTAINERS and depth < 6:
+        inner = value.values() if isinstance(value, dict) else value
+        return [module for item in inner for module in _modules_in(item, depth + 1)]
+    return []
+
+
+def _make_all(module: nn.Module, twins: dict[int, nn.Module]) -> None:
+    for original in _reachable(module):
+        twins[id(original)] = original.__class__.__new__(original.__class__)
+
+
+def _fill(original: nn.Module, twins: dict[int, nn.Module]) -> None:
+    twin = twins[id(original)]
+    for key, value in original.__dict__.items():
+        if key != "_compiled_call_impl":
+            twin.__dict__[key] = _carried(value, twins)
+
+
+def _carried(value: Any, twins: dict[int, nn.Module], depth: int = 0) -> Any:
+    """`value` with every module of the tree replaced by its twin; containers are copied, anything else is shared."""
+    if isinstance(value, nn.Module):
+        return twins.get(id(value), value)
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        return types.MethodType(value.__func__, twins.get(id(value.__self__), value.__self__))
+    if isinstance(value, functools.partial):
+        return functools.partial(
+            _carried(value.func, twins),
+            *[_carried(a, twins) for a in value.args],
+            **{k: _carried(v, twins) for k, v in value.keywords.items()},
+        )
+    if type(value) in _CONTAINERS and depth < 6:
+        if isinstance(value, dict):
+            return type(value)((key, _carried(item, twins, depth + 1)) for key, item in value.items())
+        return type(value)(_carried(item, twins, depth + 1) for item in value)
+    return value

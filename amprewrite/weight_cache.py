@@ -1,0 +1,36 @@
+"""Low copies of weights, kept between inference calls for as long as nothing has written the weights."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+
+class WeightCache:
+    """Copies by (tensor, dtype), each valid for one version of its tensor.
+
+    PyTorch counts every write to a tensor but those through `.data`: a write of that kind between two inference calls is not
+    seen. Call `clear()` after one, switch the mode once, or rewrite with `cache_weights=False`.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.dtype], tuple[weakref.ref[torch.Tensor], int, int, torch.Tensor]] = {}
+
+    def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The copy of `weight` in `dtype`, made now where there is none or the weight has changed."""
+        if weight.is_inference():  # such tensors count no versions
+            return weight.to(dtype)
+        key = (id(weight), dtype)
+        found = self._copies.get(key)
+        if found is not None and found[1] == weight._version and found[2] == weight.data_ptr() and found[0]() is weight:
+            return found[3]
+        copy = weight.detach().to(dtype)
+        self._copies[key] = (weakref.ref(weight, lambda _: self._copies.pop(key, None)), weight._version, weight.data_ptr(), copy)
+        return copy
+
+    def clear(self) -> None:
+        self._copies.clear()
+
+    def __len__(self) -> int:
+        return len(self._copies)
