@@ -7,10 +7,9 @@ holds a row for every name of it, and `op_lists` gives the lists of a preset for
 from __future__ import annotations
 
 import difflib
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -98,6 +97,7 @@ def _operator_name(bare: str) -> str:
     return _OPERATORS.get(bare, bare)
 
 
+@cache
 def _method_name(name: str) -> str:
     """Vocabulary name of a Tensor method, or of a function by its bare name."""
     if name.startswith("__") and name.endswith("__"):
@@ -110,7 +110,6 @@ def _method_name(name: str) -> str:
     return row.name if row is not None else name
 
 
-@lru_cache(maxsize=None)
 def op_name(target: Any) -> str:
     """Vocabulary name of an fx node's target, or of a method name.
 
@@ -120,19 +119,24 @@ def op_name(target: Any) -> str:
     """
     if isinstance(target, str):
         return _method_name(target)
+    return _target_name(target, getattr(target, "__name__", None) or type(target).__name__)
+
+
+@cache
+def _target_name(target: Any, name: str) -> str:
+    # The name is part of the cache key: builtins that share a C function compare equal (torch.mm == torch.spmm).
     if isinstance(target, torch._ops.OpOverload):
         return _schema_name(target._schema.name)
     if isinstance(target, torch._ops.OpOverloadPacket):
         return _schema_name(target._qualified_op_name)
-    name = getattr(target, "__name__", None) or type(target).__name__
-    if name == "__get__":   # the getter of a property: torch.Tensor.T.__get__
+    if name == "__get__":  # the getter of a property: torch.Tensor.T.__get__
         return _method_name(getattr(target.__self__, "__name__", name))
     module = getattr(target, "__module__", None) or ""
     if module in ("_operator", "operator"):
         return _operator_name(name.strip("_"))
     for home, prefix in _PREFIXES.items():
-        if module.startswith(home) and not name.startswith("_"):
-            return _method_name(prefix + name) if prefix + name in _BY_WORD else _method_name(name)
+        if module.startswith(home):
+            return _method_name(prefix + name)
     plain = _method_name(name)
     if module and module.partition(".")[0] not in _HOMES and plain in OPS:
         return f"{module}.{name}"
@@ -145,7 +149,7 @@ def _schema_name(qualified: str) -> str:
     return _method_name(name) if library in ("aten", "prims") else qualified
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_inplace(target: Any) -> bool:
     """Does calling `target` write to its first argument, or to `out`?
 
@@ -165,7 +169,7 @@ def is_inplace(target: Any) -> bool:
     else:
         name = getattr(target, "__name__", "")
         if getattr(target, "__module__", None) in ("_operator", "operator"):
-            return name in _WRITES or (name[:1] == "i" and name[1:] in _INPLACE | {"and", "or"} and hasattr(operator, name))
+            return name in _WRITES or (name[:1] == "i" and name[1:] in _INPLACE)
     if name in _WRITES:
         return True
     if name.startswith("__"):
@@ -271,7 +275,7 @@ def _o3(fmt: Format, device: str) -> OpLists:
 PRESETS = {"default": _default, "tf": _tf, "autocast": _autocast, "o2": _o2, "o3": _o3}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _preset(preset: str, fmt: Format, device: str) -> OpLists:
     return PRESETS[preset](fmt, device)
 

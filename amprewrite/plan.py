@@ -246,6 +246,26 @@ class CastPlan:
         return "\n".join(lines)
 
 
+class PendingPlan:
+    """What `amp.plan` is before capture: nothing has been left out yet, and asking it for anything else is a PlanError."""
+
+    skipped: tuple[Skipped, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise PlanError(_PENDING)
+
+    def __str__(self) -> str:
+        raise PlanError(_PENDING)
+
+
+_PENDING = (
+    "there is no plan before capture: call the model once, or pass example_inputs to rewrite "
+    "(amprewrite.plan(model, args) makes a plan without keeping a rewritten model)"
+)
+
+
 def _table(region: RegionPlan) -> list[str]:
     """Fixed-width listing of a region: name, shape, dtype, colour, reason; casts where they are read first."""
     state = "training" if region.training else "inference"

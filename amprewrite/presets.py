@@ -204,7 +204,7 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
     "cuda": {
         OpKind.ALLOW: "lstm gru rnn_tanh rnn_relu _cudnn_rnn multi_head_attention_forward linear_cross_entropy cov corrcoef",
         OpKind.DENY: "cross_entropy multilabel_soft_margin_loss triplet_margin_with_distance_loss square softmin normalize "
-        "local_response_norm pairwise_distance linalg_norm interpolate sum_to_size trapezoid cumulative_trapezoid",
+        "local_response_norm pairwise_distance linalg_norm interpolate trapezoid cumulative_trapezoid",
     },
     "cpu": {
         OpKind.ALLOW: "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward "

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.errors import CaptureError, PlanError
-from amprewrite.plan import CastPlan
+from amprewrite.errors import CaptureError
+from amprewrite.plan import CastPlan, PendingPlan
 from amprewrite.runtime import Entry, Options, Session, enter
 from amprewrite.twin import twin_of
 
@@ -24,13 +24,10 @@ class Rewritten(nn.Module):
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of the graphs that ran in the latest call. PlanError before the first."""
+        """The plan of the graphs that ran in the latest call. Before the first, reading it is a PlanError."""
         session = session_of(self)
         if not session.last:
-            raise PlanError(
-                "there is no plan before capture: call the model once, or pass example_inputs to rewrite "
-                "(amprewrite.plan(model, args) makes a plan without rewriting)"
-            )
+            return PendingPlan()  # type: ignore[return-value]
         return session.plan_of(session.last)
 
     @property

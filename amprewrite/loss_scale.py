@@ -1,0 +1,492 @@
+"""Loss scales: what the gradients inside a rewritten graph are multiplied by, and how that number moves.
+
+One update per set of optimizer steps, after Micikevicius et al. 2017 (arXiv 1710.03740) as torch.amp.GradScaler does it:
+
+1. A gradient overflowed: spend one of `hysteresis`; when the last is spent, scale * backoff_factor; growth tracker to 0.
+2. All finite: growth tracker + 1; when it reaches `growth_interval`, scale * growth_factor and the tracker to 0.
+3. Keep the scale within [floor, cap].
+
+State is tensors, and `update` reads none of them: no host sync.  Only `value`, `report()` and `state_dict()` read.
+A scale tensor that was handed out is never written to again: graphs that saved it for their backward keep their own.
+
+A set of steps is closed by the next `snapshot` (a forward) or by an optimizer that steps again; until then several
+optimizers add their overflows up, as under one `GradScaler.update()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from amprewrite.errors import AmpRewriteError, PolicyError
+from amprewrite.formats import FP16, Format, parse_format
+
+DEFAULT_FLOOR = FP16.smallest_normal
+"""2**-14: under a smaller scale a gradient of 1 is no normal fp16 number, so shrinking on cannot help."""
+
+DEFAULT_CAP = 2.0**32
+"""The largest scale that any peer starts from (Megatron, DeepSpeed)."""
+
+_MAX = torch.finfo(torch.float32).max
+_STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
+_AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
+_AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
+_GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OWN_KEY = "amprewrite"
+
+
+class LossScaleError(AmpRewriteError):
+    """Step after step overflowed, and no smaller scale will help; or something else scales the same loss."""
+
+
+@dataclass(frozen=True)
+class LossScaleReport:
+    """How loss scaling has been going; `str()` says it in a line or two."""
+
+    kind: str
+    scale: float
+    steps: int
+    """Sets of optimizer steps seen, the skipped ones included."""
+    skipped: int
+    consecutive_skips: int
+    last_overflow_step: int | None
+    """Counted from 1."""
+    at_floor: bool
+    culprit: str | None
+    """Where the last overflow began, if whoever runs the graph could tell."""
+
+    def __str__(self) -> str:
+        if self.kind == "none":
+            return "no loss scaling"
+        text = f"{self.kind} loss scale {self.scale:g}: {self.skipped} of {self.steps} steps skipped"
+        if self.last_overflow_step is not None:
+            text += f", last at step {self.last_overflow_step}"
+        if self.consecutive_skips:
+            text += f", {self.consecutive_skips} in a row just now"
+        if self.at_floor:
+            text += "; the scale is at its floor"
+        if self.culprit:
+            text += f"\nlast overflow began at {self.culprit}"
+        return text
+
+
+class LossScale:
+    """What static and dynamic scales share: the tensors, the counters, the set of steps under way."""
+
+    kind: ClassVar[str] = "static"
+    enabled: ClassVar[bool] = True
+
+    def __init__(self, init: float) -> None:
+        self._scale = _scalar(init, torch.float32)
+        self._counters = torch.zeros(4, dtype=torch.int64)
+        self._tables: tuple[Tensor, ...] = ()
+        self._pending: Tensor | None = None
+        self._sources: set[Hashable] = set()
+        self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.culprit: str | None = None
+
+    def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
+        self.settle()
+        device = torch.device(device)
+        pair = self._replicas.get(device)
+        if pair is None:
+            with torch.inference_mode(False), torch.no_grad():
+                if self._scale.device.type == "cpu" and device.type not in ("cpu", "meta"):
+                    self._to(device)
+                pair = self._scale.to(device, non_blocking=True), _reciprocal(self._scale).to(device, non_blocking=True)
+            self._replicas[device] = pair
+        return pair
+
+    def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
+        """Note that an optimizer stepped: `found_inf` is 0-dim fp32, above 0 where a gradient overflowed.
+
+        The scale moves when the set of steps is complete: at the next snapshot, read, or step of the same `source`.
+        """
+        if source in self._sources:
+            self.settle()
+        self._sources.add(source)
+        with torch.inference_mode(False), torch.no_grad():
+            found_inf = found_inf.detach().to(torch.float32)
+            pending = self._pending
+            self._pending = found_inf if pending is None else pending + found_inf.to(pending.device, non_blocking=True)
+
+    def settle(self) -> None:
+        """Close the set of steps under way, if there is one."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self._sources.clear()
+        self.update(pending)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Move on by one set of steps; `found_inf` as in `observe`.  Reads nothing back to the host."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._scale.device != found_inf.device:
+                if self._scale.device.type == "cpu":
+                    self._to(found_inf.device)
+                found_inf = found_inf.to(self._scale.device, non_blocking=True)
+            found_inf = found_inf.detach().to(torch.float32)
+            overflow = found_inf > 0
+            self._move(found_inf, overflow)
+            if not self._tables:
+                rows = (*_AFTER_GOOD, *_AFTER_OVERFLOW)
+                self._tables = tuple(torch.tensor(row, device=overflow.device) for row in rows)
+            good_times, good_plus, bad_times, bad_plus = self._tables
+            good = torch.addcmul(good_plus, self._counters, good_times)
+            bad = torch.addcmul(bad_plus, self._counters, bad_times)
+            self._counters = torch.where(overflow, bad, good)
+
+    def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
+        """Replace the scale; never write to the old one, and clear the replicas with it."""
+
+    @property
+    def value(self) -> float:
+        """The scale of the next forward (a host read)."""
+        self.settle()
+        return self._scale.item()
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale can go no lower (a host read)."""
+        return False
+
+    def consecutive_skips(self) -> int:
+        """Sets skipped in a row, counting the one under way, which stays open (a host read)."""
+        known = int(self._counters[_CONSECUTIVE])
+        if self._pending is None:
+            return known
+        return known + 1 if self._pending.item() > 0 else 0
+
+    def stuck(self) -> bool:
+        """Whether the schedule itself says that training must stop here (a host read where it can say so)."""
+        return False
+
+    def report(self) -> LossScaleReport:
+        """Where loss scaling stands (a host read)."""
+        self.settle()
+        steps, skipped, consecutive, since = self._counters.tolist()
+        last = steps - since if skipped else None
+        return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.culprit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch.amp.GradScaler.state_dict() gives, and our own state under a key that GradScaler ignores."""
+        self.settle()
+        return {
+            "scale": self.value,
+            "growth_factor": 1.0,
+            "backoff_factor": 1.0,
+            "growth_interval": 1,
+            "_growth_tracker": 0,
+            _OWN_KEY: {"kind": self.kind, "counters": self._counters.tolist()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict()`, ours or GradScaler's.  PolicyError for anything else."""
+        _check_state(state)
+        if state["growth_factor"] != 1.0 or state["backoff_factor"] != 1.0:
+            raise PolicyError(
+                "this state dict belongs to a dynamic loss scale, and the loss scale here is static; "
+                'rewrite with loss_scale="dynamic" to resume it'
+            )
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        device = self._scale.device
+        self._pending = None
+        self._sources.clear()
+        self._replicas = {}
+        self._scale = _scalar(float(state["scale"]), torch.float32, device)
+        counters = state.get(_OWN_KEY, {}).get("counters", [0, 0, 0, 0])
+        self._counters = torch.tensor(counters, dtype=torch.int64, device=device)
+
+    def _to(self, device: torch.device) -> None:
+        """Follow the model to its device, once."""
+        self._scale, self._counters = self._scale.to(device), self._counters.to(device)
+        self._tables = ()
+        self._replicas = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {**self.__dict__, "_replicas": {}, "_tables": ()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value:g})"
+
+
+class NoLossScale(LossScale):
+    """No scaling, no overflow check: for bf16 and fp32."""
+
+    kind = "none"
+    enabled = False
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
+        """Nothing to note."""
+
+    def update(self, found_inf: Tensor) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty, as a disabled GradScaler's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignore a scaler's state, as a disabled GradScaler does, so that an fp16 run can go on in bf16."""
+        if state != {}:
+            _check_state(state)
+
+    def __repr__(self) -> str:
+        return "NoLossScale()"
+
+
+class StaticLossScale(LossScale):
+    """A scale that stays; steps that overflow are still skipped."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(_positive("StaticLossScale", "value", value))
+
+
+class DynamicLossScale(LossScale):
+    """A scale that backs off on overflow and grows after `growth_interval` clean steps.
+
+    `floor` and `cap` bound it; None means unbounded: below, it shrinks for ever; above, it stops at fp32's range, and a
+    cap of infinity lets it overflow even that.  `hysteresis` overflows are needed for one backoff; the count is refilled
+    when the scale grows, with `refill="good"` after every clean step.  After an overflow the first `rest` clean steps do
+    not count.  With `raise_at_floor` an overflow at the floor ends training at once.
+    """
+
+    kind = "dynamic"
+
+    def __init__(
+        self,
+        init: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        floor: float | None = DEFAULT_FLOOR,
+        cap: float | None = DEFAULT_CAP,
+        hysteresis: int = 1,
+        *,
+        refill: str = "growth",
+        rest: int = 0,
+        raise_at_floor: bool = False,
+    ) -> None:
+        super().__init__(_positive("DynamicLossScale", "init", init))
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
+        self.growth_interval = growth_interval
+        self.floor = floor if floor is None else float(floor)
+        self.cap = cap if cap is None else float(cap)
+        self.hysteresis = hysteresis
+        self.refill = refill
+        self.rest = rest
+        self.raise_at_floor = raise_at_floor
+        self._check()
+        if not (self.floor or 0.0) <= init <= (math.inf if self.cap is None else self.cap):
+            raise PolicyError(
+                f"DynamicLossScale: init={init:g} lies outside floor={self.floor} and cap={self.cap}; start between them"
+            )
+        self._growth_tracker = _scalar(-rest, torch.int32)
+        self._left = _scalar(hysteresis, torch.int32)
+        self._stuck = _scalar(False, torch.bool)
+
+    @classmethod
+    def preset(cls, name: str) -> DynamicLossScale:
+        """The schedule of another library, step for step: torch, tf, keras, keras3, apex, deepspeed or megatron."""
+        if not isinstance(name, str) or name not in PRESETS:
+            raise PolicyError(f"there is no loss-scale preset {name!r}; use one of {', '.join(PRESETS)}")
+        return cls(**PRESETS[name])
+
+    def _check(self) -> None:
+        """Refuse what would stand still, run away, or never be scaled at all."""
+        where = "DynamicLossScale"
+        if not 1.0 < self.growth_factor < math.inf:
+            raise PolicyError(f"{where}: growth_factor={self.growth_factor:g} would not grow the scale; use one above 1, say 2")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise PolicyError(f"{where}: backoff_factor={self.backoff_factor:g} must lie between 0 and 1, say 0.5")
+        for name, least in (("growth_interval", 1), ("hysteresis", 1), ("rest", 0)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise PolicyError(f"{where}: {name}={number!r} counts steps; give a whole number, at least {least}")
+        if self.refill not in ("growth", "good"):
+            raise PolicyError(f"{where}: refill={self.refill!r} must be 'growth' or 'good', as after every good step")
+        if self.floor is not None:
+            _positive(where, "floor", self.floor)
+        if self.cap is not None and not self.cap > 0:
+            raise PolicyError(f"{where}: cap={self.cap:g} must be above 0; leave it out for the default, 2**32")
+        if self.floor is not None and self.cap is not None and self.floor > self.cap:
+            raise PolicyError(f"{where}: floor={self.floor:g} is above cap={self.cap:g}; swap them")
+        if self.raise_at_floor and self.floor is None:
+            raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
+
+    def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
+        if self.raise_at_floor:
+            self._stuck = self._stuck | (overflow & (self._left <= 1) & (self._scale <= self.floor))
+        scale = self._scale.clone()
+        if self.hysteresis == 1 and self.rest == 0 and self.cap != math.inf:
+            torch._amp_update_scale_(
+                scale, self._growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
+            )
+        else:
+            scale = self._moved_by_where(scale, overflow)
+        if self.floor is not None or self.cap is not None:
+            scale.clamp_(self.floor, self.cap)
+        self._scale = scale
+        self._replicas = {}
+
+    def _moved_by_where(self, scale: Tensor, overflow: Tensor) -> Tensor:
+        """The kernel's rules, with hysteresis, rest, and growth beyond fp32's range if the cap is infinite."""
+        back_off = overflow & (self._left <= 1)
+        tracker = self._growth_tracker + 1
+        grow = ~overflow & (tracker == self.growth_interval)
+        grown = scale * self.growth_factor
+        if self.cap != math.inf:
+            grown = torch.where(grown.isfinite(), grown, scale)
+        self._growth_tracker = torch.where(overflow, -self.rest, tracker.masked_fill(grow, 0)).to(torch.int32)
+        refilled = ~overflow if self.refill == "good" else grow
+        self._left = torch.where(refilled, self.hysteresis, (self._left - overflow.int()).clamp_(min=1)).to(torch.int32)
+        return torch.where(back_off, scale * self.backoff_factor, torch.where(grow, grown, scale))
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale can go no lower (a host read)."""
+        return self.floor is not None and self.value <= self.floor
+
+    def stuck(self) -> bool:
+        """Whether `raise_at_floor` holds and an overflow came at the floor (a host read if so)."""
+        if not self.raise_at_floor:
+            return False
+        pending = self._pending
+        if pending is None:
+            return bool(self._stuck.item())
+        now = pending.item() > 0 and self._left.item() <= 1 and self._scale.item() <= (self.floor or 0.0)
+        return bool(now or self._stuck.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's five keys, which GradScaler can load, and the rest of the state under one that it ignores."""
+        state = super().state_dict()
+        own = {name: getattr(self, name) for name in ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor")}
+        state[_OWN_KEY] |= own | {"left": int(self._left), "stuck": bool(self._stuck)}
+        return state | {
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": int(self._growth_tracker),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict()`, ours or GradScaler's: the schedule comes with it.  PolicyError for anything else."""
+        _check_state(state)
+        own = dict(state.get(_OWN_KEY, {}))
+        names = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor")
+        before = dict(self.__dict__)
+        self.__dict__.update({name: own[name] for name in names if name in own})
+        self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
+        self.growth_interval = state["growth_interval"]
+        try:
+            self._check()
+        except PolicyError as error:
+            self.__dict__.update(before)
+            raise PolicyError(f"this loss-scale state cannot be loaded: {error}") from error
+        self._load(state)
+        device = self._scale.device
+        self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
+        self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
+        self._stuck = _scalar(own.get("stuck", False), torch.bool, device)
+
+    def _to(self, device: torch.device) -> None:
+        super()._to(device)
+        self._growth_tracker, self._left = self._growth_tracker.to(device), self._left.to(device)
+        self._stuck = self._stuck.to(device)
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicLossScale({self.value:g}, growth_factor={self.growth_factor:g}, backoff_factor={self.backoff_factor:g}, "
+            f"growth_interval={self.growth_interval}, floor={self.floor}, cap={self.cap}, hysteresis={self.hysteresis})"
+        )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # torch/amp/grad_scaler.py: no bounds; grows as long as the product is finite
+    "torch": {"floor": None, "cap": None},
+    # TensorFlow 1 DynamicLossScale and Keras 2 LossScaleOptimizer: max(scale / 2, 1)
+    "tf": {"init": 2.0**15, "floor": 1.0, "cap": None},
+    "keras": {"init": 2.0**15, "floor": 1.0, "cap": None},
+    # Keras 3 LossScaleOptimizer: neither a floor nor a look whether the doubled scale is finite
+    "keras3": {"init": 2.0**15, "floor": None, "cap": math.inf},
+    # apex/amp/scaler.py
+    "apex": {"floor": None, "cap": 2.0**24},
+    # deepspeed/runtime/fp16/loss_scaler.py with its config's defaults: windows are counted from the last overflow, the step
+    # after it not included, and an overflow at the floor ends the run
+    "deepspeed": {"growth_interval": 1000, "floor": 1.0, "cap": None, "hysteresis": 2, "rest": 1, "raise_at_floor": True},
+    # megatron/core/optimizer/grad_scaler.py
+    "megatron": {"init": 2.0**32, "growth_interval": 1000, "floor": 1.0, "cap": None, "hysteresis": 2},
+}
+
+
+def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale:
+    """The loss scale that `spec` means for a low format.
+
+    "auto" is dynamic for fp16 and none for formats with fp32's range; "none"; "dynamic"; a preset's name; a number, which
+    stays; or a LossScale, taken as it is.  PolicyError for anything else.
+    """
+    if isinstance(spec, LossScale):
+        return spec
+    if isinstance(spec, int | float) and not isinstance(spec, bool):
+        return StaticLossScale(spec)
+    if isinstance(spec, str):
+        if spec == "auto":
+            return DynamicLossScale() if parse_format(fmt) is FP16 else NoLossScale()
+        if spec == "none":
+            return NoLossScale()
+        if spec == "dynamic":
+            return DynamicLossScale()
+        if spec in PRESETS:
+            return DynamicLossScale.preset(spec)
+    raise PolicyError(
+        f"loss_scale={spec!r} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
+        "or a loss-scale object such as DynamicLossScale(init=2**14)"
+    )
+
+
+def _positive(where: str, name: str, value: float) -> float:
+    """`value` as a float that fp32 can hold and whose inverse it can hold; PolicyError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MAX <= value <= _MAX:
+        raise PolicyError(f"{where}: {name}={value!r} must be a positive number within fp32's range; a power of two is exact")
+    return float(value)
+
+
+def _check_state(state: Any) -> None:
+    """PolicyError unless `state` is a scaler's."""
+    if not isinstance(state, Mapping):
+        raise PolicyError(f"a loss scale cannot be loaded from {type(state).__name__}; give what state_dict() returned")
+    if not state:
+        raise PolicyError(
+            "this loss-scale state is empty, as a disabled GradScaler or NoLossScale saves it; there is nothing to resume: "
+            "leave load_state_dict out"
+        )
+    missing = [key for key in _GRAD_SCALER_KEYS if key not in state]
+    if missing:
+        raise PolicyError(
+            f"this is not the state of a loss scale: it lacks {', '.join(missing)}; give what amp.loss_scale.state_dict() "
+            "or torch.amp.GradScaler.state_dict() returned"
+        )
+    _positive("load_state_dict", "scale", state["scale"])
+
+
+def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    """1/scale, taken in fp64 where there is one, as GradScaler does; exact for powers of two."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
