@@ -59,6 +59,7 @@ class Reason(Enum):
     EXPLICIT_DTYPE = "the model asks for this dtype by name"
     INSIDE_AUTOCAST = "the model's own autocast region decides there"
     OPAQUE = "it holds a graph of its own that is left alone"
+    BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"
     REFUSED = "its op refused low inputs when tried"
     CONSTANT = "a constant it uses does not fit the low format"

@@ -17,8 +17,6 @@ RISK = 0.02
 """Share of a launch that running a rounding op low must save before it is preferred: ties go to accuracy."""
 FREE_PROMOTION = 0.1
 """Share of a cast that a low operand beside a high one costs: nothing forward, a cast of its gradient in backward."""
-CACHED_WEIGHT = 0.25
-"""Share of a weight cast that inference pays: it is cached after the first call."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,4 @@ class CostModel:
     def cast(self, node: OpNode) -> float:
         """Seconds that one copy of the node's result in the other format takes."""
         seconds = self.device.launch + node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
-        if node.role == "parameter" and not self.training:
-            return seconds * CACHED_WEIGHT
         return seconds * (2 if self.training else 1)

@@ -25,10 +25,10 @@ class Device:
     """Formats that the matrix units multiply natively, best first; empty: low precision gains nothing."""
 
 
-CPU = Device("cpu", "cpu", 2e10, 1e-6, ())
-CPU_BF16 = Device("cpu with native bf16", "cpu", 2e10, 1e-6, ("bf16",))
-CUDA_OLD = Device("cuda before sm_70", "cuda", 3e11, 4e-6, ())
-CUDA_NO_TENSOR_CORES = Device("cuda sm_75 without Tensor Cores (GTX 16xx)", "cuda", 2.5e11, 4e-6, ())
+CPU = Device("cpu", "cpu", 4e10, 5e-6, ())
+CPU_BF16 = Device("cpu with native bf16", "cpu", 4e10, 4e-6, ("bf16",))
+CUDA_OLD = Device("cuda before sm_70", "cuda", 3e11, 5e-6, ())
+CUDA_NO_TENSOR_CORES = Device("cuda sm_75 without Tensor Cores (GTX 16xx)", "cuda", 2.5e11, 5e-6, ())
 VOLTA = Device("cuda sm_70", "cuda", 9e11, 4e-6, ("fp16",))
 TURING = Device("cuda sm_75", "cuda", 3.2e11, 4e-6, ("fp16",))
 AMPERE = Device("cuda sm_80 and later", "cuda", 1.5e12, 4e-6, ("bf16", "fp16"))

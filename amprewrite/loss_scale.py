@@ -38,6 +38,7 @@ _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "amprewrite"
+_OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor")
 
 
 class LossScaleError(AmpRewriteError):
@@ -296,7 +297,6 @@ class DynamicLossScale(LossScale):
             )
         self._growth_tracker = _scalar(-rest, torch.int32)
         self._left = _scalar(hysteresis, torch.int32)
-        self._stuck = _scalar(False, torch.bool)
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
@@ -328,8 +328,6 @@ class DynamicLossScale(LossScale):
             raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
 
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
-        if self.raise_at_floor:
-            self._stuck = self._stuck | (overflow & (self._left <= 1) & (self._scale <= self.floor))
         scale = self._scale.clone()
         if self.hysteresis == 1 and self.rest == 0 and self.cap != math.inf:
             torch._amp_update_scale_(
@@ -361,20 +359,15 @@ class DynamicLossScale(LossScale):
         return self.floor is not None and self.value <= self.floor
 
     def stuck(self) -> bool:
-        """Whether `raise_at_floor` holds and an overflow came at the floor (a host read if so)."""
-        if not self.raise_at_floor:
+        """Whether `raise_at_floor` holds and the step under way overflowed at the floor (a host read if so)."""
+        if not self.raise_at_floor or self._pending is None or self._scale.item() > (self.floor or 0.0):
             return False
-        pending = self._pending
-        if pending is None:
-            return bool(self._stuck.item())
-        now = pending.item() > 0 and self._left.item() <= 1 and self._scale.item() <= (self.floor or 0.0)
-        return bool(now or self._stuck.item())
+        return self._pending.item() > 0 and self._left.item() <= 1
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's five keys, which GradScaler can load, and the rest of the state under one that it ignores."""
         state = super().state_dict()
-        own = {name: getattr(self, name) for name in ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor")}
-        state[_OWN_KEY] |= own | {"left": int(self._left), "stuck": bool(self._stuck)}
+        state[_OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {"left": int(self._left)}
         return state | {
             "growth_factor": self.growth_factor,
             "backoff_factor": self.backoff_factor,
@@ -386,9 +379,8 @@ class DynamicLossScale(LossScale):
         """Resume from `state_dict()`, ours or GradScaler's: the schedule comes with it.  PolicyError for anything else."""
         _check_state(state)
         own = dict(state.get(_OWN_KEY, {}))
-        names = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor")
         before = dict(self.__dict__)
-        self.__dict__.update({name: own[name] for name in names if name in own})
+        self.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})
         self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self.growth_interval = state["growth_interval"]
         try:
@@ -400,12 +392,10 @@ class DynamicLossScale(LossScale):
         device = self._scale.device
         self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
         self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
-        self._stuck = _scalar(own.get("stuck", False), torch.bool, device)
 
     def _to(self, device: torch.device) -> None:
         super()._to(device)
         self._growth_tracker, self._left = self._growth_tracker.to(device), self._left.to(device)
-        self._stuck = self._stuck.to(device)
 
     def __repr__(self) -> str:
         return (

@@ -155,7 +155,8 @@ INTERNAL_ROWS = (
         INTERNAL,
         "statistics and weights stay in fp32, only the data is low",
         "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index _batch_norm_with_update"
-        " _batch_norm_no_update _native_batch_norm_legit _native_batch_norm_legit_no_training _native_batch_norm_legit_functional",
+        " _batch_norm_no_update _native_batch_norm_legit"
+        " _native_batch_norm_legit_no_training _native_batch_norm_legit_functional",
         "instance_norm",
         data=("input",),
         mixed_on=BOTH,
@@ -245,7 +246,14 @@ INFER_ROWS = (
     *rows(INFER, "plain arithmetic: one rounding, no larger than its operands make it", "floor_divide", "lerp", "diff", "addr"),
     *rows(INFER, "a sum of products, accumulated in fp32", "dot", "vdot linalg_vdot"),
     *rows(INFER, "a scaling by a constant", "deg2rad", "rad2deg"),
-    *rows(INFER, "compresses the range: harmless on a value that is right", "sqrt", "log1p special_log1p", "atan arctan", "asinh arcsinh"),
+    *rows(
+        INFER,
+        "compresses the range: harmless on a value that is right",
+        "sqrt",
+        "log1p special_log1p",
+        "atan arctan",
+        "asinh arcsinh",
+    ),
     *rows(INFER, "in fp16 a small operand makes it exceed 65504", "reciprocal", "rsqrt", fp16=DENY),
     *rows(INFER, "in fp16 what underflows to 0 becomes -inf", "log", "log2", "log10", fp16=DENY),
     *rows(INFER, "in fp16 it exceeds 65504 above 256", "square", fp16=DENY),
@@ -262,7 +270,12 @@ INFER_ROWS = (
         "alpha_dropout",
         "feature_alpha_dropout",
     ),
-    *rows(INFER, "an activation that scales by a random slope", "rrelu rrelu_with_noise rrelu_with_noise_functional", no_kernel=("cpu:fp16",)),
+    *rows(
+        INFER,
+        "an activation that scales by a random slope",
+        "rrelu rrelu_with_noise rrelu_with_noise_functional",
+        no_kernel=("cpu:fp16",),
+    ),
     *rows(INFER, "sums overlapping patches", "fold col2im"),
 )
 
@@ -989,7 +1002,13 @@ DENY_ROWS = (
         no_kernel=(*ON_CPU, "cuda:bf16"),
     ),
     *rows(DENY, "a Fourier transform: sums over the whole axis", "stft", "istft", no_kernel=NOWHERE),
-    *rows(DENY, "makes complex numbers, which have no bf16", "complex", "view_as_complex view_as_complex_copy", no_kernel=("cpu:bf16", "cuda:bf16")),
+    *rows(
+        DENY,
+        "makes complex numbers, which have no bf16",
+        "complex",
+        "view_as_complex view_as_complex_copy",
+        no_kernel=("cpu:bf16", "cuda:bf16"),
+    ),
     *rows(DENY, "makes complex numbers, which have no bf16", "polar", no_kernel=NOWHERE),
     *rows(DENY, "an angle or a part of a complex number", "angle", no_kernel=("cuda:bf16", "cuda:fp16")),
     *rows(DENY, "an angle or a part of a complex number", "imag", "chalf", "cfloat", "cdouble"),

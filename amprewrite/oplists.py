@@ -82,7 +82,13 @@ _WRITES = frozenset({"setitem", "delitem", "__setitem__", "__delitem__"})
 _HOMES = ("torch", "builtins", "math", "_operator", "operator")
 """Modules whose functions mean what the vocabulary means; a user's own `linear` is not torch's."""
 
-_PREFIXES = {"torch.masked": "masked_", "torch.sparse": "sparse_", "torch.signal": "signal_"}
+_PREFIXES = {
+    "torch.masked": "masked_",
+    "torch.sparse": "sparse_",
+    "torch.signal": "signal_",
+    "torch.distributed": "distributed_",
+    "torch.nn.parallel": "parallel_",
+}
 """Python modules whose functions share names with ops that are not theirs."""
 
 
@@ -90,9 +96,7 @@ def _operator_name(bare: str) -> str:
     """Vocabulary name of a Python operator: its dunder, or its name in `operator`, without underscores."""
     if bare == "rsub":
         return "rsub"
-    if bare[:1] == "r" and bare[1:] in _REFLECTED:
-        bare = bare[1:]
-    elif bare[:1] == "i" and bare[1:] in _INPLACE:
+    if (bare[:1] == "r" and bare[1:] in _REFLECTED) or (bare[:1] == "i" and bare[1:] in _INPLACE):
         bare = bare[1:]
     return _OPERATORS.get(bare, bare)
 
@@ -196,7 +200,7 @@ class OpLists:
 
     name: str
     rule: Rule
-    """cost: the default planner; tf: TensorFlow's grappler rules; local: torch.autocast's, op by op; force: all low but denied."""
+    """cost: the default planner; tf: TensorFlow's grappler; local: torch.autocast, op by op; force: all low but denied."""
     kinds: Mapping[str, OpKind] = field(hash=False)
     """Vocabulary name → kind. An op that is missing is a high wall, or under rule "local" follows its inputs."""
     promote: frozenset[str] = frozenset()
@@ -260,7 +264,7 @@ def _tf(fmt: Format, device: str) -> OpLists:
 
 
 def _autocast(fmt: Format, device: str) -> OpLists:
-    return OpLists("autocast", "local", presets.autocast_kinds(device), frozenset(presets.AUTOCAST_PROMOTE[device]))
+    return OpLists("autocast", "local", presets.autocast_kinds(device), presets.AUTOCAST_PROMOTE[device])
 
 
 def _o2(fmt: Format, device: str) -> OpLists:

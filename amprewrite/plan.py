@@ -91,6 +91,13 @@ class RegionPlan:
     notes: tuple[str, ...] = ()
     entry: str = ""
     """Path of the module that was called, "" for the root."""
+    bodies: tuple[RegionPlan, ...] = ()
+    """Plans of the graphs inside this one: bodies of activation checkpoints. A CastPlan lists them as regions of their own."""
+
+    def flat(self, name: str) -> tuple[RegionPlan, ...]:
+        """This region under `name`, and its bodies after it."""
+        bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
+        return (replace(self, name=name, bodies=()), *bodies)
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
@@ -311,7 +318,7 @@ def _decode_plan(data: dict[str, Any]) -> CastPlan:
     def region(d: dict[str, Any]) -> RegionPlan:
         nodes = tuple(node(n) for n in d["nodes"])
         casts = tuple(Cast(**{**c, "users": tuple(c["users"])}) for c in d.get("casts", ()))
-        return RegionPlan(**{**d, "nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ()))})
+        return RegionPlan(**{**d, "nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ())), "bodies": ()})
 
     return CastPlan(
         **{

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from amprewrite.colour import OpKind
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # TensorFlow ----------------------------------------------------------------------------------------------------------
 
 TF_OPS: dict[str, str] = {
@@ -51,7 +56,8 @@ TF_OPS: dict[str, str] = {
     "Square": "square",
     "Tanh": "tanh tanhshrink",
     # deny in fp16, infer in bf16: layer norm and its kin are decomposed there and hang on their mean
-    "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d layer_norm group_norm instance_norm rms_norm",
+    "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+    "layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",
     # deny
     "Exp": "exp",
@@ -125,20 +131,20 @@ TF_OPS: dict[str, str] = {
 }
 """What a torch op is, or decomposes into, in a TensorFlow graph. Cast, and whatever is missing here, is on no list there."""
 
-_TF_ALLOW = frozenset("Conv2D Conv2DBackpropInput Conv3D Conv3DBackpropInputV2 Einsum MatMul BatchMatMulV2".split())
-_TF_ALLOW_CUDA_FP16 = frozenset("CudnnRNNV3 GRUBlockCell LSTMBlockCell MhaV2".split())
-_TF_INFER = frozenset(
+_TF_ALLOW = _words("Conv2D Conv2DBackpropInput Conv3D Conv3DBackpropInputV2 Einsum MatMul BatchMatMulV2")
+_TF_ALLOW_CUDA_FP16 = _words("CudnnRNNV3 GRUBlockCell LSTMBlockCell MhaV2")
+_TF_INFER = _words(
     "AddV2 AvgPool AvgPool3D Elu Erf Erfc FloorDiv FusedBatchNormV3 LeakyRelu Log Log1p LogSoftmax Mul Prod RealDiv Reciprocal "
-    "Selu Sigmoid Softmax Softplus Softsign Sqrt Sub Tanh".split()
+    "Selu Sigmoid Softmax Softplus Softsign Sqrt Sub Tanh"
 )
-_TF_INFER_ONEDNN = frozenset("Rsqrt Square".split())
+_TF_INFER_ONEDNN = _words("Rsqrt Square")
 _TF_INFER_BF16 = _TF_INFER_ONEDNN | {"Mean", "Sum"}
-_TF_DENY = frozenset("Exp Expm1 L2Loss Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum".split())
-_TF_CLEAR = frozenset(
-    "Abs ArgMax ArgMin BroadcastTo Ceil ClipByValue ConcatV2 DepthToSpace EnsureShape Equal ExpandDims Fill Floor GatherNd GatherV2 "
-    "Greater GreaterEqual Identity IsFinite IsInf IsNan Less LessEqual Max MaxPool MaxPool3D Maximum Min Minimum MirrorPad Neg "
+_TF_DENY = _words("Exp Expm1 L2Loss Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum")
+_TF_CLEAR = _words(
+    "Abs ArgMax ArgMin BroadcastTo Ceil ClipByValue ConcatV2 DepthToSpace EnsureShape Equal ExpandDims Fill Floor GatherNd "
+    "GatherV2 Greater GreaterEqual Identity IsFinite IsInf IsNan Less LessEqual Max MaxPool MaxPool3D Maximum Min Minimum MirrorPad Neg "
     "NotEqual OnesLike Pack PadV2 Rank Relu Relu6 Reshape ResizeNearestNeighbor ReverseV2 Round SelectV2 Shape Sign Slice "
-    "SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice Tile TopKV2 Transpose Unpack Where ZerosLike".split()
+    "SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice Tile TopKV2 Transpose Unpack Where ZerosLike"
 )
 _TF_CLEAR_FP16 = frozenset({"OneHot", "Size"})
 _TF_CLEAR_BF16 = frozenset({"ResizeBilinear", "ScatterNd"})
@@ -177,13 +183,13 @@ _AUTOCAST_HIGH = {
     "cuda": "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm rms_norm "
     "group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
     "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
-    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits binary_cross_entropy dist pdist cdist "
-    "renorm logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits binary_cross_entropy dist pdist "
+    "cdist renorm logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
     "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa prod softmax log_softmax cumprod "
     "cumsum linalg_vector_norm linalg_matrix_norm sum norm",
-    "cpu": "avg_pool3d binary_cross_entropy grid_sample grid_sampler_2d grid_sampler_3d polar prod quantile nanquantile stft cdist "
-    "trace view_as_complex cholesky cholesky_inverse cholesky_solve linalg_inv lu_solve linalg_householder_product ormqr pinverse "
-    "max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d "
+    "cpu": "avg_pool3d binary_cross_entropy grid_sample grid_sampler_2d grid_sampler_3d polar prod quantile nanquantile stft "
+    "cdist trace view_as_complex cholesky cholesky_inverse cholesky_solve linalg_inv lu_solve linalg_householder_product ormqr "
+    "pinverse max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d "
     "replication_pad2d replication_pad3d mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss "
     "smooth_l1_loss cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
     "ctc_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn "
@@ -194,9 +200,9 @@ _AUTOCAST_HIGH = {
 }
 """Ops with an fp32, fp32_set_opt_dtype or fp32_append_dtype kernel. CUDA bans binary_cross_entropy instead of casting it."""
 
-AUTOCAST_PROMOTE: dict[str, tuple[str, ...]] = {
-    "cuda": tuple("addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put tensordot scatter_add".split()),
-    "cpu": ("stack", "cat", "index_copy"),
+AUTOCAST_PROMOTE: dict[str, frozenset[str]] = {
+    "cuda": _words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put tensordot scatter_add"),
+    "cpu": _words("stack cat index_copy"),
 }
 """Ops with a promote kernel."""
 
@@ -212,7 +218,7 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
         OpKind.DENY: "max_unpool1d",
     },
 }
-"""Ops without an autocast kernel of their own that a graph of torch functions shows whole, by what autocast does to their parts."""
+"""Ops without an autocast kernel of their own that graphs show whole, by what autocast does to their parts."""
 
 
 def autocast_kinds(device: str) -> dict[str, OpKind]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.fx
@@ -41,6 +42,8 @@ class Program:
     notes: list[str] = field(default_factory=list)
     given: RegionPlan | None = None
     """A plan to follow instead of deciding."""
+    match_given: Callable[[Program], RegionPlan] | None = None
+    """Finds the plan to follow for a graph inside this one."""
     module: torch.fx.GraphModule | None = None
     fx_nodes: dict[str, torch.fx.Node] = field(default_factory=dict)
     """The fx node of each vertex."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.fx
 
 from amprewrite.backends.dry_run import Refused, dry_run
-from amprewrite.colour import Colour
+from amprewrite.colour import Colour, Reason
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_reader import example_value, read_graph, tensors
+from amprewrite.op_graph import Demand
 from amprewrite.oplists import op_lists
 from amprewrite.pass_base import run_passes
 from amprewrite.passes import APPLY, DECIDE
@@ -19,6 +22,8 @@ from amprewrite.plan import RegionPlan
 from amprewrite.policy import Policy
 from amprewrite.program import Program
 
+BODIES = {"tag_activation_checkpoint"}
+"""Higher-order ops whose body is rewritten like a graph of its own; any other is opaque."""
 MOST_REFUSALS = 200
 """Ops that may refuse low inputs one after another before something must be wrong with the graph."""
 
@@ -52,20 +57,72 @@ def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """
     original, originals = program.module, program.fx_nodes
     assert original is not None
+    bodies = _rewrite_bodies(program)
     for _ in range(MOST_REFUSALS):
         plan = decide(program)
         copied, mapped = _copy(original)
+        for name, (body, _) in bodies.items():
+            setattr(copied, name, body)
         program.module, program.fx_nodes = copied, {name: mapped[node] for name, node in originals.items()}
         try:
             run_passes(APPLY, program)
             dry_run(copied, _expected(program))
             run_passes((Tidy(),), program)
-            return copied, plan
+            return copied, replace(plan, bodies=tuple(body_plan for _, body_plan in bodies.values()))
         except Refused as refusal:
             _keep_high(program, refusal)
         finally:
             program.module, program.fx_nodes = original, originals
     raise PassError(f"{program.name}: over {MOST_REFUSALS} ops refused low inputs; please report this model")
+
+
+def _rewrite_bodies(program: Program) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
+    """Rewrite the bodies of activation checkpoints, by the name of their attribute.
+
+    A body takes fp32 and gives its results in whatever colour they come; the graph around it reads them in that colour.
+    """
+    module = program.module
+    assert module is not None
+    by_node = {node: name for name, node in program.fx_nodes.items()}
+    bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "__name__", "") not in BODIES:
+            continue
+        name = node.args[0].target
+        body, _ = _copy(getattr(module, name))
+        inputs = (inner for inner in body.graph.nodes if inner.op == "placeholder")
+        for inner, outer in zip(inputs, node.args[1:], strict=False):
+            if isinstance(outer, torch.fx.Node) and "grapharg" in outer.meta:
+                inner.meta["grapharg"] = outer.meta["grapharg"]
+        part = read_program(body, program.policy, name, program.entry, program.training)
+        _free_outputs(part)
+        part.given = program.match_given(part) if program.match_given else None
+        bodies[name] = rewrite_graph(part)
+        given_low = _low_outputs(part)
+        for user in node.users:
+            vertex = program.graph.nodes.get(by_node.get(user, ""))
+            if vertex is not None and vertex.carries_fp32 and user.args[1:] and user.args[1] in given_low:
+                program.graph.nodes[vertex.name] = replace(vertex, pinned=(Colour.LOW, Reason.BODY, name), tie="")
+    return bodies
+
+
+def _free_outputs(part: Program) -> None:
+    """Let the results of a body leave it in any colour."""
+    for node in list(part.graph):
+        if node.role == "output":
+            part.graph.nodes[node.name] = replace(node, operands=tuple(replace(o, demand=Demand.ANY) for o in node.operands))
+
+
+def _low_outputs(part: Program) -> set[int]:
+    """Places among the results of a body that come out low."""
+    output = next(node for node in part.fx_nodes.values() if node.op == "output")
+    by_node = {node: name for name, node in part.fx_nodes.items()}
+    results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+    return {
+        place
+        for place, result in enumerate(results)
+        if isinstance(result, torch.fx.Node) and part.paints[by_node[result]].colour is Colour.LOW
+    }
 
 
 def _keep_high(program: Program, refusal: Refused) -> None:

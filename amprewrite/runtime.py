@@ -231,6 +231,7 @@ class Session:
         policy = self.policy_for(_device(module))
         program = read_program(module, policy, name, entry.path, grad, entry.names)
         program.given = self._given(program)
+        program.match_given = self._given if program.given is not None else None
         backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
         cache = self.cache if self.options.cache_weights and not grad else None
         try:
@@ -268,7 +269,7 @@ class Session:
         lists = self.options.lists
         return CastPlan(
             low.pop(),
-            tuple(replace(region.plan, name=f"graph{index}") for index, region in enumerate(regions)),
+            tuple(part for index, region in enumerate(regions) for part in region.plan.flat(f"graph{index}")),
             tuple(self.left_out.values()),
             tuple(self.notes),
             lists if isinstance(lists, str) else lists.name,

@@ -8,7 +8,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amprewrite.frontends.fx_reader import ENTER_AUTOCAST, EXIT_AUTOCAST, example_value, tensors
+from amprewrite.frontends.fx_reader import ENTER_AUTOCAST, EXIT_AUTOCAST, example_value, tensors, transformed_nodes
 from amprewrite.oplists import op_name
 from amprewrite.passes.insert_casts import CAST
 
@@ -28,6 +28,7 @@ class _DryRun(torch.fx.Interpreter):
         super().__init__(module, garbage_collect_values=True)
         self.expected = expected
         self.open_autocasts: list[Any] = []
+        self.transformed = transformed_nodes(module.graph)
         self.touched: set[torch.fx.Node] = set()
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -40,6 +41,8 @@ class _DryRun(torch.fx.Interpreter):
             return value
         if n.op == "output":
             return super().run_node(n)
+        if n in self.transformed:
+            return example_value(n)
         want = self.expected.get(n)
         if want is None and CAST not in n.meta and not any(feeder in self.touched for feeder in n.all_input_nodes) and not _global_state(n):
             return example_value(n)

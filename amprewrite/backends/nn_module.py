@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from amprewrite.backends.checkpointing import restore_checkpoints
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.weight_cache import WeightCache
 
@@ -51,6 +52,7 @@ def emit(
     """
     hoisted = hoist_weight_casts(module) if cache is not None else []
     if backend is None:
+        restore_checkpoints(module)
         run: CompiledFn = module.forward
     else:
         run = backend(module, [*example_inputs, *(cache.get(example_inputs[i], dtype) for i, dtype in hoisted if cache is not None)])

@@ -37,6 +37,8 @@ TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_
 ABSOLUTE = {"float"}
 """Conversions that are always spelled out."""
 ROLES = {"placeholder", "get_attr", "output"}
+FUNCTORCH = ("_increment_nesting", "_decrement_nesting")
+"""Ends of the names of the ops that open and close a torch.func transform."""
 ENTER_AUTOCAST, EXIT_AUTOCAST = "_enter_autocast", "_exit_autocast"
 _CONSTANT_SENSITIVE = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "mul", "full", "full_like", "fill"}
 
@@ -54,6 +56,7 @@ class _Fact:
     dtype: str
     writes: tuple[torch.fx.Node, ...] = ()
     autocast: str = ""
+    transformed: bool = False
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
     free_source: bool = False
@@ -73,6 +76,8 @@ def read_graph(
     """
     facts = {node: _fact(node, position) for position, node in enumerate(module.graph.nodes)}
     _note_autocast(facts)
+    for node in transformed_nodes(module.graph):
+        facts[node].transformed = True
     ties, epochs = _memory(facts)
     _name_all(facts, entry, names)
     for fact in facts.values():
@@ -118,6 +123,8 @@ def _fact(node: torch.fx.Node, position: int) -> _Fact:
     row = find_op(op) if op else None
     value = example_value(node)
     fact = _Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        fact.dtype = ""  # what it gives is read off its getitems
     fact.writes = _written(node)
     if value is None and fact.writes:  # setitem and the like give nothing: they stand for what they write
         fact.value = example_value(fact.writes[0])
@@ -184,6 +191,22 @@ def _note_autocast(facts: dict[torch.fx.Node, _Fact]) -> None:
             stack = [entry for entry in stack if entry[0] is not node.args[0]]
         elif stack:
             fact.autocast = stack[-1][1]
+
+
+def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes inside a torch.func transform (vmap, grad, jvp): their values exist at a level of their own."""
+    depth, found = 0, set()
+    for node in graph.nodes:
+        opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
+        depth += opens
+        if depth:
+            found.add(node)
+        depth -= closes
+    return found
+
+
+def _is_opaque(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 # -- 4. memory ------------------------------------------------------------------------
@@ -275,7 +298,7 @@ def _operands(
 
 def _demand(fact: _Fact, parameter: str, kind: OpKind | None, feeder: _Fact) -> Demand:
     row = fact.row
-    if fact.role == "output" or fact.autocast or row is None or kind is None:
+    if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
         return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
         return Demand.COLOUR
@@ -305,8 +328,10 @@ def _pin(fact: _Fact, kind: OpKind | None, low: Format, ties: _Ties) -> tuple[Co
         return Colour.HIGH, Reason.PARAMETER if fact.role == "parameter" else Reason.BOUNDARY, fact.role
     if fact.autocast:
         return Colour.HIGH, Reason.INSIDE_AUTOCAST, f"enabled={fact.autocast == 'on'}"
-    if isinstance(fact.node.target, torch._ops.HigherOrderOperator):
-        return Colour.HIGH, Reason.OPAQUE, fact.op
+    if fact.transformed:
+        return Colour.HIGH, Reason.OPAQUE, "inside a torch.func transform"
+    if fact.op == "getitem" and _is_opaque(fact.node.args[0]):
+        return Colour.HIGH, Reason.OPAQUE, op_name(fact.node.args[0].target)
     if fact.row is None or kind is None:
         return Colour.HIGH, Reason.UNLISTED, fact.op
     if fact.node in ties.group and ties.group[fact.node] in ties.writes_state:
