@@ -44,7 +44,8 @@ class _DryRun(torch.fx.Interpreter):
         if n in self.transformed:
             return example_value(n)
         want = self.expected.get(n)
-        if want is None and CAST not in n.meta and not any(feeder in self.touched for feeder in n.all_input_nodes) and not _global_state(n):
+        changed = CAST in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
+        if want is None and not changed:
             return example_value(n)
         self.touched.add(n)
         try:
@@ -84,8 +85,10 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
         torch.set_grad_enabled(grad)
 
 
-def _global_state(node: torch.fx.Node) -> bool:
-    return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST, "_set_grad_enabled", "set_grad_enabled")
+def _always_run(node: torch.fx.Node) -> bool:
+    """Switches of global state, and calls of graphs that may have been rewritten."""
+    switch = op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST, "_set_grad_enabled", "set_grad_enabled")
+    return switch or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _short(error: BaseException) -> str:
