@@ -61,6 +61,7 @@ class Reason(Enum):
     OPAQUE = "it holds a graph of its own that is left alone"
     BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"
+    LOW_BACKWARD = "its backward adds up gradients in the low format there"
     REFUSED = "its op refused low inputs when tried"
     CONSTANT = "a constant it uses does not fit the low format"
     TIED = "it shares memory with a node of that colour"

@@ -42,6 +42,8 @@ class Op:
     """Operands of mixed dtype are promoted inside the kernel, forward and backward; the result has the widest."""
     bounded: bool = False
     """Denied for the sake of its input alone: its result fits low, so what follows need not stay high."""
+    low_backward: tuple[str, ...] = ()
+    """Devices whose backward adds up gradients in the low format, term by term: there it wants fp32 in training."""
     no_kernel: tuple[str, ...] = ()
     """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
 
@@ -146,10 +148,17 @@ INTERNAL_ROWS = (
     *rows(
         INTERNAL,
         "statistics are taken in fp32 inside the kernel",
-        "layer_norm native_layer_norm",
         "group_norm native_group_norm",
         data=("input",),
         mixed_on=("cpu",),
+    ),
+    *rows(
+        INTERNAL,
+        "statistics are taken in fp32 inside the kernel",
+        "layer_norm native_layer_norm",
+        data=("input",),
+        mixed_on=("cpu",),
+        low_backward=("cpu",),
     ),
     *rows(
         INTERNAL,
@@ -172,6 +181,14 @@ INTERNAL_ROWS = (
     ),
     *rows(INTERNAL, "accumulates in fp32, and a mean is no larger than its terms", "mean"),
     *rows(INTERNAL, "accumulates in fp32; a variance can exceed fp16's 65504", "var", "var_mean", fp16=DENY),
+    *rows(
+        INTERNAL,
+        "accumulates squares in fp32; a norm can exceed fp16's 65504",
+        "norm native_norm",
+        "linalg_vector_norm",
+        "frobenius_norm",
+        fp16=DENY,
+    ),
     *rows(INTERNAL, "accumulates in fp32, and a deviation is no larger than the range", "std", "std_mean"),
     *rows(
         INTERNAL,
@@ -224,6 +241,7 @@ INTERNAL_ROWS = (
         INTERNAL,
         "a bag is summed in fp32 inside the kernel; its maximum has no bf16 backward on CUDA",
         "embedding_bag _embedding_bag _embedding_bag_forward_only",
+        low_backward=("cpu",),
         no_kernel=("cuda:bf16",),
     ),
 )
@@ -257,6 +275,7 @@ INFER_ROWS = (
     *rows(INFER, "in fp16 a small operand makes it exceed 65504", "reciprocal", "rsqrt", fp16=DENY),
     *rows(INFER, "in fp16 what underflows to 0 becomes -inf", "log", "log2", "log10", fp16=DENY),
     *rows(INFER, "in fp16 it exceeds 65504 above 256", "square", fp16=DENY),
+    *rows(INFER, "divides by a norm accumulated in fp32, whose squares leave fp16's range", "normalize", fp16=DENY, bounded=True),
     *rows(
         INFER,
         "an activation that scales or shifts: safe on a value that is right",
@@ -387,10 +406,8 @@ CLEAR_ROWS = (
         "index_copy",
         "index_put _unsafe_index_put _index_put_impl",
         "_unsafe_masked_index",
-        "take",
         "take_along_dim",
         "put",
-        "embedding",
         "masked_fill",
         "masked_scatter",
         "masked_select",
@@ -428,6 +445,7 @@ CLEAR_ROWS = (
         "share_memory",
         "sgn",
     ),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "embedding", "take", low_backward=("cpu",)),
     *rows(
         CLEAR,
         "moves numbers; mixed operands are promoted on the way",
@@ -468,6 +486,7 @@ CLEAR_ROWS = (
         "ceil",
         "floor",
         "trunc fix",
+        "round special_round",
         "nan_to_num",
         "max",
         "min",
@@ -496,7 +515,6 @@ CLEAR_ROWS = (
         "max_unpool2d",
         "max_unpool3d",
     ),
-    *rows(CLEAR, "cuts or picks values: exact in any precision", "round special_round", no_kernel=("cpu:fp16",)),
     *rows(
         CLEAR,
         "zeroes some values and scales the rest by a constant",
@@ -755,10 +773,7 @@ DENY_ROWS = (
     *rows(
         DENY,
         "squares leave fp16's range and lose bits",
-        "norm native_norm",
         "linalg_norm",
-        "linalg_vector_norm",
-        "frobenius_norm",
         "norm_except_dim",
         "renorm",
         "dist",
@@ -783,7 +798,6 @@ DENY_ROWS = (
     *rows(
         DENY,
         "divides by a norm whose squares leave fp16's range; the result fits",
-        "normalize",
         "cosine_similarity",
         bounded=True,
     ),

@@ -142,9 +142,10 @@ _TF_INFER_BF16 = _TF_INFER_ONEDNN | {"Mean", "Sum"}
 _TF_DENY = _words("Exp Expm1 L2Loss Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum")
 _TF_CLEAR = _words(
     "Abs ArgMax ArgMin BroadcastTo Ceil ClipByValue ConcatV2 DepthToSpace EnsureShape Equal ExpandDims Fill Floor GatherNd "
-    "GatherV2 Greater GreaterEqual Identity IsFinite IsInf IsNan Less LessEqual Max MaxPool MaxPool3D Maximum Min Minimum MirrorPad Neg "
-    "NotEqual OnesLike Pack PadV2 Rank Relu Relu6 Reshape ResizeNearestNeighbor ReverseV2 Round SelectV2 Shape Sign Slice "
-    "SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice Tile TopKV2 Transpose Unpack Where ZerosLike"
+    "GatherV2 Greater GreaterEqual Identity IsFinite IsInf IsNan Less LessEqual Max MaxPool MaxPool3D Maximum Min Minimum "
+    "MirrorPad Neg NotEqual OnesLike Pack PadV2 Rank Relu Relu6 Reshape ResizeNearestNeighbor ReverseV2 Round SelectV2 "
+    "Shape Sign Slice SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice Tile TopKV2 Transpose Unpack Where "
+    "ZerosLike"
 )
 _TF_CLEAR_FP16 = frozenset({"OneHot", "Size"})
 _TF_CLEAR_BF16 = frozenset({"ResizeBilinear", "ScatterNd"})

@@ -34,6 +34,8 @@ class Program:
     name: str = "graph"
     entry: str = ""
     training: bool = False
+    scale_loss: bool = False
+    """Whether loss scaling is built into the graph."""
     device: str = "cpu"
     paints: dict[str, Paint] = field(default_factory=dict)
     casts: tuple[Cast, ...] = ()

@@ -39,8 +39,10 @@ def read_program(
     """The program of a captured graph, nothing decided yet. `names` are those of the model's positional parameters."""
     device = _device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
-    graph, fx_nodes = read_graph(module, policy.low, lists, entry, names)
-    return Program(graph, policy, lists, name, entry, training, device, module=module, fx_nodes=fx_nodes)
+    graph, fx_nodes = read_graph(module, policy.low, lists, entry, names, training)
+    return Program(
+        graph, policy, lists, name=name, entry=entry, training=training, device=device, module=module, fx_nodes=fx_nodes
+    )
 
 
 def decide(program: Program) -> RegionPlan:

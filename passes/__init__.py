@@ -8,6 +8,7 @@ from amprewrite.passes.paint_local import PaintLocal
 from amprewrite.passes.paint_tf import PaintTF
 from amprewrite.passes.plan_casts import PlanCasts
 from amprewrite.passes.repaint_by_cost import RepaintByCost
+from amprewrite.passes.scale_loss import ScaleLoss
 
 DECIDE: tuple[Pass, ...] = (
     Paint(),  # what facts, overrides and lists decide; deny flows downstream
@@ -20,6 +21,7 @@ DECIDE: tuple[Pass, ...] = (
 
 APPLY: tuple[Pass, ...] = (
     InsertCasts(),  # edit the graph as the plan says
+    ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
 )
 
 __all__ = ["APPLY", "DECIDE"]

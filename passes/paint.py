@@ -3,7 +3,8 @@
 1. Facts first: what carries no fp32 is plain; inputs, parameters and explicit dtypes stay high.
 2. Overrides of nodes and modules come next, then the lists: allowed ops are low, denied ops are high.
 3. High flows down from a denied op through infer, internal and clear ops, to the last infer or internal op it reaches,
-   and stops at a cast to a dtype taken from another tensor. (Step 2 of TensorFlow's auto_mixed_precision.cc.)
+   and stops at a cast to a dtype taken from another tensor. (Step 2 of TensorFlow's auto_mixed_precision.cc.) In our own
+   lists an op that is denied for its input's sake alone, with a result that fits low, lets its readers be.
 4. Nodes tied to one another take one colour; high wins.
 
 What is left unpainted is for the painter or planner of the lists' rule. Nothing here depends on the order of the nodes.
@@ -16,6 +17,7 @@ from collections import deque
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.errors import PassError
 from amprewrite.op_graph import Demand, OpGraph, OpNode
+from amprewrite.oplists import find_op
 from amprewrite.pass_base import Pass
 from amprewrite.program import Program
 
@@ -79,7 +81,7 @@ def paint_lists(program: Program) -> None:
 def paint_after_deny(program: Program) -> None:
     """Breadth first from all denied ops at once: the cause of a node is the nearest denied op, the first by order on a tie."""
     reaches = _clear_ops_before_infer(program.graph)
-    roots = [node.name for node in program.graph if node.kind is OpKind.DENY and program.paints[node.name].reason is Reason.ON_DENYLIST]
+    roots = [node.name for node in program.graph if _denied(program, node) and _spreads(program, node)]
     queue = deque((root, root) for root in roots)
     while queue:
         name, root = queue.popleft()
@@ -88,6 +90,15 @@ def paint_after_deny(program: Program) -> None:
             if free and reader.name in reaches and _takes_colour(reader, name):
                 program.paint(reader.name, Colour.HIGH, Reason.AFTER_DENY, because_of=root)
                 queue.append((reader.name, root))
+
+
+def _denied(program: Program, node: OpNode) -> bool:
+    return node.name in program.paints and program.paints[node.name].reason is Reason.ON_DENYLIST
+
+
+def _spreads(program: Program, node: OpNode) -> bool:
+    row = find_op(node.op)
+    return program.lists.rule == "tf" or row is None or not row.bounded
 
 
 def _takes_colour(reader: OpNode, value: str) -> bool:

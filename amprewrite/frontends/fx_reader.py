@@ -67,12 +67,12 @@ class _Fact:
 
 
 def read_graph(
-    module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = ()
+    module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = (), training: bool = False
 ) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
     """The op graph of `module` and the fx node of each vertex.
 
     `low` is the low format, `lists` say the kind of each op, `entry` is the path of the module that was called, `names` are
-    the names of its positional parameters.
+    the names of its positional parameters, `training` says whether a backward may follow.
     """
     facts = {node: _fact(node, position) for position, node in enumerate(module.graph.nodes)}
     _note_autocast(facts)
@@ -83,7 +83,7 @@ def read_graph(
     for fact in facts.values():
         kind = lists.kind(fact.row.name) if fact.row else None
         fact.operands = list(_operands(fact, facts, kind, epochs))
-        fact.pinned = _pin(fact, kind, low, ties)
+        fact.pinned = _pin(fact, kind, low, ties, training)
         fact.huge = _is_huge(fact, facts, kind, low)
     _absorb_explicit_internal(facts, lists)
     order = _canonical_order(facts)
@@ -320,7 +320,7 @@ def _device(value: Any) -> str:
 
 
 # -- 3. pins -----------------------------------------------------------------------------
-def _pin(fact: _Fact, kind: OpKind | None, low: Format, ties: _Ties) -> tuple[Colour, Reason, str] | None:
+def _pin(fact: _Fact, kind: OpKind | None, low: Format, ties: _Ties, training: bool) -> tuple[Colour, Reason, str] | None:
     """The colour that facts force; None where lists and passes decide."""
     if fact.role == "output" or fact.dtype != "fp32":
         return Colour.PLAIN, Reason.NO_FLOAT, ""
@@ -341,6 +341,8 @@ def _pin(fact: _Fact, kind: OpKind | None, low: Format, ties: _Ties) -> tuple[Co
     device = _device(fact.value)
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
+    if training and kind is OpKind.CLEAR and device in fact.row.low_backward:
+        return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}"
     return _pin_dtype(fact) or _pin_source(fact) or _pin_constant(fact, low)
 
 

@@ -1,0 +1,41 @@
+# Everything runs in .venv, made once from the pinned versions of constraints.txt.
+PYTHON ?= python3.11
+VENV ?= .venv
+JOBS ?= 2
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## train a small model in mixed precision: its cast plan, and its accuracy beside fp32's
+	OMP_NUM_THREADS=2 $(VENV)/bin/python examples/digits.py
+
+test: $(VENV)/.dev ## run the tests on JOBS=2 processes; ARGS= goes to pytest
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: $(VENV)/.dev ## ruff here, mypy on a copy installed elsewhere
+	$(VENV)/bin/ruff check .
+	@installed=$$(mktemp -d) && trap 'rm -rf "$$installed"' EXIT && \
+	$(PIP) install --quiet --no-deps --no-build-isolation --target "$$installed" . && rm -rf build && \
+	cd "$$installed" && $(abspath $(VENV))/bin/mypy --config-file $(CURDIR)/pyproject.toml -p amprewrite
+
+bench: $(VENV)/.dev ## casts executed, against torch.autocast
+	$(VENV)/bin/python examples/benchmarks/casts_vs_autocast.py
+
+clean: ## remove .venv and what tools left behind
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch comes first and pinned: a CPU build at hand is taken, and the constraints keep it where it is.
+$(VENV)/.demo: constraints.txt pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(PIP) install --quiet -c constraints.txt "$$(grep '^setuptools==' constraints.txt)" scikit-learn -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install --quiet -c constraints.txt -e '.[onnx,examples,test,dev]'
+	touch $@

@@ -1,0 +1,322 @@
+"""What is done to one optimizer so that its overflowing steps are skipped: hooks on its `step`, and nothing else.
+
+Before each step:
+
+1. Look for inf and NaN in the gradients of all the optimizer's parameters, as torch.amp.GradScaler does
+   (torch/amp/grad_scaler.py), with the same multi-tensor kernel; agree with the ranks that hold the other shards.
+2. Tell the gates, whose loss scales move once per set of steps (loss_scale.py).
+3. A fused optimizer gets the answer as its `found_inf` tensor and skips by itself: no host sync.
+4. For any other optimizer read the answer.  To skip, step a stand-in: a hook may replace the arguments of
+   `Optimizer.step`, `self` among them, so the class's own code runs once over no parameter groups and a throw-away state.
+   Parameters, state, step counts and gradients of the real one stay as they are, and its scheduler sees a step.
+5. With a closure, evaluate it first, check, and let the step find the loss ready.  LBFGS, which evaluates again and
+   again, is put back to where it began if a later evaluation overflows.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from amprewrite.errors import PolicyError
+from amprewrite.loss_scale import LossScale, LossScaleError
+
+_FRAMES = 12
+"""How far up the stack to look for who called `step`."""
+
+
+class Gate(Protocol):
+    """What a guard needs of a StepGate."""
+
+    loss_scale: LossScale
+
+    def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None: ...
+
+
+def guard_of(optimizer: Optimizer) -> Guard:
+    """The guard of `optimizer`, which hangs on its hooks from the first call on."""
+    guard = _GUARDS.get(optimizer)
+    if guard is None:
+        guard = _GUARDS[optimizer] = Guard()
+        optimizer.register_step_pre_hook(guard.before)
+        optimizer.register_step_post_hook(guard.after)
+    return guard
+
+
+class Guard:
+    """The hooks on one optimizer; several gates share them, so that gradients are checked once and all gates agree."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[Gate]] = []
+        self._found: Tensor | None = None
+        self._closure: _Closure | None = None
+        self._warm: tuple[int, int, int] | None = None
+
+    def add(self, gate: Gate) -> None:
+        if gate not in self.gates():
+            self._refs.append(weakref.ref(gate))
+
+    def gates(self) -> list[Gate]:
+        """The gates that still live and scale anything."""
+        return [gate for ref in self._refs if (gate := ref()) is not None and gate.loss_scale.enabled]
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gates = self.gates()
+        caller = sys._getframe(1)
+        if not gates or _is_inner_step(caller, optimizer):
+            return None
+        self._clear(optimizer)
+        _refuse_grad_scaler(optimizer, caller, kwargs)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):
+            return self._before_closure(optimizer, args, kwargs, closure)
+        found = find_nonfinite(optimizer)
+        if found is None:
+            return None
+        fused = self._skips_by_itself(optimizer)
+        overflow = None if fused else found.item() > 0
+        self._tell(gates, optimizer, found, overflow)
+        if fused:
+            self._found = optimizer.found_inf = found  # type: ignore[attr-defined]
+            return None
+        return ((_stand_in(optimizer), *args[1:]), kwargs) if overflow else None
+
+    def _before_closure(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with torch.enable_grad():
+            loss = closure()
+        self._closure = evaluated = _Closure(optimizer, closure, loss)
+        if evaluated.overflow and evaluated.start is None:
+            args = (_stand_in(optimizer), *args[1:])
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_inner_step(sys._getframe(1), optimizer):
+            return
+        closure = self._closure
+        self._clear(optimizer)
+        if closure is None or closure.found is None:
+            return
+        if closure.overflow:
+            closure.rewind()
+        self._tell(self.gates(), optimizer, closure.found, closure.overflow)
+
+    def _tell(self, gates: list[Gate], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
+        for scale in {id(gate.loss_scale): gate.loss_scale for gate in gates}.values():
+            scale.observe(found, source=id(optimizer))
+        for gate in gates:
+            gate.stepped(optimizer, overflow)
+
+    def _skips_by_itself(self, optimizer: Optimizer) -> bool:
+        """Whether its kernel heeds `found_inf`, and has its state: a first step that is skipped must not make one.
+
+        (torch's fused SGD even leaves momentum uninitialised then: torch/optim/sgd.py makes it with `empty_like`.)
+        """
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        active = [
+            p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None
+        ]
+        seen = (id(optimizer.state), len(optimizer.state), len(active))
+        if self._warm != seen:
+            if not all(any(value is not None for value in optimizer.state.get(p, {}).values()) for p in active):
+                return False
+            self._warm = seen
+        return True
+
+    def _clear(self, optimizer: Optimizer) -> None:
+        if self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        self._found = self._closure = None
+
+
+class _Closure:
+    """A closure whose first evaluation is known, and whose later ones are checked.
+
+    A later evaluation that overflows has no gradient to give: from then on there is none, and the loss is the first one, which
+    ends any line search.  LBFGS is put back to its start afterwards, so its step is skipped like any other.
+    """
+
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], loss: Any) -> None:
+        self.optimizer, self.closure, self.loss = optimizer, closure, loss
+        self.found = find_nonfinite(optimizer)
+        self.overflow = self.found is not None and self.found.item() > 0
+        self.start: list[tuple[Tensor, Tensor, dict[str, Any] | None]] | None = None
+        self._calls = 0
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self.start = [
+                (p, p.detach().clone(), copy.deepcopy(optimizer.state[p]) if p in optimizer.state else None)
+                for p in params_of(optimizer)
+            ]
+            if self.overflow:
+                self._drop_gradients()
+
+    def __call__(self) -> Any:
+        self._calls += 1
+        if self._calls == 1 or self.overflow:
+            return self.loss
+        with torch.enable_grad():
+            loss = self.closure()
+        found = find_nonfinite(self.optimizer)
+        if found is None or found.item() == 0:
+            return loss
+        self.found, self.overflow = found, True
+        self._drop_gradients()
+        return self.loss
+
+    def _drop_gradients(self) -> None:
+        for p in params_of(self.optimizer):
+            p.grad = None
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        for p, value, state in self.start or ():
+            p.copy_(value)
+            self.optimizer.state.pop(p, None)
+            if state is not None:
+                self.optimizer.state[p] = state
+
+
+class _NoGroups(list[dict[str, Any]]):
+    """Parameter groups that loops do not see; code that looks up settings by index finds them."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class with nothing to do, for one step."""
+    idle = object.__new__(type(optimizer))
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, Optimizer):
+            value = _stand_in(value)
+        elif isinstance(value, list) and value and all(isinstance(each, Optimizer) for each in value):
+            value = [_stand_in(each) for each in value]
+        elif isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
+            value = []
+        elif isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            value = OrderedDict()
+        idle.__dict__[name] = value
+    idle.__dict__.pop("step", None)  # a scheduler's, bound to the real one
+    idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
+    idle.state = defaultdict(dict)
+    idle._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    return idle
+
+
+_GUARDS: weakref.WeakKeyDictionary[Optimizer, Guard] = weakref.WeakKeyDictionary()
+
+
+def find_nonfinite(optimizer: Optimizer) -> Tensor | None:
+    """0-dim fp32, above 0 if any gradient holds inf or NaN on any rank that shares it; None if there is no gradient.
+
+    Each shard is checked where it lies.  Who takes part in the agreement follows from the parameters and not from the
+    gradients, so every rank makes the same collective calls.  Dense gradients that DDP averaged agree by themselves.
+    """
+    buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    groups: dict[int, tuple[Any, torch.device | None]] = {}
+    device = None
+    for p in params_of(optimizer):
+        device = device or p.device
+        _collect_groups(p, groups)
+        grad = p.grad
+        if grad is None:
+            continue
+        if grad.dtype == torch.float16:
+            raise PolicyError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; "
+                "keep the parameters in fp32 (model.float()): they are the master weights"
+            )
+        grad = local_values(grad)
+        buckets[grad.device, grad.dtype].append(grad)
+    if device is None or not (buckets or groups):
+        return None
+    one_by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for (where, _), grads in buckets.items():
+            if where not in one_by_device:
+                one_by_device[where] = torch.zeros((), device=where), torch.ones((), device=where)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, *one_by_device[where])
+        flags = [flag for flag, _ in one_by_device.values()] or [torch.zeros((), device=device)]
+        found = flags[0]
+        for flag in flags[1:]:
+            found = torch.maximum(found, flag.to(found.device, non_blocking=True))  # Adam takes it off its step count
+        for group, on in groups.values():
+            shared = found if on is None else found.to(on)
+            torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
+            found = shared.to(found.device)
+    return found
+
+
+def _collect_groups(p: Tensor, groups: dict[int, tuple[Any, torch.device | None]]) -> None:
+    """Add the process groups over which `p` is sharded: a DTensor's (FSDP2, tensor parallel), or the world for FSDP1."""
+    if getattr(p, "_fsdp_flattened", False):
+        groups.setdefault(0, (None, None))
+        return
+    mesh = getattr(p, "device_mesh", None)
+    for dim, placement in enumerate(getattr(p, "placements", ())):
+        if mesh is not None and not placement.is_replicate():
+            group = mesh.get_group(dim)
+            groups.setdefault(id(group), (group, torch.device(mesh.device_type)))
+
+
+def local_values(grad: Tensor) -> Tensor:
+    """The dense, real tensor with the values of this rank."""
+    if hasattr(grad, "to_local"):
+        grad = grad.detach().to_local()  # type: ignore[attr-defined]
+    if grad.is_sparse:
+        grad = grad.coalesce()._values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all its groups."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
+    """Whether `step` was called by a subclass's `step` of the same optimizer, which has been guarded already."""
+    frame = caller.f_back
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is caller.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
+    """LossScaleError if a GradScaler steps this optimizer.
+
+    It leaves `found_inf` on optimizers that skip by themselves; for the others it is only visible as a caller.
+    """
+    scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
+    frame: FrameType | None = caller
+    for _ in range(_FRAMES):
+        if scaler or frame is None:
+            break
+        scaler = frame.f_code is GradScaler.step.__code__ and frame.f_locals["self"].is_enabled()
+        frame = frame.f_back
+    if scaler:
+        raise LossScaleError(
+            "a torch.amp.GradScaler steps this optimizer, but the rewritten model scales its own gradients, so they are "
+            "scaled twice; remove scaler.scale, unscale_, step and update and call loss.backward() and optimizer.step(), "
+            "or rewrite with loss_scale='none' to keep the scaler"
+        )

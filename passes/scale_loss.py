@@ -1,0 +1,116 @@
+"""Build loss scaling into a training graph: inside it gradients are scaled, outside nobody ever sees the scale.
+
+1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors.
+2. Every differentiable result passes `scale_gradient`: its gradient enters times the scale.
+3. Every low copy of a differentiable input becomes `cast_in`: its gradient leaves in fp32, times the inverse. Small
+   weights used close together share one autograd node.
+4. Every other use of a differentiable input reads it through one `unscale_gradient`.
+
+Regions compose, since each multiplies and divides by itself; so graph breaks, other models and penalties stay right.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.errors import PassError
+from amprewrite.frontends.fx_reader import example_value, hint, tensors
+from amprewrite.pass_base import Pass
+from amprewrite.passes.insert_casts import CAST
+from amprewrite.program import Program
+from amprewrite.scale_ops import cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
+
+SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
+
+
+class ScaleLoss(Pass):
+    name = "scale-loss"
+
+    def requires(self, program: Program) -> None:
+        if program.scale_loss and program.module is None:
+            raise PassError("scale-loss edits an fx graph, and this program has none")
+
+    def call(self, program: Program) -> bool:
+        if not program.scale_loss:
+            return False
+        assert program.module is not None
+        return scale_loss(program.module.graph)
+
+
+def differentiable(value: Any) -> bool:
+    """Whether capture saw a floating tensor that wants a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and (value.is_floating_point() or value.is_complex())
+
+
+def scale_loss(graph: torch.fx.Graph) -> bool:
+    """Edit `graph`; False where nothing in it is differentiable (it then takes the two inputs all the same)."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.nodes if node.op == "output")
+    results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
+    sources = [node for node in inputs if differentiable(example_value(node))]
+    like = next((t for node in (*results, *sources) for t in tensors(example_value(node))), None)
+    scale, inverse = _scale_inputs(graph, inputs, like)
+    _leave_by_casts(graph, sources, inverse)
+    for source in sources:
+        _leave_elsewhere(graph, source, inverse)
+    with graph.inserting_before(output):
+        for result in results:
+            entered = graph.call_function(scale_gradient, (result, scale))
+            entered.meta = _facts(result)
+            output.replace_input_with(result, entered)
+    return bool(results or sources)
+
+
+def _scale_inputs(
+    graph: torch.fx.Graph, inputs: list[torch.fx.Node], like: torch.Tensor | None
+) -> tuple[torch.fx.Node, torch.fx.Node]:
+    made = []
+    last = inputs[-1] if inputs else None
+    for name in (SCALE, INVERSE):
+        with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
+            last = graph.placeholder(name)
+        last.meta["example_value"] = None if like is None else like.detach().new_empty((), dtype=torch.float32)
+        made.append(last)
+    return made[0], made[1]
+
+
+def _facts(node: torch.fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key in ("example_value", "val", "nn_module_stack", "stack_trace")}
+
+
+def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse: torch.fx.Node) -> None:
+    known = set(sources)
+    casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
+    sizes = [math.prod(hint(s) for s in example_value(cast.args[0]).shape) for cast in casts]
+    for batch in cast_batches(sizes):
+        chosen = [casts[index] for index in batch]
+        dtypes = {cast.args[1] for cast in chosen}
+        if len(chosen) == 1 or len(dtypes) > 1 or not all(cast.meta["weight"] for cast in chosen):
+            for cast in chosen:
+                cast.op, cast.target, cast.args = "call_function", cast_in, (*cast.args, inverse)
+            continue
+        with graph.inserting_before(chosen[0]):
+            many = graph.call_function(cast_in_many, (tuple(cast.args[0] for cast in chosen), dtypes.pop(), inverse))
+            many.meta = {CAST: chosen[0].meta[CAST], "weight": True}
+            for place, cast in enumerate(chosen):
+                copy = graph.call_function(operator.getitem, (many, place))
+                copy.meta = dict(cast.meta)
+                cast.replace_all_uses_with(copy)
+                graph.erase_node(cast)
+
+
+def _leave_elsewhere(graph: torch.fx.Graph, source: torch.fx.Node, inverse: torch.fx.Node) -> None:
+    crossing = {cast_in, cast_in_many}
+    readers = [user for user in source.users if user.target not in crossing]
+    if not readers:
+        return
+    with graph.inserting_after(inverse):
+        unscaled = graph.call_function(unscale_gradient, (source, inverse))
+    unscaled.meta = _facts(source)
+    for reader in readers:
+        reader.replace_input_with(source, unscaled)

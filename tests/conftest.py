@@ -1,0 +1,52 @@
+"""What all tests share: golden texts, and capture of small functions as fx graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write what is printed now into tests/golden")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("name.txt", text)` compares with tests/golden/name.txt; `pytest --update-golden` writes the file instead."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text + "\n")
+        assert path.is_file(), f"there is no {path}; run pytest --update-golden and read what it wrote"
+        assert text + "\n" == path.read_text()
+
+    return check
+
+
+@pytest.fixture
+def capture() -> Callable[..., torch.fx.GraphModule]:
+    """`capture(function, *args)`: the one graph that torch.compile makes of it, without gradients."""
+
+    def graph_of(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
+        found: list[torch.fx.GraphModule] = []
+
+        def keep(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            found.append(module)
+            return module.forward
+
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(function, backend=keep, fullgraph=True)(*args)
+        (module,) = found
+        return module
+
+    return graph_of

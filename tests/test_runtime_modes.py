@@ -1,0 +1,354 @@
+"""Whatever stands around a call, the rewritten graph runs, or a clear word says why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from runtime_help import MLP, Broken, Watch, data, low, matmul_dtypes, mlp, ran_low
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import amprewrite
+from amprewrite import AmpRewriteWarning, CaptureError
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("training", [True, False])
+def test_grad_modes_run_low(context, training):
+    model, x = mlp(), data()
+    amp = low(model).train(training)
+    for _ in range(2):
+        with context():
+            assert ran_low(amp(x), model(x))
+    assert ran_low(amp(x), model(x))
+    assert matmul_dtypes(amp, x) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_flop_counter_counts_the_rewritten_graph(warm):
+    model, x = mlp(), data()
+    amp = low(model)
+    if warm:
+        amp(x).sum().backward()
+    with FlopCounterMode(display=False) as want:
+        model(x).sum().backward()
+    with FlopCounterMode(display=False) as got:
+        out = amp(x)
+        out.sum().backward()
+    assert ran_low(out, model(x))
+    assert got.get_total_flops() == want.get_total_flops() > 0
+
+
+def test_dispatch_mode_first_call_does_not_spoil_later_calls():
+    model, x = mlp(), data()
+    amp = low(model)
+    with Watch() as watch:
+        first = amp(x)
+    assert set(watch.matmuls) == {torch.bfloat16}
+    assert torch.equal(first, amp(x))
+    assert ran_low(first, model(x))
+
+
+def test_two_dispatch_modes_and_the_backward():
+    amp, x = low(mlp()), data()
+    with Watch() as outer, Watch() as inner:
+        amp(x).sum().backward()
+    assert len(inner.matmuls) == len(outer.matmuls) == 5
+    assert set(inner.matmuls) == {torch.bfloat16}
+
+
+def test_torch_function_mode():
+    from torch.overrides import TorchFunctionMode
+
+    class Quiet(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model, x = mlp(), data()
+    amp = low(model)
+    with Quiet():
+        assert ran_low(amp(x), model(x))
+    assert ran_low(amp(x), model(x))
+
+
+def test_default_device_context():
+    model, x = mlp(), data()
+    amp = low(model)
+    with torch.device("cpu"):
+        assert ran_low(amp(x), model(x))
+
+
+def test_profiler_sees_the_rewritten_graph():
+    model, x = mlp(), data()
+    amp = low(model)
+    for _ in range(2):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            out = amp(x)
+        assert ran_low(out, model(x))
+        assert any(event.key == "aten::addmm" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_hooks_on_saved_tensors(dispatch):
+    model, x = mlp(), data()
+    amp = low(model)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.dtype) or t, lambda t: t):
+        out = amp(x)
+    out.sum().backward()
+    assert ran_low(out, model(x)) and torch.bfloat16 in packed
+
+
+def test_save_on_cpu_and_anomaly_mode():
+    model, x = mlp(), data()
+    amp = low(model)
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.detect_anomaly(check_nan=True):
+        out = amp(x)
+        out.sum().backward()
+    assert ran_low(out, model(x))
+
+
+def test_deterministic_mode():
+    model, x = mlp(), data()
+    amp = low(model)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert ran_low(amp(x), model(x))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ran_low(amp(x), model(x))
+
+
+def test_ambient_autocast_is_refused_and_leaves_no_trace():
+    model, x = mlp(), data()
+    amp = low(model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="outside the autocast"):
+        amp(x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="autocast"):
+        amprewrite.rewrite(model, dtype="bf16")
+    assert ran_low(amp(x), model(x))
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert ran_low(amp(x), model(x))
+
+
+# -- threads ---------------------------------------------------------------------------
+def in_threads(work, count: int = 2) -> list:
+    results, errors, gate = [], [], threading.Barrier(count)
+
+    def run() -> None:
+        try:
+            gate.wait()
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_threads_calling_at_once(warm):
+    model, x = mlp(), data()
+    amp = low(model)
+    if warm:
+        amp(x)
+    outs = in_threads(lambda: [amp(x) for _ in range(5)])
+    assert all(ran_low(out, model(x)) for out in sum(outs, []))
+
+
+def test_threads_in_eval_share_the_weight_cache():
+    model, x = mlp().eval(), data()
+    amp = low(model)
+
+    def work():
+        with torch.no_grad():
+            return [amp(x) for _ in range(20)]
+
+    outs = sum(in_threads(work, 4), [])
+    assert all(torch.equal(out, outs[0]) for out in outs) and ran_low(outs[0], model(x))
+
+
+# -- Dynamo's own switches ------------------------------------------------------------------
+def test_dynamo_reset_only_means_a_new_capture():
+    model, x = mlp(), data()
+    amp = low(model)
+    amp(x)
+    torch._dynamo.reset()
+    assert ran_low(amp(x), model(x))
+
+
+@pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_dynamo_disabled_by_environment_is_said(variable):
+    program = """
+        import sys, warnings
+        sys.path.insert(0, "tests")
+        from runtime_help import *
+        amp = low(mlp())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = amp(data()); amp(data())
+        words = [str(w.message) for w in caught if issubclass(w.category, amprewrite.AmpRewriteWarning)]
+        assert len(words) == 1 and "Dynamo is disabled" in words[0], words
+        assert torch.equal(out, mlp()(data()))
+        assert "Dynamo is disabled" in str(amp.plan.skipped), amp.plan.skipped
+        try:
+            low(mlp(), strict=True)(data())
+        except amprewrite.CaptureError as error:
+            assert "Dynamo is disabled" in str(error)
+        else:
+            raise AssertionError("strict must raise")
+        torch._dynamo.config.disable = False
+        assert ran_low(amp(data()), mlp()(data()))
+        print("fine")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, variable: "1"}, capture_output=True, text=True
+    )
+    assert run.stdout.strip() == "fine", run.stderr
+
+
+def test_force_eager_stance_is_said_and_ends_with_the_stance():
+    model, x = mlp(), data()
+    amp = low(model)
+    with torch.compiler.set_stance("force_eager"), pytest.warns(AmpRewriteWarning, match="force_eager"):
+        assert torch.equal(amp(x), model(x))
+    assert ran_low(amp(x), model(x))
+
+
+def test_eager_on_recompile_stance_runs_what_is_captured_and_says_the_rest():
+    model, x = mlp(), data()
+    amp = low(model)
+    amp(x)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert ran_low(amp(x), model(x))
+        with pytest.warns(AmpRewriteWarning, match="eager_on_recompile"), torch.no_grad():
+            assert torch.equal(amp(x), model(x))
+    with torch.no_grad():
+        assert ran_low(amp(x), model(x))
+
+
+def test_fail_on_recompile_stance_raises_dynamos_own_error():
+    model, x = mlp(), data()
+    amp = low(model)
+    amp(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert ran_low(amp(x), model(x))
+        with pytest.raises(RuntimeError, match="fail_on_recompile"), torch.no_grad():
+            amp(x)
+    with torch.no_grad():
+        assert ran_low(amp(x), model(x))
+
+
+def test_eager_then_compile_stance_says_that_the_first_call_ran_in_fp32():
+    model, x = mlp(), data()
+    amp = low(model)
+    with torch.compiler.set_stance("eager_then_compile"):
+        with pytest.warns(AmpRewriteWarning, match="eager_then_compile"):
+            assert torch.equal(amp(x), model(x))
+        amp(x[:2])
+    assert ran_low(amp(x), model(x))
+
+
+def test_skipped_by_a_decorator_is_said():
+    class Closed(MLP):
+        @torch._dynamo.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Closed()
+    amp = low(model)
+    with pytest.warns(AmpRewriteWarning, match="ran in fp32"):
+        out = amp(data())
+    assert torch.equal(out, model(data()))
+    with pytest.raises(CaptureError):
+        low(model, strict=True)(data())
+
+
+# -- recompile limit ---------------------------------------------------------------------------
+class Switches(nn.Module):
+    """Another graph for every value of `mode`: what guards on Python attributes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.mode = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + float(len("x" * self.mode) if self.mode else 0) if self.mode != -1 else x
+
+
+def test_past_the_recompile_limit_the_call_starts_afresh(monkeypatch):
+    monkeypatch.setattr("amprewrite.runtime.RECOMPILE_LIMIT", 3)
+    torch.manual_seed(0)
+    model, x = Switches(), data()
+    amp = low(model)
+    for mode in range(9):
+        amp.mode = model.mode = mode
+        assert ran_low(amp(x), model(x)), mode
+
+
+def test_past_the_recompile_limit_behind_a_graph_break(monkeypatch):
+    monkeypatch.setattr("amprewrite.runtime.RECOMPILE_LIMIT", 3)
+
+    class Late(Switches):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.head(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    amp, x = low(Late()), data()
+    for mode in range(9):
+        amp.mode = mode
+        assert matmul_dtypes(amp, x) == {torch.bfloat16}, mode
+
+
+def test_many_layers_behind_graph_breaks_all_run_low():
+    class Layer(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return y + x
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(8) for _ in range(12))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Deep()
+    amp = low(model)
+    assert matmul_dtypes(amp, data()) == {torch.bfloat16}
+    assert matmul_dtypes(amp, data()) == {torch.bfloat16}
+    assert len(amp.plan.regions) >= 12
+    assert any("graph break" in part.why for part in amp.plan.skipped)
+
+
+def test_broken_model_runs_region_by_region():
+    model, x = Broken(), data()
+    amp = low(model)
+    assert ran_low(amp(x), model(x))
+    assert len(amp.plan.regions) == 2
+    assert any("graph break" in part.why for part in amp.plan.skipped)
+    with pytest.raises(CaptureError, match="strict"):
+        low(model, strict=True)(x)
