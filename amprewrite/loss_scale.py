@@ -112,10 +112,11 @@ class LossScale:
         if source in self._sources:
             self.settle()
         self._sources.add(source)
+        if self._pending is None:
+            self._pending = found_inf
+            return
         with torch.inference_mode(False), torch.no_grad():
-            found_inf = found_inf.detach().to(torch.float32)
-            pending = self._pending
-            self._pending = found_inf if pending is None else pending + found_inf.to(pending.device, non_blocking=True)
+            self._pending = self._pending + found_inf.to(self._pending.device, non_blocking=True)
 
     def settle(self) -> None:
         """Close the set of steps under way, if there is one."""
@@ -132,7 +133,6 @@ class LossScale:
                 if self._scale.device.type == "cpu":
                     self._to(found_inf.device)
                 found_inf = found_inf.to(self._scale.device, non_blocking=True)
-            found_inf = found_inf.detach().to(torch.float32)
             overflow = found_inf > 0
             self._move(found_inf, overflow)
             if not self._tables:

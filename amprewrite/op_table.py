@@ -77,13 +77,6 @@ ALLOW_ROWS = (
     *rows(ALLOW, "a matrix product by groups, accumulated in fp32", "grouped_mm _grouped_mm"),
     *rows(
         ALLOW,
-        "a matrix times a vector: bound by bytes, so low halves its time",
-        "mv",
-        "addmv",
-        "linalg_vecdot",
-    ),
-    *rows(
-        ALLOW,
         "a convolution: Tensor Cores accumulate it in fp32",
         "conv1d",
         "conv2d thnn_conv2d slow_conv_dilated2d _slow_conv2d_forward _conv_depthwise2d",
@@ -263,6 +256,7 @@ INFER_ROWS = (
     ),
     *rows(INFER, "plain arithmetic: one rounding, no larger than its operands make it", "floor_divide", "lerp", "diff", "addr"),
     *rows(INFER, "a sum of products, accumulated in fp32", "dot", "vdot linalg_vdot"),
+    *rows(INFER, "a matrix times a vector: bound by bytes, so no cast is worth it", "mv", "addmv", "linalg_vecdot"),
     *rows(INFER, "a scaling by a constant", "deg2rad", "rad2deg"),
     *rows(
         INFER,
@@ -275,7 +269,7 @@ INFER_ROWS = (
     *rows(INFER, "in fp16 a small operand makes it exceed 65504", "reciprocal", "rsqrt", fp16=DENY),
     *rows(INFER, "in fp16 what underflows to 0 becomes -inf", "log", "log2", "log10", fp16=DENY),
     *rows(INFER, "in fp16 it exceeds 65504 above 256", "square", fp16=DENY),
-    *rows(INFER, "divides by a norm accumulated in fp32, whose squares leave fp16's range", "normalize", fp16=DENY, bounded=True),
+    *rows(INFER, "divides by a norm accumulated in fp32, whose squares leave fp16's range", "normalize", fp16=DENY),
     *rows(
         INFER,
         "an activation that scales or shifts: safe on a value that is right",

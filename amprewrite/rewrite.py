@@ -12,7 +12,7 @@ from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
 from amprewrite.oplists import OpLists, op_lists
 from amprewrite.plan import CastPlan
-from amprewrite.policy import parse_overrides
+from amprewrite.policy import Policy, parse_overrides
 from amprewrite.rewritten import Rewritten, plain_of, rewritten
 from amprewrite.runtime import Options, lookup_backend, refuse_ambient_autocast
 
@@ -58,12 +58,14 @@ def rewrite(
         not fit. All are AmpRewriteErrors.
     """
     module = _module_of(model)
+    if not isinstance(example_inputs, tuple | list | None):
+        raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
     options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
     _check_extras(module, optimizer, loss_scale, pad)
     refuse_ambient_autocast()
     amp = rewritten(plain_of(module) if isinstance(module, Rewritten) else module, options)
     if example_inputs is not None or example_kwargs is not None:
-        warm(amp, example_inputs or (), example_kwargs or {})
+        warm(amp, tuple(example_inputs or ()), example_kwargs or {})
     return amp  # type: ignore[no-any-return]
 
 
@@ -130,10 +132,7 @@ def _options(
     options = Options(low, lists, checked, backend, cache_weights, strict, plan)
     if low is FP32 and plan is None:
         options = Options(low, op_lists("default", LOW_FORMATS[1], "cpu"), checked, backend, cache_weights, strict, plan)
-    policy_check = [path for path, _ in module.named_modules()]
-    from amprewrite.policy import Policy
-
-    Policy(low or LOW_FORMATS[1], overrides=checked).check_modules(policy_check)
+    Policy(low or LOW_FORMATS[1], overrides=checked).check_modules(path for path, _ in module.named_modules())
     return options
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amprewrite.dynamo import fresh_code
 from amprewrite.errors import CaptureError
 from amprewrite.plan import CastPlan, PendingPlan
 from amprewrite.runtime import Entry, Options, Session, enter
@@ -26,7 +27,7 @@ class Rewritten(nn.Module):
     def plan(self) -> CastPlan:
         """The plan of the graphs that ran in the latest call. Before the first, reading it is a PlanError."""
         session = session_of(self)
-        if not session.last:
+        if not session.last and not session.left_out:
             return PendingPlan()  # type: ignore[return-value]
         return session.plan_of(session.last)
 
@@ -34,7 +35,7 @@ class Rewritten(nn.Module):
     def plans(self) -> tuple[CastPlan, ...]:
         """One plan for every set of graphs that has run: training, evaluation, other shapes."""
         session = session_of(self)
-        return tuple(session.plan_of(regions) for regions in session.calls.values())
+        return tuple(session.plan_of(regions) for regions in list(session.calls))
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
@@ -80,12 +81,18 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 def plain_of(model: Rewritten) -> nn.Module:
     """A twin of the model as it was before the rewrite, around the same parameters."""
-    plain = twin_of(model, original_class(model))
-    plain.__dict__.pop(_SESSION)
-    own_forward = plain.__dict__.pop(_FORWARD, None)
-    if own_forward is not None:
-        plain.__dict__["forward"] = own_forward
+    plain = twin_of(model)
+    _unwrap(plain)
     return plain
+
+
+def _unwrap(twin: nn.Module) -> None:
+    """Turn a fresh twin of a rewritten module into what that was before, in place."""
+    twin.__class__ = original_class(twin)
+    twin.__dict__.pop(_SESSION)
+    own_forward = twin.__dict__.pop(_FORWARD, None)
+    if own_forward is not None:
+        twin.__dict__["forward"] = own_forward
 
 
 @functools.cache
@@ -102,7 +109,7 @@ def rewritten_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def rewritten(model: nn.Module, options: Options) -> Any:
-    """A rewritten twin of a plain model; nothing is captured yet."""
+    """A rewritten twin of a plain model; nothing is captured yet. Parts that were rewritten before are taken over."""
     cls = type(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError("a TorchScript module hides its Python code and cannot be captured; rewrite the model it was made from")
@@ -114,23 +121,31 @@ def rewritten(model: nn.Module, options: Options) -> Any:
     amp.__dict__[_SESSION] = session
     session.entries[""] = Entry(session, "", own_forward or cls.forward.__get__(amp))
     for path, module in amp.named_modules():
-        if module is not amp and _SESSION not in module.__dict__:
+        if module is not amp:
+            if isinstance(module, Rewritten):
+                _unwrap(module)
             module._compiled_call_impl = part_call(session, path, module)
     return amp
 
 
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
-    """What `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own."""
+    """What `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own.
+
+    Dynamo reads through it where it captures the whole model, and so finds a frame to capture where it cannot.
+    """
+
+    @torch.compiler.assume_constant_result  # type: ignore[misc]
+    def inside() -> bool:
+        return session.state.depth > 0
 
     def call_part(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    @torch._dynamo.disable(recursive=False)  # type: ignore[misc]
     def call(*args: Any, **kwargs: Any) -> Any:
-        if session.state.depth:
+        if inside():
             return module._call_impl(*args, **kwargs)
         if path not in session.entries:
             session.entries[path] = Entry(session, path, call_part)
         return enter(session, path, args, kwargs)
 
-    return call
+    return fresh_code(call)

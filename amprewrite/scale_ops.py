@@ -98,9 +98,11 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if gradient.dtype == dtype and dtype.itemsize >= 4:
         return gradient * factor
-    if type(gradient) is Tensor and gradient.dim() > 0 and gradient.device.type != "cpu" and not gradient.is_sparse:
-        return torch.mul(gradient, factor.view(1)).to(dtype)
-    return gradient.to(torch.float32).mul_(factor).to(dtype)
+    if gradient.is_cpu or gradient.dim() == 0 or type(gradient) is not Tensor or gradient.is_sparse:
+        product = gradient.float().mul_(factor)
+    else:
+        product = torch.mul(gradient, factor.view(1))
+    return product if dtype == torch.float32 else product.to(dtype)
 
 
 class _Cross(torch.autograd.Function):
@@ -149,12 +151,6 @@ class _CrossMany(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         times = _Times.apply if torch.is_grad_enabled() else _times
-        wanted = ctx.needs_input_grad[2:]
-        return (
-            None,
-            None,
-            *(
-                times(gradient, ctx.factor, dtype) if need and gradient is not None else None
-                for gradient, dtype, need in zip(gradients, ctx.dtypes, wanted, strict=True)
-            ),
-        )
+        wanted = zip(gradients, ctx.dtypes, ctx.needs_input_grad[2:], strict=True)
+        factor = ctx.factor
+        return None, None, *(times(g, factor, dtype) if need and g is not None else None for g, dtype, need in wanted)

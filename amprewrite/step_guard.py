@@ -214,7 +214,10 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
             value = OrderedDict()
         idle.__dict__[name] = value
     idle.__dict__.pop("step", None)  # a scheduler's, bound to the real one
-    idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
+    if type(optimizer).__module__.startswith("torch."):
+        idle.param_groups = []  # none of those looks up a group by index, and Dynamo, which may compile the step, wants a list
+    else:
+        idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
     idle.state = defaultdict(dict)
     idle._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     return idle
@@ -231,10 +234,10 @@ def find_nonfinite(optimizer: Optimizer) -> Tensor | None:
     """
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     groups: dict[int, tuple[Any, torch.device | None]] = {}
-    device = None
+    p = None
     for p in params_of(optimizer):
-        device = device or p.device
-        _collect_groups(p, groups)
+        if type(p) is not torch.nn.Parameter or "_fsdp_flattened" in p.__dict__:
+            _collect_groups(p, groups)
         grad = p.grad
         if grad is None:
             continue
@@ -243,9 +246,10 @@ def find_nonfinite(optimizer: Optimizer) -> Tensor | None:
                 f"the gradient of a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; "
                 "keep the parameters in fp32 (model.float()): they are the master weights"
             )
-        grad = local_values(grad)
+        if type(grad) is not Tensor or grad.is_sparse or grad.dtype != torch.float32:
+            grad = local_values(grad)
         buckets[grad.device, grad.dtype].append(grad)
-    if device is None or not (buckets or groups):
+    if p is None or not (buckets or groups):
         return None
     one_by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -253,7 +257,7 @@ def find_nonfinite(optimizer: Optimizer) -> Tensor | None:
             if where not in one_by_device:
                 one_by_device[where] = torch.zeros((), device=where), torch.ones((), device=where)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, *one_by_device[where])
-        flags = [flag for flag, _ in one_by_device.values()] or [torch.zeros((), device=device)]
+        flags = [flag for flag, _ in one_by_device.values()] or [torch.zeros((), device=p.device)]
         found = flags[0]
         for flag in flags[1:]:
             found = torch.maximum(found, flag.to(found.device, non_blocking=True))  # Adam takes it off its step count

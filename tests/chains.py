@@ -108,13 +108,13 @@ class _Reader:
         dtype = dtypes[0] if dtypes else "fp32"
         kind = self.lists.kind(op)
         known = find_op(op) is not None and (kind is not None or self.lists.rule == "local")
-        operands = []
+        operands: list[Operand] = []
         for place, argument in enumerate(arguments.split(",") if arguments else ()):
             found = _ARGUMENT.fullmatch(argument)
             if found is None:
                 raise ValueError(f"{name}: no argument can be read in {argument!r}")
             feeder = self.nodes.get(found["name"]) or self.make_source(found["name"])
-            if feeder.carries_fp32:
+            if feeder.carries_fp32 and all(o.value != feeder.name for o in operands):
                 demand = self.demand(op, kind, known, place, dtype, found["demand"])
                 operands.append(Operand(feeder.name, demand, found["demand"] == "scalar", int(found["epoch"] or 0)))
         pinned = None
@@ -153,5 +153,6 @@ class _Reader:
         read = {operand.value for node in self.nodes.values() for operand in node.operands}
         if names is None:
             names = [node.name for node in self.nodes.values() if node.role == "op" and node.name not in read]
-        operands = tuple(Operand(name, Demand.HIGH) for name in names if self.nodes[name].carries_fp32)
+        returned = [self.nodes.get(name) or self.make_source(name) for name in names]
+        operands = tuple(Operand(node.name, Demand.HIGH) for node in returned if node.carries_fp32)
         self.nodes["output"] = OpNode("output", "output", None, operands, role="output", pinned=(Colour.PLAIN, Reason.NO_FLOAT, ""))

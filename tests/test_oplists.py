@@ -240,7 +240,7 @@ def test_the_default_allowlist_covers_autocasts_but_for_elementwise_ops() -> Non
     for device, fmt in itertools.product(DEVICES, LOW_FORMATS):
         ours, theirs = op_lists("default", fmt, device), op_lists("autocast", fmt, device)
         high = {op for op, kind in theirs.kinds.items() if kind is KIND.ALLOW and ours.kind(op) is not KIND.ALLOW}
-        assert high <= {"prelu", "addr", "cov", "corrcoef"}, (device, fmt.name)
+        assert high <= {"prelu", "addr", "cov", "corrcoef", "mv", "addmv", "linalg_vecdot"}, (device, fmt.name)
 
 
 def test_moving_an_op_moves_only_it() -> None:
@@ -475,7 +475,11 @@ def test_internal_kernels_round_but_once() -> None:
             high_side = in_dtype(side, torch.float32)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got = tree_leaves(info(low, *side[0], **side[1]))[0]
+                try:
+                    got = tree_leaves(info(low, *side[0], **side[1]))[0]
+                except RuntimeError as refusal:  # torch.norm of a matrix: such a call is kept high when it refuses
+                    assert "Low precision dtypes not supported" in str(refusal)
+                    continue
                 want = tree_leaves(info(low.float(), *high_side[0], **high_side[1]))[0]
             if got.dtype is not fmt.dtype or not want.norm().isfinite() or not got.norm().isfinite():
                 continue

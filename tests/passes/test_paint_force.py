@@ -1,0 +1,51 @@
+"""lists="o2" and "o3": everything low that nothing keeps high."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from chains import chain, decided, letters
+
+from amprewrite.colour import Reason
+from amprewrite.formats import BF16
+from amprewrite.oplists import OpLists, op_lists
+from amprewrite.passes.paint import Paint
+from amprewrite.passes.paint_force import PaintForce
+
+BARE = OpLists.from_sets("bare", deny=["exp"], infer=["gelu"], rule="force")
+
+
+@pytest.mark.parametrize(
+    "lists, text, colours",
+    [
+        pytest.param("o2", "conv2d batch_norm relu", "L H L", id="o2 keeps batch norm in fp32"),
+        pytest.param("o3", "conv2d batch_norm relu", "L L L", id="o3 keeps nothing"),
+        pytest.param("o2", "matmul exp softmax", "L L L", id="o2 runs even exp low"),
+        pytest.param("o3", "matmul! relu", "H L", id="what the model spells out stays"),
+        pytest.param("o3", "my_kernel relu", "H L", id="ops nobody knows stay"),
+        pytest.param("o3", "relu:int64", ".", id="integers stay"),
+        pytest.param(BARE, "exp gelu", "H L", id="a denied op denies nothing downstream"),
+        pytest.param(BARE, "exp{t} gelu{t}", "H H", id="but what is tied to it"),
+    ],
+)
+def test_colours(lists: str | OpLists, text: str, colours: str) -> None:
+    assert letters(decided(text, lists)) == colours
+
+
+def test_the_reason_says_that_the_lists_did_it() -> None:
+    assert decided("gelu", BARE).paints["gelu"].reason is Reason.FORCED
+
+
+def test_nothing_is_left_open_and_a_second_run_changes_nothing() -> None:
+    program = chain("gelu exp gelu", BARE)
+    Paint()(program)
+    assert PaintForce()(program).modified
+    assert set(program.paints) == set(program.graph.nodes)
+    assert not PaintForce()(program).modified
+
+
+def test_other_lists_are_not_concerned() -> None:
+    program = chain("gelu", replace(op_lists("default", BF16, "cpu"), rule="tf"))
+    Paint()(program)
+    assert not PaintForce()(program).modified

@@ -1,0 +1,75 @@
+"""Every example runs, in a fast variant, and so does every Python block of the README."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FAST = {
+    "digits.py": ["--epochs", "2"],
+    "first_plan.py": [],
+    "inspect_bert.py": ["--layers", "2"],
+    "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
+}
+NEEDS = {"digits.py": "sklearn", "inspect_bert.py": "transformers", "benchmarks/casts_vs_autocast.py": "transformers"}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_example_is_listed_here():
+    scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")}
+    assert scripts >= set(FAST) and scripts - set(FAST) == set(), "give a new example a fast variant here"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_example(name):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    printed = run(f"examples/{name}", *FAST[name])
+    assert printed.strip()
+    if name == "digits.py":
+        plain, mixed = (float(share) for share in re.findall(r"test accuracy ([\d.]+) %", printed))
+        assert mixed > 90 and mixed > plain - 2
+    if name.startswith("benchmarks/"):
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")][2:]
+        assert len(rows) == 2
+        for model, autocast_forward, forward, autocast_step, step, *_ in rows:
+            assert int(forward) <= int(autocast_forward) and int(step) <= int(autocast_step), model
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+def test_the_readme_runs(tmp_path):
+    """Blocks run one after another in one process, as a reader would type them."""
+    assert blocks()
+    script = tmp_path / "readme.py"
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n" + "\n".join(blocks()))
+    run(str(script))
+
+
+def test_the_readme_prints_the_plan_that_really_comes_out(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(r"<!-- printed by the first block -->\n```text\n(.*?)```", text, re.S)
+    assert shown
+    script = tmp_path / "first.py"
+    script.write_text(blocks()[0])
+    assert shown[1].strip() in run(str(script))

@@ -1,0 +1,158 @@
+"""The house itself: every pass listed, documented and tested; imports point downwards; public names documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import amprewrite
+from amprewrite import passes
+from amprewrite.pass_base import Pass
+from amprewrite.passes.tidy import Tidy
+
+ROOT = Path(__file__).parent.parent
+PASSES = sorted(path.stem for path in (ROOT / "passes").glob("*.py") if path.stem != "__init__")
+LIBRARY = sorted([*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").glob("*.py")])
+TABLES = {"op_table.py"}
+"""Files that are one long table; the limit on lines is not for them."""
+MOST_LINES = 520
+AFTER_THE_DRY_RUN = (Tidy,)
+"""Passes that run last, outside the two tuples: they need the facts that the dry run derives."""
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("amprewrite", *parts) if parts[0] == "passes" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in LIBRARY}
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Import statements that run when the file is imported: not those inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from at_import(node)
+
+
+def imported(node: ast.stmt) -> list[str]:
+    """Full names of the modules that one statement imports; of `from package import module` the module's."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    assert node.level == 0, f"line {node.lineno} imports relatively"
+    inner = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in inner if name in MODULES] or [node.module or ""]
+
+
+def needs(path: Path) -> set[str]:
+    """Our own modules that a file needs to be imported."""
+    return {name for node in at_import(ast.parse(path.read_text())) for name in imported(node) if name in MODULES}
+
+
+# passes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_is_one_file_one_class_one_name(name: str) -> None:
+    module = importlib.import_module(f"amprewrite.passes.{name}")
+    (found,) = [c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Pass) and c.__module__ == module.__name__]
+    assert found.name == name.replace("_", "-")
+    assert found.__name__.lower() == name.replace("_", "")
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_is_in_the_pipeline(name: str) -> None:
+    listed = [*passes.DECIDE, *passes.APPLY, *(each() for each in AFTER_THE_DRY_RUN)]
+    assert [each.name for each in listed].count(name.replace("_", "-")) == 1
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_has_a_docstring_and_a_test_file(name: str) -> None:
+    assert importlib.import_module(f"amprewrite.passes.{name}").__doc__
+    assert (ROOT / "tests" / "passes" / f"test_{name}.py").is_file()
+
+
+def test_every_line_of_the_pipeline_says_what_it_does() -> None:
+    text = (ROOT / "passes" / "__init__.py").read_text()
+    listed = re.findall(r"^    \w+\(\),.*$", text, re.M)
+    assert len(listed) == len(passes.DECIDE) + len(passes.APPLY)
+    assert all(re.search(r",  # \w.*$", line) for line in listed), listed
+
+
+@pytest.mark.parametrize("name", [type(each).__module__ for each in passes.DECIDE])
+def test_a_deciding_pass_knows_no_torch(name: str) -> None:
+    """So every front end shares it."""
+    for node in at_import(ast.parse(MODULES[name].read_text())):
+        assert not [module for module in imported(node) if module.partition(".")[0] == "torch"]
+
+
+# imports --------------------------------------------------------------------------------------------------------------
+
+
+def test_imports_make_no_circle() -> None:
+    graph = {name: needs(path) - {name} for name, path in MODULES.items()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"these files import each other: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_nobody_but_users_imports_the_face() -> None:
+    """A file imports the file that has what it needs, never the package that collects it."""
+    assert not [name for name, path in MODULES.items() if "amprewrite" in needs(path)]
+
+
+EVERY_FILE = [path for folder in ("amprewrite", "passes", "tests", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=shown)
+def test_the_bare_name_passes_is_never_imported(path: Path) -> None:
+    """It would make a second copy of every pass."""
+    statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not [name for node in statements for name in imported(node) if name.partition(".")[0] == "passes"]
+
+
+# documents ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=shown)
+def test_a_file_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text()
+    assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    assert sorted(set(amprewrite.__all__)) == list(amprewrite.__all__)
+    for name in amprewrite.__all__:
+        assert inspect.getdoc(getattr(amprewrite, name)), name
+
+
+def test_public_methods_are_documented() -> None:
+    for name in amprewrite.__all__:
+        found = getattr(amprewrite, name)
+        if inspect.isclass(found) and found.__module__.startswith("amprewrite") and not issubclass(found, Exception):
+            for method, function in vars(found).items():
+                bare = getattr(function, "__func__", getattr(function, "fget", function))
+                if not method.startswith("_") and inspect.isfunction(bare):
+                    assert bare.__doc__ or len(inspect.getsource(bare).splitlines()) <= 6, f"{name}.{method}"
+
+
+@pytest.mark.parametrize("path", [p for p in LIBRARY if p.name not in TABLES], ids=shown)
+def test_no_file_is_too_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES

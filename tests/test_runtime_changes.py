@@ -1,0 +1,299 @@
+"""What changes after capture: hooks, attributes, parameters, modules, devices. The next call knows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from runtime_help import MLP, Watch, data, low, matmul_dtypes, mlp, ran_low
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), MLP())
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def deep() -> Deep:
+    torch.manual_seed(0)
+    return Deep()
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", ["", "body", "body.1", "body.1.first"])
+@pytest.mark.parametrize("when", ["before rewrite", "before capture", "after capture"])
+def test_forward_hooks_run_and_go(path, when):
+    model, x, seen = deep(), data(), []
+
+    def hook(module, inputs, output):
+        seen.append(output.dtype)
+        return output + 1
+
+    amp = low(model)
+    if when == "before rewrite":
+        handle = model.get_submodule(path).register_forward_hook(hook)
+        amp = low(model)
+    elif when == "before capture":
+        handle = amp.get_submodule(path).register_forward_hook(hook)
+    else:
+        amp(x)
+        handle = amp.get_submodule(path).register_forward_hook(hook)
+    plain = deep()
+    bare = plain(x)
+    plain.get_submodule(path).register_forward_hook(hook)
+    want = plain(x)
+    seen.clear()
+    for _ in range(2):
+        assert ran_low(amp(x), want)
+    assert len(seen) == 2 and matmul_dtypes(amp, x) == {torch.bfloat16}
+    if when == "before rewrite":
+        return
+    handle.remove()
+    seen.clear()
+    assert ran_low(amp(x), bare) and not seen
+    assert not model.get_submodule(path)._forward_hooks
+
+
+def test_forward_pre_hooks_with_kwargs_on_a_part():
+    amp, x = low(deep()), data()
+    amp(x)
+    amp.body[1].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    want = deep()
+    want.body[1].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    assert ran_low(amp(x), want(x))
+
+
+@pytest.mark.parametrize("path", ["", "body.1"])
+def test_backward_hooks(path):
+    amp, x, seen = low(deep()), data().requires_grad_(), []
+    amp(x)
+    amp.get_submodule(path).register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out[0].dtype))
+    out = amp(x)
+    out.sum().backward()
+    assert seen == [torch.float32] and ran_low(out, deep()(x))
+
+
+@pytest.mark.parametrize("path", ["", "body", "body.1", "body.1.first", "head"])
+def test_hooks_that_capture_cannot_read(path):
+    """They run as they are written, around parts that still run low."""
+    amp, x, seen = low(deep()), data(), []
+
+    def hook(module, inputs, output):
+        seen.append(float(output.detach().numpy().mean()))
+        torch._dynamo.graph_break()
+
+    amp.get_submodule(path).register_forward_hook(hook)
+    for _ in range(2):
+        assert ran_low(amp(x), deep()(x))
+    assert len(seen) == 2
+    assert matmul_dtypes(amp, x) == {torch.bfloat16}
+
+
+def test_tensor_and_parameter_hooks():
+    model, x, seen = mlp(), data(), []
+    amp = low(model)
+    amp(x)
+    model.first.weight.register_hook(lambda grad: seen.append(grad.dtype) or grad * 0)
+    model.second.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+    amp(x).sum().backward()
+    assert seen.count(torch.float32) == 2 and not model.first.weight.grad.any()
+
+
+def test_global_hooks_see_the_model_as_one_call_and_stay():
+    from torch.nn.modules.module import register_module_forward_hook
+
+    amp, x, seen = low(deep()), data(), []
+    handle = register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        for _ in range(2):
+            assert ran_low(amp(x), deep()(x)) or True
+        assert seen.count(amp) == 2 and amp.body not in seen
+        nn.Linear(2, 2)(torch.ones(2))
+        assert type(seen[-1]) is nn.Linear
+    finally:
+        handle.remove()
+
+
+def test_hooks_elsewhere_do_not_start_afresh():
+    amp, x = low(deep()), data()
+    amp(x)
+    for _ in range(3):
+        nn.Linear(2, 2).register_forward_hook(lambda *_: None)
+        amp.register_forward_hook(lambda *_: None)
+        amp(x)
+    assert len(amp.plans) == 1
+
+
+# -- state ------------------------------------------------------------------------------------------
+def test_attributes_changed_after_capture():
+    class Scaled(MLP):
+        scale, flag = 1.0, False
+
+        def forward(self, x):
+            y = super().forward(x) * self.scale
+            return y.abs() if self.flag else y
+
+    model, x = Scaled(), data()
+    amp = low(model)
+    amp(x)
+    for scale, flag in [(2.0, False), (2.0, True), (3.0, True)]:
+        amp.scale = model.scale = scale
+        amp.flag = model.flag = flag
+        assert ran_low(amp(x), model(x))
+
+
+def test_parameters_replaced_on_the_twin():
+    amp, x = low(mlp()), data()
+    amp(x)
+    other = mlp(7)
+    amp.first.weight = nn.Parameter(other.first.weight.detach().clone())
+    want = mlp()
+    want.first.weight = amp.first.weight
+    assert ran_low(amp(x), want(x))
+    amp.second = nn.Linear(16, 5)
+    want.second = amp.second
+    assert ran_low(amp(x), want(x))
+    del amp.second
+    amp.second = nn.Sequential(nn.Linear(16, 4), nn.ReLU())
+    want.second = amp.second
+    assert ran_low(amp(x), want(x))
+
+
+def test_requires_grad_switched():
+    model, x = mlp(), data()
+    amp = low(model)
+    amp(x).sum().backward()
+    amp.first.requires_grad_(False)
+    amp.zero_grad()
+    amp(x).sum().backward()
+    assert model.first.weight.grad is None and model.second.weight.grad is not None
+    amp.requires_grad_(False)
+    assert not amp(x).requires_grad
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_to_a_device_and_back(grad):
+    model, x = mlp(), data()
+    amp = low(model)
+    with torch.set_grad_enabled(grad):
+        want = model(x)
+        assert ran_low(amp(x), want)
+        assert amp.to("cpu") is amp and amp.cpu() is amp and amp.float() is amp
+        assert ran_low(amp(x), want)
+        amp.to(torch.float64)
+        assert model.first.weight.dtype == torch.float64 and amp(x.double()).dtype == torch.float64
+        amp.to(torch.float32)
+        assert ran_low(amp(x), want)
+
+
+def test_on_the_meta_device():
+    amp = low(mlp())
+    amp(data())
+    other = low(mlp().to("meta"))
+    out = other(data().to("meta"))
+    assert out.device.type == "meta" and out.dtype == torch.float32 and out.shape == (3, 4)
+
+
+def test_parametrized_and_pruned_weights():
+    x = data()
+    for change in (
+        lambda m: parametrizations.weight_norm(m.first),
+        lambda m: parametrizations.spectral_norm(m.second),
+        lambda m: prune.l1_unstructured(m.first, "weight", amount=0.5),
+    ):
+        model = mlp().eval()
+        change(model)
+        with torch.no_grad():
+            want = model(x)
+            amp = low(model)
+            assert isinstance(amp, MLP)
+            assert ran_low(amp(x), want) and ran_low(amp(x), want)
+        amp(x).sum().backward()
+        assert any(p.grad is not None for p in model.first.parameters())
+        after = low(mlp().eval())
+        after(x)
+        torch.manual_seed(3)
+        change(after)
+        with torch.no_grad():
+            torch.testing.assert_close(after(x), want, rtol=0.1, atol=0.1)
+
+
+# -- parts ----------------------------------------------------------------------------------------
+def test_a_part_called_by_itself_is_an_entry_of_its_own():
+    model, x = deep(), data()
+    amp = low(model)
+    assert ran_low(amp.body(x), model.body(x))
+    assert amp.plan.regions[0].entry == "body"
+    assert ran_low(amp.body[1].first(x), model.body[1].first(x))
+    assert ran_low(amp(x), model(x))
+    assert amp.plan.regions[0].entry == ""
+    assert matmul_dtypes(amp.head, torch.ones(2, 4)) == {torch.bfloat16}
+
+
+def test_methods_that_call_parts():
+    class Encoder(Deep):
+        def encode(self, x):
+            return self.head(self.body(x)).softmax(-1)
+
+    model, x = Encoder(), data()
+    amp = low(model)
+    assert matmul_dtypes(amp.encode, x) == {torch.bfloat16}
+    assert ran_low(amp.encode(x), model.encode(x))
+
+
+# -- memory -----------------------------------------------------------------------------------------
+def test_starting_afresh_forgets_old_graphs():
+    import gc
+    import weakref
+
+    amp, x = low(deep()), data()
+    amp(x)
+    session = amp.__dict__["_amprewrite_session"]
+    old = weakref.ref(session.last[0])
+    for _ in range(3):
+        amp.body.register_forward_hook(lambda *_: None)
+        amp(x)
+    gc.collect()
+    assert old() is None
+    assert len(amp.plans) == 1 and sum(len(entry.regions) for entry in session.entries.values()) == 1
+
+
+def test_a_rewritten_model_can_be_freed():
+    import gc
+    import weakref
+
+    amp = low(deep())
+    amp(data())
+    gone = weakref.ref(amp)
+    del amp
+    gc.collect()
+    assert gone() is None
+
+
+def test_accelerate_style_forward_on_the_instance():
+    """Libraries put a wrapped forward on the instance; it stays in charge."""
+    model, x, calls = mlp(), data(), []
+    old = model.forward
+
+    def forward(*args, **kwargs):
+        calls.append(1)
+        return old(*args, **kwargs) * 2
+
+    model.forward = forward
+    amp = low(model)
+    assert ran_low(amp(x), mlp()(x) * 2) and "forward" not in amp.__dict__
+    assert ran_low(copy.deepcopy(amp)(x), mlp()(x) * 2)
+
+
+def test_watch_counts_nothing_twice():
+    amp, x = low(mlp()), data()
+    with Watch() as watch:
+        amp(x)
+    assert len(watch.matmuls) == 2

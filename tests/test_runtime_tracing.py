@@ -1,0 +1,292 @@
+"""Other tracers around a rewritten model: its graph runs, or an error says what to use instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runtime_help import MLP, Broken, data, low, matmul_dtypes, mlp, ran_low
+from torch import nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amprewrite import AmpRewriteWarning, CaptureError
+
+
+def outer(model, x):
+    return model(x * 2).relu() + 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_around_the_model_breaks_and_runs_it_rewritten(backend):
+    model, x = mlp(), data()
+    amp = low(model)
+    assert ran_low(torch.compile(amp, backend=backend)(x), model(x))
+    step = torch.compile(outer, backend=backend)
+    for _ in range(2):
+        out = step(amp, x)
+        assert ran_low(out, outer(model, x))
+    out.sum().backward()
+    assert model.first.weight.grad.dtype == torch.float32
+    assert matmul_dtypes(amp, x) == {torch.bfloat16}
+
+
+def test_torch_compile_around_a_part():
+    model, x = mlp(), data()
+    amp = low(model)
+
+    @torch.compile(backend="eager")
+    def part(x):
+        return amp.first(x) + 1
+
+    assert ran_low(part(x), model.first(x) + 1)
+    assert ran_low(amp(x), model(x))
+
+
+def test_module_compile_in_place():
+    model, x = mlp(), data()
+    amp = low(model)
+    amp.compile(backend="eager")
+    assert ran_low(amp(x), model(x))
+
+
+def test_fullgraph_around_the_model_points_to_backend():
+    amp = low(mlp())
+    with pytest.raises(Exception, match="backend="):
+        torch.compile(amp, backend="eager", fullgraph=True)(data())
+    with pytest.raises(Exception, match="backend="):
+        torch.compile(outer, backend="eager", fullgraph=True)(amp, data())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_torch_export_points_to_export_program(strict):
+    model, x = mlp(), data()
+    amp = low(model)
+    with pytest.raises(Exception, match=r"amp\.export_program"):
+        torch.export.export(amp, (x,), strict=strict)
+    assert ran_low(amp(x), model(x))
+
+
+def test_export_program():
+    model, x = mlp(), data()
+    amp = low(model)
+    program = amp.export_program((x,))
+    assert isinstance(program, torch.export.ExportedProgram)
+    assert ran_low(program.module()(x), model(x))
+    assert torch.equal(program.module()(x), amp(x))
+
+
+def test_torch_jit_trace_points_to_export_program():
+    model, x = mlp(), data()
+    amp = low(model)
+    with pytest.raises(CaptureError, match=r"torch\.jit\.trace; use amp\.export_program"):
+        torch.jit.trace(amp, (x,))
+    assert ran_low(amp(x), model(x))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_points_to_export_program(mode):
+    model, x = mlp(), data()
+    amp = low(model)
+    with pytest.raises(CaptureError, match=r"make_fx.*amp\.export_program"):
+        make_fx(lambda x: amp(x), tracing_mode=mode)(x)
+    assert ran_low(amp(x), model(x))
+
+
+def test_symbolic_trace_points_to_export_program():
+    model, x = mlp(), data()
+    amp = low(model)
+    with pytest.raises(CaptureError, match=r"symbolic_trace.*amp\.export_program"):
+        torch.fx.symbolic_trace(amp)
+    assert ran_low(amp(x), model(x))
+
+
+def test_fake_tensors_are_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    amp, x = low(mlp()), data()
+    with pytest.raises(CaptureError, match="FakeTensorMode"), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        amp(mode.from_tensor(x))
+    assert ran_low(amp(x), mlp()(x))
+
+
+def test_scripting_is_refused():
+    with pytest.raises(Exception):  # noqa: B017
+        torch.jit.script(low(mlp()))
+
+
+# -- torch.func ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(lambda f, x: torch.vmap(f)(x), id="vmap"),
+        pytest.param(lambda f, x: torch.func.grad(lambda y: f(y).sum())(x), id="grad"),
+        pytest.param(lambda f, x: torch.func.jvp(f, (x,), (x,))[1], id="jvp"),
+        pytest.param(lambda f, x: torch.func.jacrev(f)(x), id="jacrev"),
+        pytest.param(lambda f, x: torch.func.vjp(f, x)[0], id="vjp"),
+    ],
+)
+def test_func_transforms_run_fp32_and_say_so(transform):
+    model, x = mlp(), data()
+    amp = low(model)
+    with pytest.warns(AmpRewriteWarning, match="torch.func"):
+        got = transform(amp, x)
+    torch.testing.assert_close(got, transform(model, x))
+    with pytest.raises(CaptureError, match="torch.func"):
+        transform(low(model, strict=True), x)
+    assert ran_low(amp(x), model(x))
+
+
+def test_functional_call_runs_low_with_the_tensors_it_is_given():
+    model, x = mlp(), data()
+    amp = low(model)
+    other = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    for _ in range(2):
+        assert ran_low(functional_call(amp, other, (x,)), functional_call(model, other, (x,)))
+        assert ran_low(amp(x), model(x))
+    with torch.no_grad():
+        assert ran_low(functional_call(amp, other, (x,)), functional_call(model, other, (x,)))
+        assert ran_low(amp(x), model(x))
+    learn = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    functional_call(amp, learn, (x,)).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in learn.values())
+
+
+def test_swapped_parameters_never_meet_stale_copies():
+    model, x = mlp().eval(), data()
+    amp = low(model)
+    with torch.no_grad():
+        for scale in (1.0, 2.0, 3.0):
+            other = {name: p.detach() * scale for name, p in model.named_parameters()}
+            assert ran_low(functional_call(amp, other, (x,)), functional_call(model, other, (x,)))
+
+
+# -- autograd -------------------------------------------------------------------------------------
+def test_double_backward():
+    class Smooth(MLP):
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x = Smooth(), data().requires_grad_()
+    amp = low(model)
+    rows = []
+    for each in (amp, model):
+        (grad,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        assert grad.dtype == torch.float32
+        rows.append(torch.autograd.grad(grad.square().sum(), each.first.weight)[0])
+    assert ran_low(rows[0] / rows[1].norm(), rows[1] / rows[1].norm())
+
+
+def test_forward_mode_derivative():
+    import torch.autograd.forward_ad as forward_ad
+
+    model, x = mlp(), data()
+    amp = low(model)
+    amp(x)
+    tangents = []
+    for each in (amp, model):
+        with forward_ad.dual_level():
+            tangents.append(forward_ad.unpack_dual(each(forward_ad.make_dual(x, torch.ones_like(x)))).tangent)
+    assert tangents[0] is not None
+    torch.testing.assert_close(tangents[0], tangents[1], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("cls", [MLP, Broken])
+def test_checkpoint_around_the_model(reentrant, cls):
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    model, x = cls(), data().requires_grad_()
+    amp = low(model)
+    for _ in range(2):
+        amp.zero_grad()
+        out = checkpoint(amp, x, use_reentrant=reentrant)
+        out.sum().backward()
+        assert ran_low(out, model(x))
+        got = model.first.weight.grad.clone()
+        amp.zero_grad()
+        amp(x).sum().backward()
+        assert torch.equal(got, model.first.weight.grad)
+
+
+def test_gradient_accumulation_and_retained_graph():
+    model, x = mlp(), data()
+    amp = low(model)
+    loss = amp(x).sum()
+    loss.backward(retain_graph=True)
+    once = model.first.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.first.weight.grad, 2 * once)
+
+
+# -- backends -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("cls", [MLP, Broken])
+def test_backends_by_name(backend, cls):
+    torch.manual_seed(0)
+    model, x = cls(), data()
+    amp = low(model, backend=backend)
+    for context in (torch.enable_grad, torch.no_grad, torch.no_grad):
+        with context():
+            out = amp(x)
+        assert ran_low(out, model(x))
+    out = amp(x)
+    out.sum().backward()
+    assert model.first.weight.grad.dtype == torch.float32
+    assert not amp.plan.skipped or cls is Broken
+
+
+def test_inductor():
+    model, x = mlp(), data()
+    amp = low(model, backend="inductor")
+    for context in (torch.enable_grad, torch.no_grad, torch.no_grad):
+        with context():
+            assert ran_low(amp(x), model(x))
+    amp(x).sum().backward()
+
+
+def test_a_callable_as_backend_gets_the_rewritten_graph():
+    seen = []
+
+    def backend(module, example_inputs):
+        seen.append((module, len(example_inputs)))
+        return module.forward
+
+    model, x = mlp(), data()
+    amp = low(model, backend=backend)
+    assert ran_low(amp(x), model(x))
+    (module, inputs), = seen
+    assert isinstance(module, torch.fx.GraphModule) and "bfloat16" in module.code
+    assert inputs == sum(node.op == "placeholder" for node in module.graph.nodes)
+    with torch.no_grad():
+        assert ran_low(amp(x), model(x))
+    module, inputs = seen[1]
+    assert inputs == sum(node.op == "placeholder" for node in module.graph.nodes)
+
+
+def test_a_failing_backend_raises_its_own_error_and_leaves_nothing_behind():
+    class Failing:
+        broken = True
+
+        def __call__(self, module, example_inputs):
+            if self.broken:
+                raise ValueError("no compiler here")
+            return module.forward
+
+    backend = Failing()
+    model, x = mlp(), data()
+    amp = low(model, backend=backend)
+    for _ in range(2):
+        with pytest.raises(Exception, match="no compiler here"):
+            amp(x)
+    backend.broken = False
+    assert ran_low(amp(x), model(x))
+
+
+# -- other inputs of rewrite ----------------------------------------------------------------------
+def test_graph_module_and_exported_program_are_taken():
+    model, x = mlp(), data()
+    assert ran_low(low(torch.fx.symbolic_trace(model))(x), model(x))
+    amp = low(torch.export.export(model, (x,)))
+    assert isinstance(amp, nn.Module) and ran_low(amp(x), model(x))

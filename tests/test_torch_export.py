@@ -1,0 +1,278 @@
+"""Export of rewritten models, and rewriting what was exported or traced before."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amprewrite
+from amprewrite.colour import Colour
+from amprewrite.formats import BF16
+from amprewrite.frontends.torch_export import capture, export_with_plan
+from amprewrite.verify import relative_error
+
+AUTO = torch.export.Dim.AUTO
+MATMULS = {"addmm", "mm", "bmm", "convolution", "linear", "_scaled_dot_product_flash_attention_for_cpu"}
+
+
+class Dtypes(TorchDispatchMode):
+    """Dtypes in which matmuls and convolutions really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket.__name__ in MATMULS:
+            self.seen.add((result[0] if isinstance(result, tuple) else result).dtype)
+        return result
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def mlp() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)), (torch.randn(6, 8),), {}
+
+
+def cnn() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)
+    )
+    model(torch.randn(16, 3, 8, 8))  # running statistics of their own
+    return model.eval(), (torch.randn(6, 3, 8, 8),), {}
+
+
+def bert() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
+    ids = torch.randint(0, 99, (6, 8))
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    return transformers.BertForSequenceClassification(config).eval(), (), {"input_ids": ids, "attention_mask": mask}
+
+
+def first(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result.logits
+
+
+def more_rows(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, value[:3]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [mlp, cnn, bert], ids=lambda make: make.__name__)
+def test_export_gives_what_the_rewritten_model_gives(make, tmp_path):
+    model, args, kwargs = make()
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    shapes = tuple({0: AUTO} for _ in args) or {name: {0: AUTO} for name in kwargs}
+    exported = amp.export_program(args, kwargs, dynamic_shapes=shapes)
+
+    assert set(exported.state_dict) == set(model.state_dict())
+    with Dtypes() as dtypes:
+        got = first(exported.module()(*args, **kwargs))
+    assert dtypes.seen == {torch.bfloat16}
+    assert got.dtype == torch.float32
+    assert relative_error([got], [first(amp(*args, **kwargs))]) <= BF16.eps
+    assert 0 < relative_error([got], [first(model(*args, **kwargs))]) < 0.03
+
+    torch.export.save(exported, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    assert torch.equal(first(loaded(*args, **kwargs)), got)
+    more = tuple(map(more_rows, args)), {name: more_rows(value) for name, value in kwargs.items()}
+    assert first(loaded(*more[0], **more[1])).shape[0] == 9
+
+
+def test_checks_recorded_for_fp32_are_gone():
+    model, args, kwargs = bert()
+    exported = amprewrite.rewrite(model, dtype="bf16").export_program(args, kwargs)
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            assert not [n for n in module.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]
+
+
+@torch.no_grad()
+def test_the_plan_of_the_exported_graph():
+    model, args, _ = mlp()
+    exported, plan = export_with_plan(amprewrite.rewrite(model, dtype="bf16"), args)
+    assert {node.op: node.colour for node in plan.nodes if node.role == "op"}["linear"] is Colour.LOW
+    assert plan.low == "bf16" and len(plan.regions) == 1
+    copies = [n for n in exported.graph.nodes if n.target is torch.ops.aten.to.dtype]
+    assert len(copies) == len(plan.casts)
+
+
+def test_gradients_flow_through_an_exported_program():
+    model, args, _ = mlp()
+    module = amprewrite.rewrite(model, dtype="bf16").export_program(args).module()
+    module(*args).square().sum().backward()
+    model(*args).square().sum().backward()
+    exact = dict(model.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert relative_error([parameter.grad], [exact[name].grad]) < 0.05
+
+
+class Rotary(nn.Module):
+    """Angles under no_grad, as in most language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("frequency", torch.arange(1, 9) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            angle = torch.arange(x.shape[1])[:, None] * self.frequency
+            cos = angle.float().cos().to(x.dtype)
+        return self.out(self.q(x) * cos)
+
+
+def test_no_grad_regions_are_opened_and_closed_again():
+    model, x = Rotary(), torch.randn(2, 5, 8)
+    assert not [n for n in capture(model, (x,)).graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
+    exported = amprewrite.rewrite(model, dtype="bf16").export_program((x,))
+    got = exported.module()(x)
+    assert got.requires_grad and relative_error([got], [model(x)]) < 0.03
+    assert [n for n in exported.graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled]
+
+
+class InnerAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            h = self.b(h) * 2
+        return self.a(h)
+
+
+@torch.no_grad()
+def test_the_models_own_autocast_regions_stay_as_they_were():
+    model, x = InnerAutocast(), torch.randn(3, 8)
+    module = amprewrite.rewrite(model, dtype="bf16").export_program((x,)).module()
+    with Dtypes() as dtypes:
+        got = module(x)
+    assert dtypes.seen == {torch.bfloat16, torch.float32}
+    assert relative_error([got], [model(x)]) < 0.03
+
+
+def test_unused_and_tied_parameters_keep_their_names():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.unused = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), nn.Linear(2, 2)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids))
+
+    model = Tied()
+    exported = amprewrite.rewrite(model, dtype="bf16").export_program((torch.arange(6)[None],))
+    assert set(exported.state_dict) == set(model.state_dict())
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x.sum() > 0 else self.a(-x)
+
+
+def test_what_export_cannot_capture_is_a_clear_error():
+    amp = amprewrite.rewrite(DataDependent(), dtype="bf16")
+    with pytest.raises(amprewrite.CaptureError, match=r"torch.export cannot capture DataDependent whole: .*region by region"):
+        amp.export_program((torch.ones(2, 4),))
+
+
+def test_export_under_autocast_is_refused():
+    model, args, _ = mlp()
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(amprewrite.CaptureError, match="autocast"):
+        amp.export_program(args)
+
+
+def test_the_original_and_the_rewritten_model_are_left_alone():
+    model, args, _ = cnn()
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    amp.export_program(args)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert type(amp.export_program(args)) is torch.export.ExportedProgram
+    with pytest.raises(amprewrite.PlanError):
+        print(amp.plan)  # exporting is no call
+
+
+# -- the other way: what was captured before is rewritten -----------------------------------
+@torch.no_grad()
+@pytest.mark.parametrize("make", [mlp, cnn, bert], ids=lambda make: make.__name__)
+def test_an_exported_program_is_rewritten(make):
+    model, args, kwargs = make()
+    shapes = tuple({0: AUTO} for _ in args) or {name: {0: AUTO} for name in kwargs}
+    exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    amp = amprewrite.rewrite(exported, example_inputs=args, example_kwargs=kwargs, dtype="bf16")
+    with Dtypes() as dtypes:
+        got = first(amp(*args, **kwargs))
+    assert dtypes.seen == {torch.bfloat16} and got.dtype == torch.float32
+    assert 0 < relative_error([got], [first(model(*args, **kwargs))]) < 0.03
+    assert set(amp.state_dict()) >= set(model.state_dict())
+    more = tuple(map(more_rows, args)), {name: more_rows(value) for name, value in kwargs.items()}
+    assert first(amp(*more[0], **more[1])).shape[0] == 9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [mlp, cnn], ids=lambda make: make.__name__)
+def test_a_graph_module_is_rewritten(make):
+    model, args, _ = make()
+    traced = torch.fx.symbolic_trace(model)
+    amp = amprewrite.rewrite(traced, dtype="bf16")
+    assert isinstance(amp, torch.fx.GraphModule) and list(amp.state_dict()) == list(model.state_dict())
+    assert 0 < relative_error([amp(*args)], [model(*args)]) < 0.03
+    assert amp.plan.casts
+    assert relative_error([traced(*args)], [model(*args)]) == 0
+
+
+def test_a_graph_module_trains():
+    model, args, _ = mlp()
+    amp = amprewrite.rewrite(torch.fx.symbolic_trace(model), dtype="bf16")
+    F.mse_loss(amp(*args), torch.zeros(6, 4)).backward()
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_what_was_exported_from_a_rewrite_loads_without_amprewrite():
+    model, args, _ = mlp()
+    buffer = io.BytesIO()
+    torch.export.save(amprewrite.rewrite(model, dtype="bf16").export_program(args), buffer)
+    assert b"amprewrite" not in b"".join(str(n.target).encode() for n in torch.export.load(_rewound(buffer)).graph.nodes)
+
+
+def _rewound(buffer: io.BytesIO) -> io.BytesIO:
+    buffer.seek(0)
+    return buffer
+
+
+def test_no_warnings():
+    model, args, _ = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amprewrite.AmpRewriteWarning)
+        amprewrite.rewrite(model, dtype="bf16").export_program(args)

@@ -1,0 +1,279 @@
+"""The strict interpreter against roundings computed by hand, against the real kernels, and on models with several regions."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amprewrite
+from amprewrite.colour import Colour
+from amprewrite.formats import BF16, FP16, FP32
+from amprewrite.verify import Report, relative_error, round_to, verify
+
+
+def rounded(tensor: torch.Tensor, eps: float) -> torch.Tensor:
+    """Round to nearest even by hand: scale every value's last kept bit to one, round, scale back."""
+    _, exponent = torch.frexp(tensor.double())
+    step = eps * torch.exp2(exponent.double() - 1)
+    return (torch.round(tensor.double() / step) * step).float()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16, bias=False)
+        self.second = nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+def test_a_chain_is_rounded_as_by_hand(fmt):
+    model, x = Chain(), torch.randn(5, 8)
+    report = verify(amprewrite.rewrite(model, dtype=fmt.dtype), (x,))
+
+    def low(t: torch.Tensor) -> torch.Tensor:
+        return rounded(t, fmt.eps)
+
+    first = F.linear(low(x), low(model.first.weight))
+    second = F.linear(torch.relu(low(first)), low(model.second.weight))
+    rows = {row.name: row for row in report.rows}
+    assert rows[f"x -> {fmt.name}"].introduced == pytest.approx(relative_error([low(x)], [x]))
+    assert rows["linear"].introduced == pytest.approx(relative_error([low(first)], [first]))
+    assert rows["linear"].accumulated == pytest.approx(relative_error([low(first)], [model.first(x)]))
+    assert rows["relu"].introduced == 0
+    assert rows["linear_1"].introduced == pytest.approx(relative_error([low(second)], [second]))
+    assert report.output_error == pytest.approx(relative_error([low(second)], [model(x)]))
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+def test_rounding_is_to_nearest_even(fmt):
+    ties = torch.tensor([1 + fmt.eps / 2, 1 + 3 * fmt.eps / 2, -1 - fmt.eps / 2])
+    assert round_to(ties, fmt).tolist() == [1.0, 1 + 2 * fmt.eps, -1.0]
+    assert round_to(torch.tensor([fmt.max]), fmt).item() == fmt.max
+    values = torch.randn(1000) * 3
+    assert torch.equal(round_to(values, fmt), rounded(values, fmt.eps))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 64, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(self.head(F.relu(self.norm(self.conv(x)), inplace=True)), -1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_agrees_with_really_running_in_bf16(train):
+    model, x = Net().train(train), torch.randn(4, 3, 8, 8)
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    report = verify(amp, (x,))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    exact = model(x)
+    model.load_state_dict(state)
+    real = relative_error([amp(x)], [exact])
+    # Both round at the same places; only the order of fp32 sums inside the kernels differs.
+    assert 0.5 * real <= report.output_error <= 2 * real
+    assert {row.name for row in report.rows if row.op != "cast"} == {
+        n.name for n in amp.plan.nodes if n.role == "op" and n.colour is not Colour.PLAIN
+    }
+
+
+@torch.no_grad()
+def test_leaves_model_inputs_and_random_state_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    amp, x = amprewrite.rewrite(model, dtype="bf16"), torch.randn(6, 4)
+    before, state, given = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state(), x.clone()
+    report = verify(amp, (x,))
+    assert report.output_error < 0.05, "both runs must draw the same dropout mask"
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(x, given)
+    with pytest.raises(amprewrite.PlanError):
+        print(amp.plan)  # verifying is no call of the model
+
+
+class Hot(nn.Module):
+    """Sums of squares that leave fp16's range, then come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64, bias=False), nn.Linear(64, 4, bias=False)
+        nn.init.constant_(self.up.weight, 40.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@torch.no_grad()
+def test_an_fp16_overflow_is_found_and_named():
+    x = torch.full((2, 64), 50.0)
+    report = verify(amprewrite.rewrite(Hot(), dtype="fp16"), (x,))
+    first = report.overflows[0]
+    assert (first.name, first.module, first.overflow) == ("linear", "up", 1.0)
+    assert first.largest == pytest.approx(64 * 40 * 50)
+    assert report.worst(1) == (first,)
+    assert math.isinf(report.output_error)
+    assert "overflow: linear is the first" in str(report)
+    assert not verify(amprewrite.rewrite(Hot(), dtype="bf16"), (x,)).overflows
+
+
+@torch.no_grad()
+def test_an_fp16_underflow_is_found():
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(model.weight, 1e-9)
+    rows = verify(amprewrite.rewrite(model, dtype="fp16"), (torch.ones(1, 4),)).rows
+    assert next(row for row in rows if row.weight).underflow == 1.0
+
+
+@torch.no_grad()
+def test_finite_minimum_masks_are_no_overflow():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.q(x) @ self.k(x).transpose(1, 2)
+            mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+            return torch.softmax(scores + mask, -1)
+
+    report = verify(amprewrite.rewrite(Masked(), dtype="fp16"), (torch.randn(2, 4, 8),))
+    assert not report.overflows and report.output_error < 2e-2
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(h) + x
+
+
+@torch.no_grad()
+def test_errors_run_on_through_the_regions_of_a_model():
+    model, x = Broken(), torch.randn(3, 8)
+    report = verify(amprewrite.rewrite(model, dtype="bf16"), (x,))
+    rows = {row.name: row for row in report.rows}
+    low = [row for name, row in rows.items() if name.startswith("graph1/") and row.op == "linear"]
+    assert len(low) == 1 and low[0].accumulated > rows["graph0/linear"].introduced
+    h = round_to(F.linear(round_to(x, BF16), round_to(model.a.weight, BF16), round_to(model.a.bias, BF16)), BF16)
+    assert rows["graph0/linear"].accumulated == pytest.approx(relative_error([h], [model.a(x)]), rel=1e-3)
+
+
+def test_checkpoint_bodies_are_followed():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    amp = amprewrite.rewrite(Checkpointed(), dtype="bf16")
+    x = torch.randn(4, 8, requires_grad=True)
+    report = verify(amp, (x,))
+    inner = [row for row in report.rows if row.op == "linear"]
+    assert len(inner) == 2 and all(row.colour is Colour.LOW and 0 < row.introduced < BF16.eps for row in inner)
+    assert 0 < report.output_error < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("operation", ["add_", "setitem", "view"])
+def test_in_place_writes_reach_the_values_that_share_memory(operation):
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            if operation == "add_":
+                h.add_(0.1)
+            elif operation == "setitem":
+                h[:, :4] = h[:, 4:] * 3
+            else:
+                h[:, 2].mul_(7)
+            return self.b(h)
+
+    model, x = Writes(), torch.randn(3, 8)
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    report = verify(amp, (x,))
+    real = relative_error([amp(x)], [model(x)])
+    assert report.output_error == pytest.approx(real, rel=0.2, abs=1e-4)
+
+
+@torch.no_grad()
+def test_a_plan_that_rounds_nothing_has_no_error():
+    report = verify(amprewrite.rewrite(Chain(), dtype="fp32"), (torch.randn(2, 8),))
+    assert (
+        report.low == FP32.name
+        and report.output_error == 0
+        and all(row.introduced == row.accumulated == 0 for row in report.rows)
+    )
+
+
+@torch.no_grad()
+def test_an_edited_plan_is_what_is_verified():
+    model, x = Chain(), torch.randn(4, 8)
+    plan = amprewrite.plan(model, (x,), dtype="bf16").edit({"linear_1": "high"})
+    report = verify(amprewrite.rewrite(model, plan=plan), (x,))
+    assert next(row for row in report.rows if row.name == "linear_1").colour is Colour.HIGH
+
+
+@torch.no_grad()
+def test_the_report_fits_its_page():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(20)])
+    report = verify(amprewrite.rewrite(model, dtype="bf16"), (torch.randn(2, 8),))
+    text = str(report)
+    assert all(len(line) <= 100 for line in text.splitlines()) and "and " in text.splitlines()[-1]
+    by_error = [row.accumulated for row in report.worst(5)]
+    assert by_error == sorted(by_error, reverse=True) and len(by_error) == 5
+    assert report.worst(1, by="introduced")[0].introduced == max(row.introduced for row in report.rows)
+
+
+@torch.no_grad()
+def test_control_flow_that_rounding_turns_is_said():
+    class Forks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+            nn.init.constant_(self.a.weight, 1 + 2**-12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            return self.b(h) if h.sum() > 1 else torch.relu(self.b(h * 3))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = verify(amprewrite.rewrite(Forks(), dtype="bf16"), (torch.ones(1, 1),))
+    assert isinstance(report, Report) and "another way" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        pytest.param(lambda: verify(nn.Linear(2, 2), (torch.ones(1, 2),)), "rewritten model", id="plain model"),
+        pytest.param(lambda: verify(amprewrite.rewrite(nn.Linear(2, 2)), torch.ones(1, 2)), "tuple", id="no tuple"),
+    ],
+)
+def test_bad_input_is_told_what_to_do(call, says):
+    with pytest.raises(amprewrite.PolicyError, match=says):
+        call()
