@@ -12,7 +12,7 @@ help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## train a small model in mixed precision: its cast plan, and its accuracy beside fp32's
-	OMP_NUM_THREADS=2 $(VENV)/bin/python examples/digits.py
+	$(VENV)/bin/python examples/digits.py
 
 test: $(VENV)/.dev ## run the tests on JOBS=2 processes; ARGS= goes to pytest
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

@@ -37,13 +37,26 @@ def compile_afresh(function: Callable[..., Any], backend: Callable[..., Any], wh
 
 
 def fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own: Dynamo's caches and skips hang on code objects."""
+    """The same function with a code object of its own: Dynamo's caches and skips hang on code objects.
+
+    PyTorch's own modules stand in files that Dynamo skips; theirs get a frame of ours around them, which it does not.
+    """
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     if not isinstance(inner, types.FunctionType):
         return function
+    if torch._dynamo.trace_rules.check(inner):
+        inner = _frame_around(inner)
     copy = types.FunctionType(inner.__code__.replace(), inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__, copy.__qualname__, copy.__module__ = inner.__kwdefaults__, inner.__qualname__, inner.__module__
     return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
+
+
+def _frame_around(function: types.FunctionType) -> types.FunctionType:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    assert isinstance(forward, types.FunctionType)
+    return forward
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -85,28 +98,20 @@ def refuse_ambient_autocast() -> None:
 
 def refuse_tracers() -> None:
     """CaptureError where somebody else's tracer would record the graph instead of running it."""
-    tracer = ""
+    modes = {type(mode).__name__ for mode in user_modes()} if torch._C._len_torch_dispatch_stack() else ()
     if torch._C._is_tracing():
         tracer = f"torch.jit.trace; {_EXPORT}"
     elif torch.compiler.is_exporting():
         tracer = f"torch.export; {_EXPORT}"
+    elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
+        tracer = f"make_fx; {_EXPORT}"
     elif torch.fx._symbolic_trace.is_fx_symbolic_tracing():
-        tracer = f"torch.fx.symbolic_trace; {_EXPORT}"
-    elif torch._C._len_torch_dispatch_stack():
-        tracer = next((_TRACING_MODES[name] for name in map(_type_name, user_modes()) if name in _TRACING_MODES), "")
-    if tracer:
-        raise CaptureError(f"a rewritten model cannot be traced by {tracer}")
-
-
-_TRACING_MODES = {
-    "ProxyTorchDispatchMode": f"make_fx; {_EXPORT}",
-    "FunctionalTensorMode": f"functionalization (make_fx, AOTAutograd); {_EXPORT}",
-    "FakeTensorMode": "a FakeTensorMode; run it on real tensors, or trace the original model",
-}
-
-
-def _type_name(value: Any) -> str:
-    return type(value).__name__
+        tracer = f"{'make_fx' if modes else 'torch.fx.symbolic_trace'}; {_EXPORT}"
+    elif "FakeTensorMode" in modes:
+        tracer = "a FakeTensorMode; run it on real tensors, or trace the original model"
+    else:
+        return
+    raise CaptureError(f"a rewritten model cannot be traced by {tracer}")
 
 
 def user_modes() -> list[Any]:

@@ -38,7 +38,7 @@ _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "amprewrite"
-_OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor")
+_OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
 
 
 class LossScaleError(AmpRewriteError):
@@ -261,7 +261,8 @@ class DynamicLossScale(LossScale):
     `floor` and `cap` bound it; None means unbounded: below, it shrinks for ever; above, it stops at fp32's range, and a
     cap of infinity lets it overflow even that.  `hysteresis` overflows are needed for one backoff; the count is refilled
     when the scale grows, with `refill="good"` after every clean step.  After an overflow the first `rest` clean steps do
-    not count.  With `raise_at_floor` an overflow at the floor ends training at once.
+    not count.  With `raise_at_floor` an overflow at the floor ends training at once.  With `search_interval` the scale grows
+    that often until its first overflow: a search from below costs one skipped step, one from above a step for each halving.
     """
 
     kind = "dynamic"
@@ -279,6 +280,7 @@ class DynamicLossScale(LossScale):
         refill: str = "growth",
         rest: int = 0,
         raise_at_floor: bool = False,
+        search_interval: int | None = None,
     ) -> None:
         super().__init__(_positive("DynamicLossScale", "init", init))
         self.growth_factor = float(growth_factor)
@@ -290,6 +292,7 @@ class DynamicLossScale(LossScale):
         self.refill = refill
         self.rest = rest
         self.raise_at_floor = raise_at_floor
+        self.search_interval = search_interval
         self._check()
         if not (self.floor or 0.0) <= init <= (math.inf if self.cap is None else self.cap):
             raise PolicyError(
@@ -297,6 +300,7 @@ class DynamicLossScale(LossScale):
             )
         self._growth_tracker = _scalar(-rest, torch.int32)
         self._left = _scalar(hysteresis, torch.int32)
+        self._searching = _scalar(search_interval is not None, torch.int32)
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
@@ -316,6 +320,8 @@ class DynamicLossScale(LossScale):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise PolicyError(f"{where}: {name}={number!r} counts steps; give a whole number, at least {least}")
+        if self.search_interval is not None and (not isinstance(self.search_interval, int) or self.search_interval < 1):
+            raise PolicyError(f"{where}: search_interval={self.search_interval!r} counts steps; give a whole number above 0, or None")
         if self.refill not in ("growth", "good"):
             raise PolicyError(f"{where}: refill={self.refill!r} must be 'growth' or 'good', as after every good step")
         if self.floor is not None:
@@ -329,7 +335,7 @@ class DynamicLossScale(LossScale):
 
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
         scale = self._scale.clone()
-        if self.hysteresis == 1 and self.rest == 0 and self.cap != math.inf:
+        if self.hysteresis == 1 and self.rest == 0 and self.cap != math.inf and self.search_interval is None:
             torch._amp_update_scale_(
                 scale, self._growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
             )
@@ -344,7 +350,10 @@ class DynamicLossScale(LossScale):
         """The kernel's rules, with hysteresis, rest, and growth beyond fp32's range if the cap is infinite."""
         back_off = overflow & (self._left <= 1)
         tracker = self._growth_tracker + 1
-        grow = ~overflow & (tracker == self.growth_interval)
+        if self.search_interval is not None:
+            tracker = tracker + self._searching * (max(self.growth_interval // self.search_interval, 1) - 1)
+            self._searching = torch.where(overflow, 0, self._searching).to(torch.int32)
+        grow = ~overflow & (tracker >= self.growth_interval)
         grown = scale * self.growth_factor
         if self.cap != math.inf:
             grown = torch.where(grown.isfinite(), grown, scale)
@@ -367,7 +376,10 @@ class DynamicLossScale(LossScale):
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's five keys, which GradScaler can load, and the rest of the state under one that it ignores."""
         state = super().state_dict()
-        state[_OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {"left": int(self._left)}
+        state[_OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {
+            "left": int(self._left),
+            "searching": int(self._searching),
+        }
         return state | {
             "growth_factor": self.growth_factor,
             "backoff_factor": self.backoff_factor,
@@ -392,10 +404,12 @@ class DynamicLossScale(LossScale):
         device = self._scale.device
         self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
         self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
+        self._searching = _scalar(own.get("searching", 0), torch.int32, device)
 
     def _to(self, device: torch.device) -> None:
         super()._to(device)
         self._growth_tracker, self._left = self._growth_tracker.to(device), self._left.to(device)
+        self._searching = self._searching.to(device)
 
     def __repr__(self) -> str:
         return (
@@ -405,6 +419,8 @@ class DynamicLossScale(LossScale):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
+    # ours: low enough to begin without skipped steps, doubled every 8 clean steps until the first overflow, then as torch does
+    "auto": {"init": 2.0**8, "search_interval": 8},
     # torch/amp/grad_scaler.py: no bounds; grows as long as the product is finite
     "torch": {"floor": None, "cap": None},
     # TensorFlow 1 DynamicLossScale and Keras 2 LossScaleOptimizer: max(scale / 2, 1)
@@ -434,7 +450,7 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
         return StaticLossScale(spec)
     if isinstance(spec, str):
         if spec == "auto":
-            return DynamicLossScale() if parse_format(fmt) is FP16 else NoLossScale()
+            return DynamicLossScale.preset("auto") if parse_format(fmt) is FP16 else NoLossScale()
         if spec == "none":
             return NoLossScale()
         if spec == "dynamic":

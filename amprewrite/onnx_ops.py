@@ -64,7 +64,7 @@ VOCABULARY: dict[str, str] = {
 
 _POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
 """Exponents that are plain arithmetic."""
-_SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
+SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
 """Ops whose float operands beyond the result's own type go along with it: kernels of mixed types are rare."""
 
 
@@ -120,7 +120,7 @@ class Signature:
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
         """Whether operand `index` has the type of `group`, or is cast along with it."""
         own = self.input(index)
-        return own == group or (op_type in _SIDE_FOLLOWS and self.allows(own, fmt))
+        return own == group or (op_type in SIDE_FOLLOWS and self.allows(own, fmt))
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
+from amprewrite.loss_scale import parse_loss_scale
 from amprewrite.oplists import OpLists, op_lists
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
@@ -43,11 +45,14 @@ def rewrite(
 
     Args:
         model: an nn.Module (a GraphModule too), or a torch.export.ExportedProgram.
-        optimizer: one optimizer or several that step this model's parameters; checked to own some of them.
+        optimizer: one optimizer or several that step this model's parameters: a step whose gradients overflowed is skipped.
+            Those not named here are found at their first step.
         dtype: "bf16", "fp16" or a torch dtype: done as asked. None: what the device does best, which may be nothing.
         lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
         overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`.
         plan: follow this plan, perhaps edited, instead of deciding; one that does not fit raises PlanError.
+        loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", the name of a preset, a number that stays, None, or
+            a LossScale, which several models may share. It is built into the training graphs: gradients arrive unscaled.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
         cache_weights: keep low copies of weights between calls without gradients. They are dropped when a weight is
             written, at train() and eval(), and by load_state_dict; only a write through `.data` goes unseen.
@@ -61,9 +66,12 @@ def rewrite(
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
     options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
-    _check_extras(module, optimizer, loss_scale, pad)
+    options = replace(options, loss_scale=_checked_scale(loss_scale, options.low))
+    _check_pad(pad)
     refuse_ambient_autocast()
     amp = rewritten(plain_of(module) if isinstance(module, Rewritten) else module, options)
+    for each in optimizers_of(optimizer):
+        amp.attach(each)
     if example_inputs is not None or example_kwargs is not None:
         warm(amp, tuple(example_inputs or ()), example_kwargs or {})
     return amp  # type: ignore[no-any-return]
@@ -136,13 +144,15 @@ def _options(
     return options
 
 
-def _check_extras(module: nn.Module, optimizer: Optimizers, loss_scale: Any, pad: Any) -> None:
-    for each in optimizers_of(optimizer):
-        owned = {id(p) for p in module.parameters()}
-        if not any(id(p) in owned for group in each.param_groups for p in group["params"]):
-            raise PolicyError(f"the {type(each).__name__} given as optimizer= owns none of the model's parameters")
-    if loss_scale not in ("auto", None, "none"):
-        raise PolicyError("loss_scale= takes 'auto' or None here: use torch.amp.GradScaler for fp16 training")
+def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
+    """`loss_scale` as `parse_loss_scale` takes it; PolicyError where it does not."""
+    if loss_scale is None:
+        loss_scale = "none"
+    parse_loss_scale(loss_scale, low or FP32)
+    return loss_scale
+
+
+def _check_pad(pad: Any) -> None:
     if pad not in ("auto", "never", None, False):
         raise PolicyError("pad= takes 'auto' or 'never': this version pads nothing")
 

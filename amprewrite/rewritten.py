@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from amprewrite.dynamo import fresh_code
 from amprewrite.errors import CaptureError
+from amprewrite.loss_scale import LossScale
 from amprewrite.plan import CastPlan, PendingPlan
 from amprewrite.runtime import Entry, Options, Session, enter
 from amprewrite.twin import twin_of
@@ -37,6 +39,19 @@ class Rewritten(nn.Module):
         session = session_of(self)
         return tuple(session.plan_of(regions) for regions in list(session.calls))
 
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale built into the training graphs: `report()`, `value`, `state_dict()`, `load_state_dict()`."""
+        return session_of(self).loss_scale
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Guard the steps of `optimizer`: one whose gradients overflowed is skipped, and the loss scale moves.
+
+        PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
+        found at their first step; attaching tells mistakes early.
+        """
+        session_of(self).gate.attach(optimizer)
+
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
 
@@ -61,17 +76,23 @@ class Rewritten(nn.Module):
 
     # -- copies stay rewritten --------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        twin = rewritten(copy.deepcopy(plain_of(self), memo), session_of(self).options)
+        twin = rewritten(copy.deepcopy(plain_of(self), memo), copy.deepcopy(_options_with_scale(self), memo))
         memo[id(self)] = twin
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rewritten, (plain_of(self), session_of(self).options)
+        return rewritten, (plain_of(self), _options_with_scale(self))
 
 
 def session_of(model: nn.Module) -> Session:
     found: Session = model.__dict__[_SESSION]
     return found
+
+
+def _options_with_scale(model: nn.Module) -> Options:
+    """The options of a model with its loss scale as it stands, for a copy to go on from."""
+    session = session_of(model)
+    return replace(session.options, loss_scale=session.loss_scale)
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:

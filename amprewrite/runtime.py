@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +28,13 @@ from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, 
 from amprewrite.formats import FP32, Format
 from amprewrite.given_plan import match_region
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
+from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.oplists import OpLists
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Override, Policy
 from amprewrite.program import Program
 from amprewrite.rewrite_graph import _device, read_program, rewrite_graph
+from amprewrite.step_gate import StepGate
 from amprewrite.weight_cache import WeightCache
 
 FRESH_STARTS = 2
@@ -50,16 +53,21 @@ class Options:
     cache_weights: bool = True
     strict: bool = False
     given: CastPlan | None = None
+    loss_scale: Any = "auto"
+    """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
 
 
 class Region:
     """One rewritten graph, as Dynamo calls it."""
 
-    def __init__(self, session: Session, plan: RegionPlan, run: CompiledFn) -> None:
+    def __init__(self, session: Session, plan: RegionPlan, run: CompiledFn, scaled: bool = False) -> None:
         self.plan, self.run, self.state = plan, run, session.state
+        self.scales = session.scales if scaled else None
 
     def __call__(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
+        if self.scales is not None:
+            inputs = (*inputs, *self.scales())
         modes = _aside.modes
         if not modes:
             return self.run(*inputs)
@@ -79,7 +87,7 @@ class Entry:
 
     def arm(self) -> None:
         """Start afresh: new code, a new Dynamo cache, and the regions of the old one forgotten."""
-        self.compiled = dynamo.compile_afresh(self.function, self._backend, whole=self.session.options.strict)
+        self.compiled = dynamo.compile_afresh(self.function, _backend_of(self), whole=self.session.options.strict)
         self.asleep = dynamo.disabled()
         self.captures: Counter[int | None] = Counter()
         self.full = False
@@ -94,9 +102,6 @@ class Entry:
         self.captures[frame] += 1
         self.full = self.full or self.captures[frame] >= dynamo.RECOMPILE_LIMIT
 
-    def _backend(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
-        return self.session.rewrite_region(self, module, example_inputs)
-
     @property
     def stale(self) -> bool:
         """Whether it was armed while Dynamo was disabled, or has no room left for another graph of some frame."""
@@ -108,12 +113,25 @@ class Entry:
         return f"{type(self.session.root).__name__}{'.' * bool(self.path)}{self.path}"
 
 
+def _backend_of(entry: Entry) -> Callable[..., Region]:
+    """Dynamo's backend for `entry`. Dynamo keeps backends until it is reset, so this one keeps nothing alive."""
+    found = weakref.ref(entry)
+
+    def rewrite_region(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        entry = found()
+        assert entry is not None
+        return entry.session.rewrite_region(entry, module, example_inputs)
+
+    return rewrite_region
+
+
 class _State(threading.local):
-    """Per thread: how deep we are in calls of one rewritten model, and which of its regions ran."""
+    """Per thread: how deep we are in calls of one rewritten model, which of its regions ran, and this forward's loss scale."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.ran: list[Region] = []
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _Aside(threading.local):
@@ -142,6 +160,11 @@ class Session:
     cache: WeightCache = field(default_factory=WeightCache)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
+    def __post_init__(self) -> None:
+        low = self.options.low or best_format(self._device()) or FP32
+        self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
+        self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._first_overflow)
+
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, capturing them first where the inputs are new."""
@@ -157,14 +180,14 @@ class Session:
         if torch.is_grad_enabled():
             self.cache.clear()
         state = self.state
-        outer = state.ran
-        state.ran, state.depth = [], state.depth + 1
+        outer = state.ran, state.scales
+        state.ran, state.scales, state.depth = [], None, state.depth + 1
         given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
         finally:
-            state.ran, state.depth = outer, state.depth - 1
+            (state.ran, state.scales), state.depth = outer, state.depth - 1
         if ran != self.last:
             self._remember(entry, ran)
         if not ran or dynamo.frames_given_up() != given_up:
@@ -187,6 +210,19 @@ class Session:
             if not self.options.strict:
                 raise
             raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
+
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss scale of this forward and its inverse, the same for all of its graphs."""
+        if self.state.scales is None:
+            self.state.scales = self.gate.snapshot(next(iter(self.root.parameters())).device)
+        return self.state.scales
+
+    def _first_overflow(self) -> str | None:
+        """The parameter whose gradient overflowed first in backward: the last of the plan's that is not finite."""
+        gradients = {name: p.grad for name, p in self.root.named_parameters() if p.grad is not None}
+        used = dict.fromkeys(node.name for region in self.last for node in region.plan.nodes if node.role == "parameter")
+        order = [name for name in used if name in gradients] or list(gradients)
+        return next((name for name in reversed(order) if not bool(gradients[name].isfinite().all())), None)
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         if not ran:
@@ -259,6 +295,7 @@ class Session:
         grad, name = torch.is_grad_enabled(), f"graph{len(entry.regions)}"
         backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
         program = read_program(module, self.policy_for(_device(module)), name, entry.path, grad, entry.names)
+        program.scale_loss = grad and self.loss_scale.enabled
         if self.options.given is not None:
             program.given = self._match_given(program)
             program.match_given = self._match_given
@@ -273,7 +310,9 @@ class Session:
             plan = RegionPlan(name, (), (), grad, (f"left in fp32: {why}",), entry.path)
             return Region(self, plan, emit(module, example_inputs, backend, None))
         cache = self.cache if self.options.cache_weights and not grad else None
-        return Region(self, plan, emit(rewritten, example_inputs, backend, cache))
+        if program.scale_loss:
+            example_inputs = [*example_inputs, *self.scales()]
+        return Region(self, plan, emit(rewritten, example_inputs, backend, cache), program.scale_loss)
 
     def _match_given(self, program: Program) -> RegionPlan:
         assert self.options.given is not None

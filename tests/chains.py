@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.formats import FORMATS
-from amprewrite.op_graph import Demand, OpGraph, OpNode, Operand
+from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.oplists import OpLists, find_op, op_lists
 from amprewrite.pass_base import run_passes
 from amprewrite.passes import DECIDE
@@ -125,9 +125,17 @@ class _Reader:
         elif not known:
             pinned = Colour.HIGH, Reason.UNLISTED, op
         self.nodes[name] = OpNode(
-            name, op, kind, tuple(operands), dtype, (), int(sizes[0]) if sizes else NUMEL, pinned=pinned, tie=ties[0] if ties else "",
-            relative="~" in marks, huge="^" in marks,
-        )  # fmt: skip
+            name,
+            op,
+            kind,
+            tuple(operands),
+            dtype,
+            numel=int(sizes[0]) if sizes else NUMEL,
+            pinned=pinned,
+            tie=ties[0] if ties else "",
+            relative="~" in marks,
+            huge="^" in marks,
+        )
         return name
 
     def demand(self, op: str, kind: OpKind | None, known: bool, place: int, dtype: str, asked: str | None) -> Demand:
@@ -155,4 +163,6 @@ class _Reader:
             names = [node.name for node in self.nodes.values() if node.role == "op" and node.name not in read]
         returned = [self.nodes.get(name) or self.make_source(name) for name in names]
         operands = tuple(Operand(node.name, Demand.HIGH) for node in returned if node.carries_fp32)
-        self.nodes["output"] = OpNode("output", "output", None, operands, role="output", pinned=(Colour.PLAIN, Reason.NO_FLOAT, ""))
+        self.nodes["output"] = OpNode(
+            "output", "output", None, operands, role="output", pinned=(Colour.PLAIN, Reason.NO_FLOAT, "")
+        )

@@ -34,9 +34,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def capture() -> Callable[..., torch.fx.GraphModule]:
-    """`capture(function, *args)`: the one graph that torch.compile makes of it, without gradients."""
+    """`capture(function, *args)`: the one graph that torch.compile makes of it, without gradients unless `grad=True`."""
 
-    def graph_of(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
+    def graph_of(function: Callable[..., Any], *args: Any, grad: bool = False) -> torch.fx.GraphModule:
         found: list[torch.fx.GraphModule] = []
 
         def keep(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def capture() -> Callable[..., torch.fx.GraphModule]:
             return module.forward
 
         torch._dynamo.reset()
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             torch.compile(function, backend=keep, fullgraph=True)(*args)
         (module,) = found
         return module

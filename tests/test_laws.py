@@ -30,7 +30,10 @@ LOW, HIGH, PLAIN = Colour
 
 # Op graphs without torch --------------------------------------------------------------------------------------------
 
-OPS = {1: "matmul relu gelu exp softmax sqrt mean dropout my_kernel".split(), 2: "matmul add mul fmod cat maximum mse_loss".split()}
+OPS = {
+    1: ["matmul", "relu", "gelu", "exp", "softmax", "sqrt", "mean", "dropout", "my_kernel"],
+    2: ["matmul", "add", "mul", "fmod", "cat", "maximum", "mse_loss"],
+}
 
 
 @st.composite

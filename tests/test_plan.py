@@ -165,11 +165,19 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         pytest.param("{", "this is no cast plan: not JSON", id="cut off"),
         pytest.param("[]", "has no 'regions'", id="a list"),
         pytest.param("{}", "has no 'regions'; write one with plan.to_json()", id="another object"),
-        pytest.param(damaged(lambda d: d.update(version=99)), "version 99, this amprewrite reads 1; make the plan anew", id="a later version"),
+        pytest.param(
+            damaged(lambda d: d.update(version=99)),
+            "version 99, this amprewrite reads 1; make the plan anew",
+            id="a later version",
+        ),
         pytest.param(damaged(lambda d: d.pop("version")), "version None", id="no version"),
         pytest.param(damaged(lambda d: d.pop("low")), "the plan is damaged.*low", id="a field missing"),
         pytest.param(damaged(lambda d: d.update(colour="green")), "the plan is damaged.*colour", id="a field too many"),
-        pytest.param(damaged(lambda d: d["regions"][0]["nodes"][0].update(colour="green")), "damaged.*'green' is not a valid", id="a colour"),
+        pytest.param(
+            damaged(lambda d: d["regions"][0]["nodes"][0].update(colour="green")),
+            "damaged.*'green' is not a valid",
+            id="a colour",
+        ),
         pytest.param(damaged(lambda d: d["regions"][0]["nodes"][0].update(reason="WHIM")), "damaged.*WHIM", id="a reason"),
         pytest.param(damaged(lambda d: d["regions"][0]["nodes"][0].update(kind="odd")), "damaged.*odd", id="a kind"),
         pytest.param(damaged(lambda d: d["regions"][0].update(nodes=3)), "damaged.*int", id="a number for a list"),
@@ -255,14 +263,30 @@ LINEAR = Other(nn.Linear(4, 4), nn.ReLU())
 @pytest.mark.parametrize(
     "model, change, options, says",
     [
-        pytest.param(Other(nn.Linear(4, 4), nn.GELU()), None, {}, "for another model.*a node relu where the model has gelu", id="another op"),
+        pytest.param(
+            Other(nn.Linear(4, 4), nn.GELU()),
+            None,
+            {},
+            "for another model.*a node relu where the model has gelu",
+            id="another op",
+        ),
         pytest.param(Other(nn.Linear(4, 4)), None, {}, "another model.*a node relu where the model has output", id="an op more"),
         pytest.param(Other(nn.ReLU(), nn.Linear(4, 4)), None, {}, "for another model.*where the model has", id="another order"),
-        pytest.param(LINEAR, None, {"dtype": "fp16"}, "for low = bf16, this rewrite's is fp16; pass dtype='bf16'", id="another format"),
-        pytest.param(LINEAR, lambda p: replace(p, regions=()), {}, "the plan has no regions; make one with amprewrite.plan", id="nothing"),
-        pytest.param(LINEAR, recoloured("x", Colour.LOW), {}, "x is a model input: it cannot be low, only its copies can", id="a low input"),
-        pytest.param(LINEAR, recoloured("relu", Colour.PLAIN), {}, "relu is plain in the plan, but it carries fp32", id="a plain fp32 node"),
-        pytest.param(LINEAR, recoloured("output", Colour.LOW), {}, "output is low in the plan, but it carries no tensor", id="a low output"),
+        pytest.param(
+            LINEAR, None, {"dtype": "fp16"}, "for low = bf16, this rewrite's is fp16; pass dtype='bf16'", id="another format"
+        ),
+        pytest.param(
+            LINEAR, lambda p: replace(p, regions=()), {}, "the plan has no regions; make one with amprewrite.plan", id="nothing"
+        ),
+        pytest.param(
+            LINEAR, recoloured("x", Colour.LOW), {}, "x is a model input: it cannot be low, only its copies can", id="a low input"
+        ),
+        pytest.param(
+            LINEAR, recoloured("relu", Colour.PLAIN), {}, "relu is plain in the plan, but it carries fp32", id="a plain fp32 node"
+        ),
+        pytest.param(
+            LINEAR, recoloured("output", Colour.LOW), {}, "output is low in the plan, but it carries no tensor", id="a low output"
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_names_the_first_mismatch(

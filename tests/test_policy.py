@@ -37,16 +37,29 @@ def rewrite(model: Any = None, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "options, error, says",
     [
-        pytest.param({"dtype": "fp8"}, PolicyError, "dtype='fp8' .* use one of fp32, fp16, bf16, or their torch dtypes", id="no format"),
+        pytest.param(
+            {"dtype": "fp8"}, PolicyError, "dtype='fp8' .* use one of fp32, fp16, bf16, or their torch dtypes", id="no format"
+        ),
         pytest.param({"dtype": "bfloat"}, PolicyError, "dtype='bfloat' is not a format", id="a format misspelled"),
         pytest.param({"dtype": torch.float64}, PolicyError, "dtype=torch.float64 is not a format", id="another float"),
         pytest.param({"dtype": torch.int8}, PolicyError, "dtype=torch.int8", id="an integer"),
         pytest.param({"dtype": 16}, PolicyError, "dtype=16", id="a number of bits"),
-        pytest.param({"lists": "tensorflow"}, OpListError, "'tensorflow' is no preset; use one of default, tf, autocast", id="no preset"),
+        pytest.param(
+            {"lists": "tensorflow"}, OpListError, "'tensorflow' is no preset; use one of default, tf, autocast", id="no preset"
+        ),
         pytest.param({"lists": None}, OpListError, "lists=None is no preset", id="no lists"),
-        pytest.param({"backend": "inductr"}, PolicyError, "backend='inductr' is no torch.compile backend; there are eager", id="no backend"),
-        pytest.param({"plan": "{}"}, PolicyError, r"plan= takes a CastPlan \(CastPlan.from_json reads one\), not str", id="a plan as text"),
-        pytest.param({"optimizer": "sgd"}, PolicyError, "optimizer= takes a torch.optim.Optimizer or several, not str", id="an optimizer's name"),
+        pytest.param(
+            {"backend": "inductr"}, PolicyError, "backend='inductr' is no torch.compile backend; there are eager", id="no backend"
+        ),
+        pytest.param(
+            {"plan": "{}"}, PolicyError, r"plan= takes a CastPlan \(CastPlan.from_json reads one\), not str", id="a plan as text"
+        ),
+        pytest.param(
+            {"optimizer": "sgd"},
+            PolicyError,
+            "optimizer= takes a torch.optim.Optimizer or several, not str",
+            id="an optimizer's name",
+        ),
         pytest.param({"optimizer": [nn.Linear(1, 1)]}, PolicyError, "not Linear", id="a list of something else"),
         pytest.param(
             {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)},
@@ -66,14 +79,22 @@ def test_bad_options(options: dict[str, Any], error: type[AmpRewriteError], says
 @pytest.mark.parametrize(
     "overrides, says",
     [
-        pytest.param({"sofmax": "deny"}, r"overrides\['sofmax'\]: there is no op 'sofmax'; did you mean softmax", id="an op misspelled"),
+        pytest.param(
+            {"sofmax": "deny"}, r"overrides\['sofmax'\]: there is no op 'sofmax'; did you mean softmax", id="an op misspelled"
+        ),
         pytest.param({"@": "deny"}, "there is no op '@'; `amprewrite.oplists.OPS` lists all ops", id="nothing like an op"),
-        pytest.param({"module:encodr": "fp32"}, "matches no module of the model; did you mean module:encoder", id="a module misspelled"),
+        pytest.param(
+            {"module:encodr": "fp32"}, "matches no module of the model; did you mean module:encoder", id="a module misspelled"
+        ),
         pytest.param({"module:encoder.0": "fp32"}, r"overrides\['module:encoder.0'\] matches no module", id="a part it has not"),
-        pytest.param({"layer:encoder": "fp32"}, "'layer' is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'", id="no scope"),
+        pytest.param(
+            {"layer:encoder": "fp32"}, "'layer' is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'", id="no scope"
+        ),
         pytest.param({"softmax": "fp8"}, r"\['softmax'\] = 'fp8' is not understood; use one of allow, bf16, clear", id="no word"),
         pytest.param({"softmax": None}, "= None is not understood", id="no value"),
-        pytest.param({"module:encoder": "deny"}, "= 'deny' is not understood; use one of fp32, high, low", id="a list for a module"),
+        pytest.param(
+            {"module:encoder": "deny"}, "= 'deny' is not understood; use one of fp32, high, low", id="a list for a module"
+        ),
         pytest.param({"node:linear": "infer"}, "= 'infer' is not understood; use one of fp32, high, low", id="a list for a node"),
         pytest.param({"softmax": "fp16"}, "asks for fp16, but this rewrite's low format is bf16", id="the other low format"),
         pytest.param(
@@ -99,12 +120,29 @@ def test_a_node_pattern_that_matches_nothing_is_found_at_capture() -> None:
 @pytest.mark.parametrize(
     "model, error, says",
     [
-        pytest.param(torch.relu, PolicyError, "takes an nn.Module or an ExportedProgram, not .*; wrap functions in a module", id="a function"),
+        pytest.param(
+            torch.relu,
+            PolicyError,
+            "takes an nn.Module or an ExportedProgram, not .*; wrap functions in a module",
+            id="a function",
+        ),
         pytest.param(Net, PolicyError, "not type", id="a class"),
         pytest.param({"net": 1}, PolicyError, "not dict", id="a dict"),
-        pytest.param(Net().half(), PolicyError, r"parameter encoder.weight is fp16 already.*call model.float\(\) first", id="a half model"),
-        pytest.param(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), PolicyError, "parameter 1.weight is bf16", id="a half part"),
-        pytest.param(torch.compile(Net()), CaptureError, "went through torch.compile; rewrite the original with backend=", id="a compiled model"),
+        pytest.param(
+            Net().half(), PolicyError, r"parameter encoder.weight is fp16 already.*call model.float\(\) first", id="a half model"
+        ),
+        pytest.param(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()),
+            PolicyError,
+            "parameter 1.weight is bf16",
+            id="a half part",
+        ),
+        pytest.param(
+            torch.compile(Net()),
+            CaptureError,
+            "went through torch.compile; rewrite the original with backend=",
+            id="a compiled model",
+        ),
     ],
 )
 def test_bad_models(model: Any, error: type[AmpRewriteError], says: str) -> None:
@@ -132,7 +170,11 @@ def test_a_rewritten_model_is_rewritten_afresh() -> None:
 def test_a_refused_model_is_left_as_it_was() -> None:
     model = Net()
     before, want = dict(vars(model)), model(X)
-    for options in ({"dtype": "fp8"}, {"overrides": {"sofmax": "deny"}}, {"overrides": {"node:none": "low"}, "example_inputs": (X,)}):
+    for options in (
+        {"dtype": "fp8"},
+        {"overrides": {"sofmax": "deny"}},
+        {"overrides": {"node:none": "low"}, "example_inputs": (X,)},
+    ):
         with pytest.raises(AmpRewriteError):
             rewrite(model, **options)
     assert vars(model) == before

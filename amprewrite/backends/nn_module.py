@@ -48,6 +48,8 @@ def emit(
 ) -> CompiledFn:
     """The callable for an edited graph: its own generated code, or what `backend` makes of it.
 
+    `example_inputs` are those of the captured graph and of what passes added to it.
+
     `cache` is given for graphs captured without gradients; its copies replace the weight casts.
     """
     hoisted = hoist_weight_casts(module) if cache is not None else []
@@ -55,6 +57,7 @@ def emit(
         restore_checkpoints(module)
         run: CompiledFn = module.forward
     else:
+        _name_sources(module)
         run = backend(module, [*example_inputs, *(cache.get(example_inputs[i], dtype) for i, dtype in hoisted if cache is not None)])
     if cache is None or not hoisted:
         return run
@@ -64,3 +67,9 @@ def emit(
         return run(*inputs, *[get(inputs[index], dtype) for index, dtype in hoisted])
 
     return with_cached_weights
+
+
+def _name_sources(module: torch.fx.GraphModule) -> None:
+    """Tell AOTAutograd, as Dynamo does, where each input comes from; a hoisted copy comes from nowhere."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)

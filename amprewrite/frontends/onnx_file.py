@@ -29,6 +29,8 @@ from amprewrite.op_graph import Demand, OpGraph, OpNode, Operand
 from amprewrite.oplists import OpLists, find_op
 
 Pin = tuple[Colour, Reason, str]
+TURNS = 64
+"""How often a loop is taken to run."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class _Reader:
         self.facing.losses = self.reading.losses
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
+        self.turns = 1
+        """How often what is being read runs, as far as costs go."""
 
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
@@ -147,7 +151,7 @@ class _Reader:
         dtype = format_of(value)
         pinned = pinned if dtype == "fp32" else _PLAIN
         shape = _shape(value)
-        numel = 0 if role in ("constant", "parameter") else elements(value)
+        numel = 0 if role in ("constant", "parameter") else elements(value) * self.turns
         self.reading.graph.add(
             OpNode(name, op or role, kind, operands, dtype, shape, numel, role=role, pinned=pinned, tie=tie, huge=huge)
         )
@@ -184,12 +188,12 @@ class _Reader:
         bodies = [graph for attribute in node.attributes.values() for graph in _graphs(attribute)]
         listed = row is not None and sig is not None and self.lists.kind(row.name) is not None and not bodies
         kind = self.facing.kind(op, node) if listed else None
-        if not listed:
-            self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
         if listed and sig is not None:
             operands = self.operands(name, node, sig, group, bool(floats))
         else:
             operands = self.walled(name, node, bodies)
+            if operands or floats:
+                self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
         pinned = self.pin(node, op, listed, sig, group, operands) if floats else _PLAIN
         huge = bool(floats) and self.facing.is_huge(node, op, kind, operands)
         if pinned is None:
@@ -199,7 +203,7 @@ class _Reader:
         dtype = "fp32" if floats else format_of(shown)
         self.reading.graph.add(
             OpNode(
-                name, op, kind, operands, dtype, _shape(shown) if shown else (), sum(map(elements, floats)), flops(node),
+                name, op, kind, operands, dtype, _shape(shown) if shown else (), sum(map(elements, floats)) * self.turns, flops(node),
                 "", module, source, "op", pinned, name if len(floats) > 1 else "", op == "to", huge,
             )
         )  # fmt: skip
@@ -280,7 +284,7 @@ class _Reader:
             return Colour.HIGH, Reason.EXPLICIT_DTYPE, "dtype attribute"
         if not operands and node.op_type != "ConstantOfShape":
             return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
-        return self.facing.pin_constants(node, op, sig, group)
+        return self.facing.pin_constants(node, op, sig, group, operands)
 
     # -- bodies --------------------------------------------------------------------------------
     def read_if(self, node: ir.Node) -> None:
@@ -299,7 +303,7 @@ class _Reader:
         states = len(node.inputs) - 2
         for index in range(states):
             self.enter(name, node, index + 2, body.inputs[index + 2], tied=True)
-        self.read_nodes(body)
+        self.read_turns(body)
         for index, value in enumerate(node.outputs):
             tie = f"{name}.state{index}" if index < states else ""
             self.leave(name, node, value, [(Slot(body, index + 1), body.outputs[index + 1])], tie)
@@ -310,10 +314,16 @@ class _Reader:
         states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
         for index in range(len(node.inputs)):
             self.enter(name, node, index, body.inputs[index], tied=index < states)
-        self.read_nodes(body)
+        self.read_turns(body)
         for index, value in enumerate(node.outputs):
             tie = f"{name}.state{index}" if index < states else ""
             self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], tie)
+
+    def read_turns(self, body: ir.Graph) -> None:
+        """Read a body that runs again and again: casts in it cost that much more than casts outside."""
+        self.turns *= TURNS
+        self.read_nodes(body)
+        self.turns //= TURNS
 
     def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
         """What a loop or scan hands into its body: its state, or a slice of a sequence."""
@@ -331,7 +341,9 @@ class _Reader:
         tie = f"{name}.state{state}" if tied else ""
         huge = any(self.reading.graph[o.value].huge for o in operands)
         pinned = self.facing.pin_far(operands)
+        self.turns *= TURNS
         self.add_value(inner, "op", pinned, op=node.op_type.lower(), name=own, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge)
+        self.turns //= TURNS
         self.reading.nodes[own] = node
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], tie: str = "") -> None:

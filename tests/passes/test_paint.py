@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from chains import LETTERS, chain, decided
 
-from amprewrite.colour import Colour, Reason
+from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.errors import PassError, PolicyError
-from amprewrite.oplists import OpLists
+from amprewrite.oplists import OPS, OpLists
 from amprewrite.passes.paint import Paint, paint_facts
 
 LISTS = OpLists.from_sets("small", allow=["matmul"], infer=["gelu"], clear=["relu"], deny=["exp"], internal=["softmax"])
@@ -70,6 +72,13 @@ def test_a_cast_to_another_tensors_dtype_stops_deny() -> None:
     assert painted("e=exp(x) c=to(e) gelu(c)", lists=lists) == "H H H"
 
 
+@pytest.mark.parametrize("op", sorted(row.name for row in OPS.values() if row.bounded))
+def test_a_denied_op_with_a_bounded_result_does_not_spread_deny_but_under_tensorflows_rules(op: str) -> None:
+    lists = LISTS.moved(op, OpKind.DENY)
+    assert painted(f"{op} gelu", lists=lists) == "H ?"
+    assert painted(f"{op} gelu", lists=replace(lists, rule="tf")) == "H H"
+
+
 @pytest.mark.parametrize(
     "text, letters",
     [
@@ -90,11 +99,15 @@ def test_tied_nodes_share_a_colour(text: str, letters: str) -> None:
         pytest.param("matmul matmul", {"node:matmul_1": "high"}, "L H", id="a node override keeps one node high"),
         pytest.param("exp exp", {"node:exp": "low"}, "L H", id="a node override makes a denied node low"),
         pytest.param("exp gelu", {"node:gelu": "low"}, "H L", id="a node override stops deny"),
-        pytest.param("exp gelu gelu", {"node:exp": "low"}, "L ? ?", id="a denied node that is asked low denies nothing downstream"),
+        pytest.param(
+            "exp gelu gelu", {"node:exp": "low"}, "L ? ?", id="a denied node that is asked low denies nothing downstream"
+        ),
         pytest.param("gelu relu", {"node:*": "low"}, "L L", id="a pattern means every node it matches"),
         pytest.param("matmul! gelu", {"node:matmul": "low"}, "H ?", id="what the model spells out is not moved to low"),
         pytest.param("relu:int64", {"node:relu": "low"}, ".", id="integers are not moved"),
-        pytest.param("matmul matmul", {"matmul": "deny", "node:matmul_1": "low"}, "H L", id="a node override beats an op override"),
+        pytest.param(
+            "matmul matmul", {"matmul": "deny", "node:matmul_1": "low"}, "H L", id="a node override beats an op override"
+        ),
     ],
 )
 def test_overrides(text: str, overrides: dict[str, str], letters: str) -> None:

@@ -41,7 +41,9 @@ SCENARIOS = [
     ),
     pytest.param("relu matmul tanh matmul!", {}, "L L L H", 2, id="7 a kept matmul, the tanh before it low (2025)"),
     pytest.param("relu matmul tanh matmul!", {"lists": OLD}, "L L H H", 2, id="7 a kept matmul, the tanh before it high (2021)"),
-    pytest.param("c=conv2d(x,w) b=batch_norm(c,w1,w2) a=add(b,c) conv2d(a,w)", {}, "L L L L", 3, id="9 batch norm low, its statistics fp32"),
+    pytest.param(
+        "c=conv2d(x,w) b=batch_norm(c,w1,w2) a=add(b,c) conv2d(a,w)", {}, "L L L L", 3, id="9 batch norm low, its statistics fp32"
+    ),
     pytest.param(
         "m=matmul a=clone{i}(m) b=clone{i}(m) c=clone{i}(m) s=add(a,b) t=add(s,c) matmul(t)",
         {},
@@ -63,7 +65,25 @@ def test_tensorflows_scenarios(text: str, options: dict[str, object], colours: s
 
 @pytest.mark.parametrize("low", ["fp16", "bf16"])
 @pytest.mark.parametrize(
-    "op", "elu erf erfc reciprocal log log1p log_softmax sigmoid tanh softmax softplus sqrt leaky_relu selu softsign prod".split()
+    "op",
+    [
+        "elu",
+        "erf",
+        "erfc",
+        "reciprocal",
+        "log",
+        "log1p",
+        "log_softmax",
+        "sigmoid",
+        "tanh",
+        "softmax",
+        "softplus",
+        "sqrt",
+        "leaky_relu",
+        "selu",
+        "softsign",
+        "prod",
+    ],
 )
 def test_an_infer_op_between_two_matmuls_is_low(op: str, low: str) -> None:
     """Scenarios 19 to 31; four more infer ops beside them."""
@@ -106,9 +126,13 @@ def test_infer_directly_after_allow_is_a_switch() -> None:
 
 @pytest.mark.parametrize(
     "node, reason, cause",
-    [("sqrt", Reason.BETWEEN_ALLOW, "matmul_1"), ("tanh", Reason.AFTER_ALLOW, "matmul_1"), ("relu", Reason.BESIDE_ALLOW, "matmul"),
-     ("tanh_1", Reason.NOT_REACHED, "")],
-)  # fmt: skip
+    [
+        ("sqrt", Reason.BETWEEN_ALLOW, "matmul_1"),
+        ("tanh", Reason.AFTER_ALLOW, "matmul_1"),
+        ("relu", Reason.BESIDE_ALLOW, "matmul"),
+        ("tanh_1", Reason.NOT_REACHED, ""),
+    ],
+)
 def test_every_rule_leaves_its_reason(node: str, reason: Reason, cause: str) -> None:
     program = decided("relu(x) matmul(relu) sqrt(matmul) matmul(sqrt) tanh(matmul_1) tanh(y)", low="fp16")
     assert (program.paints[node].reason, program.paints[node].because_of) == (reason, cause)

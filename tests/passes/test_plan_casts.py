@@ -23,7 +23,9 @@ LISTS = OpLists.from_sets(
         pytest.param("exp exp", [], id="a high graph has none"),
         pytest.param("matmul:fp64 matmul:fp64", [], id="other dtypes have none"),
         pytest.param("matmul", ["x -> bf16 for matmul", "matmul -> fp32 for output"], id="outputs keep their dtype"),
-        pytest.param("m=matmul(x) n=matmul(x) output(m)", ["x -> bf16 for m, n", "m -> fp32 for output"], id="readers share one copy"),
+        pytest.param(
+            "m=matmul(x) n=matmul(x) output(m)", ["x -> bf16 for m, n", "m -> fp32 for output"], id="readers share one copy"
+        ),
         pytest.param("m=matmul(x,x) output(x)", ["x -> bf16 for m"], id="an op that reads a value twice has it cast once"),
         pytest.param("m=matmul(x) e=exp(m) f=exp(m)", ["x -> bf16 for m", "m -> fp32 for e, f"], id="the output's copy, too"),
         pytest.param(
@@ -33,12 +35,19 @@ LISTS = OpLists.from_sets(
         ),
         pytest.param("m=matmul argmax:int64(m)", ["x -> bf16 for m"], id="an op with an integer result reads either"),
         pytest.param("m=matmul exp(m:any)", ["x -> bf16 for m"], id="an indifferent operand is never cast"),
-        pytest.param("m=matmul relu(y,m:high)", ["x -> bf16 for m", "y -> bf16 for relu", "m -> fp32 for relu", "relu -> fp32 for output"],
-                     id="an operand that must be fp32 is, whatever the op's colour"),
-        pytest.param("m=matmul batch_norm(m,w1,w2) exp", ["x -> bf16 for m", "batch_norm -> fp32 for exp"], id="statistics stay fp32"),
-        pytest.param("m=matmul my_kernel(m)", ["x -> bf16 for m", "m -> fp32 for my_kernel"], id="an unknown op gets what it had"),
+        pytest.param(
+            "m=matmul relu(y,m:high)",
+            ["x -> bf16 for m", "y -> bf16 for relu", "m -> fp32 for relu", "relu -> fp32 for output"],
+            id="an operand that must be fp32 is, whatever the op's colour",
+        ),
+        pytest.param(
+            "m=matmul batch_norm(m,w1,w2) exp", ["x -> bf16 for m", "batch_norm -> fp32 for exp"], id="statistics stay fp32"
+        ),
+        pytest.param(
+            "m=matmul my_kernel(m)", ["x -> bf16 for m", "m -> fp32 for my_kernel"], id="an unknown op gets what it had"
+        ),
     ],
-)  # fmt: skip
+)
 def test_casts(text: str, planned: list[str]) -> None:
     assert casts(text, LISTS) == planned
 
@@ -48,18 +57,26 @@ def test_casts(text: str, planned: list[str]) -> None:
     [
         pytest.param("m=matmul sub(m,y)", ["x -> bf16 for m"], id="a low operand beside a high one is promoted in the kernel"),
         pytest.param("m=matmul sub(y,m)", ["x -> bf16 for m"], id="in either order"),
-        pytest.param("m=matmul n=matmul(y) sub(m,n)", ["x -> bf16 for m", "y -> bf16 for n", "m -> fp32 for sub"],
-                     id="of two low ones the first is cast"),
+        pytest.param(
+            "m=matmul n=matmul(y) sub(m,n)",
+            ["x -> bf16 for m", "y -> bf16 for n", "m -> fp32 for sub"],
+            id="of two low ones the first is cast",
+        ),
         pytest.param("m=matmul sub(m)", ["x -> bf16 for m", "m -> fp32 for sub"], id="a low one beside a Python number is cast"),
-        pytest.param("m=matmul sub(m,k:scalar)", ["x -> bf16 for m", "m -> fp32 for sub"], id="a 0-dim operand promotes no tensor"),
+        pytest.param(
+            "m=matmul sub(m,k:scalar)", ["x -> bf16 for m", "m -> fp32 for sub"], id="a 0-dim operand promotes no tensor"
+        ),
         pytest.param("s=matmul sub(y,s:scalar)", ["x -> bf16 for s"], id="nor is it cast itself"),
         pytest.param("s=matmul sub(s:scalar)", ["x -> bf16 for s", "s -> fp32 for sub"], id="a 0-dim one alone is cast"),
-        pytest.param("m=matmul add(m,y)", ["x -> bf16 for m", "y -> bf16 for add", "add -> fp32 for output"],
-                     id="a promoting op that runs low has its fp32 operands cast"),
+        pytest.param(
+            "m=matmul add(m,y)",
+            ["x -> bf16 for m", "y -> bf16 for add", "add -> fp32 for output"],
+            id="a promoting op that runs low has its fp32 operands cast",
+        ),
         pytest.param("m=matmul add(m,k:scalar)", ["x -> bf16 for m", "add -> fp32 for output"], id="but for 0-dim ones"),
         pytest.param("m=matmul sub(m,y) sub(m,y)", ["x -> bf16 for m"], id="mixed operands need none, however many readers"),
     ],
-)  # fmt: skip
+)
 def test_promoting_ops_keep_mixed_operands(text: str, planned: list[str]) -> None:
     assert casts(text, LISTS) == planned
 

@@ -32,12 +32,20 @@ BIG = 1 << 20
         pytest.param("gelu layer_norm softmax", "H H H", id="without a low op nothing is gained"),
         pytest.param("matmul relu exp", "L L H", id="where a cast costs the same on either side, fewer bytes win"),
         pytest.param("matmul relu:int64 gelu(y)", "L . H", id="integers connect nothing"),
-        pytest.param("matmul exp[1048576] softmax relu matmul", "L H H L L", id="deny stops at the last internal op, behind it bytes decide"),
+        pytest.param(
+            "matmul exp[1048576] softmax relu matmul",
+            "L H H L L",
+            id="deny stops at the last internal op, behind it bytes decide",
+        ),
         pytest.param("m=matmul add(m,y) matmul", "L L L", id="a sum between two matmuls is low"),
         pytest.param("gelu[16777216] relu matmul", "L L L", id="a large input is cast before it is worked on"),
-        pytest.param("gelu[1] relu[1] matmul[1]", "H L L", id="a tiny op is not worth its rounding, one that rounds nothing moves along"),
+        pytest.param(
+            "gelu[1] relu[1] matmul[1]", "H L L", id="a tiny op is not worth its rounding, one that rounds nothing moves along"
+        ),
         pytest.param("m=matmul a=relu(m) b=relu(a) exp(b)", "L L L H", id="a tail of clear ops is low up to the cast"),
-        pytest.param("a=gelu(x) b=gelu(a) c=gelu(b) matmul(a) matmul(b) matmul(c)", "L L L L L L", id="one cast above beats three below"),
+        pytest.param(
+            "a=gelu(x) b=gelu(a) c=gelu(b) matmul(a) matmul(b) matmul(c)", "L L L L L L", id="one cast above beats three below"
+        ),
         pytest.param("m=matmul r=relu{t}(m) s=relu{t}(m) exp(r) matmul(s)", "L L L H L", id="tied nodes move together"),
     ],
 )

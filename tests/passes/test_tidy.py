@@ -25,7 +25,9 @@ X, W = torch.randn(4, 8), torch.randn(8, 8)
         pytest.param(lambda y: y.to(torch.float32), 1, id="to the dtype it has"),
         pytest.param(lambda y: y.to(torch.float32).to(torch.float32), 2, id="twice"),
         pytest.param(lambda y: y.to(torch.float64), 0, id="to another dtype"),
-        pytest.param(lambda y: y.to(torch.bfloat16).to(torch.float32), 0, id="high, low, high: its rounding is what the model asks for"),
+        pytest.param(
+            lambda y: y.to(torch.bfloat16).to(torch.float32), 0, id="high, low, high: its rounding is what the model asks for"
+        ),
         pytest.param(lambda y: y.to(torch.float32, copy=True), 0, id="a copy asked for by name"),
         pytest.param(lambda y: y.to("cpu", torch.float32), 0, id="a device beside the dtype"),
         pytest.param(lambda y: y.clone(), 0, id="what is no conversion"),

@@ -1,0 +1,85 @@
+"""PyTorch → fp32 ONNX: the plain twin of a rewritten model through torch.onnx.export, and its example inputs by name."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.errors import CaptureError, PolicyError
+from amprewrite.formats import FP32
+from amprewrite.onnx_samples import Feed
+from amprewrite.policy import Policy
+from amprewrite.rewritten import Rewritten, plain_of, session_of
+
+BF16_OPSET = 22
+"""The first opset at which convolutions take bf16."""
+
+
+def exported(
+    amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any
+) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
+    """The fp32 model, the example inputs as a feed, the policy, and notes. CaptureError where the exporter fails."""
+    if not isinstance(amp, Rewritten):
+        raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
+    if args is None and kwargs is None:
+        raise PolicyError("export_onnx needs example inputs: pass args=, kwargs= or both")
+    args, kwargs = tuple(args or ()), dict(kwargs or {})
+    plain, session = plain_of(amp), session_of(amp)
+    device = next((t.device.type for t in (*plain.parameters(), *plain.buffers())), "cpu")
+    policy = session.policy_for(device)
+    notes = tuple(session.notes)
+    if session.options.given is not None:
+        notes += ("the plan given to rewrite names nodes of PyTorch graphs; the export decides by lists and overrides",)
+    if policy.low is FP32:
+        notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
+    model = _export(plain, args, kwargs, opset, dynamic_shapes)
+    return model, _feed(model, plain, args, kwargs), policy, notes
+
+
+def _export(
+    plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opset: int | None, dynamic_shapes: Any
+) -> ir.Model:
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                plain, args, kwargs=kwargs, dynamo=True, verbose=False, opset_version=opset, dynamic_shapes=dynamic_shapes
+            )
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise CaptureError(
+            f"torch.onnx.export cannot export {type(plain).__name__}: {type(error).__name__}: {first}; "
+            "export the plain model with torch.onnx.export to see its full report"
+        ) from error
+    finally:
+        logger.setLevel(level)
+    assert program is not None
+    model: ir.Model = program.model
+    return model
+
+
+def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed:
+    """Example inputs by the file's input names; empty where they do not correspond one to one."""
+    names = [str(value.name) for value in model.graph.inputs]
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    if not args and set(names) == set(tensors):
+        return {name: tensors[name].detach().cpu().numpy() for name in names}
+    with contextlib.suppress(TypeError, ValueError):
+        bound = inspect.signature(plain.forward).bind(*args, **kwargs)
+        args, kwargs = tuple(bound.arguments.values()), {}
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if len(leaves) != len(names):
+        return {}
+    return {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, leaves, strict=True)}
