@@ -321,7 +321,9 @@ class DynamicLossScale(LossScale):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise PolicyError(f"{where}: {name}={number!r} counts steps; give a whole number, at least {least}")
         if self.search_interval is not None and (not isinstance(self.search_interval, int) or self.search_interval < 1):
-            raise PolicyError(f"{where}: search_interval={self.search_interval!r} counts steps; give a whole number above 0, or None")
+            raise PolicyError(
+                f"{where}: search_interval={self.search_interval!r} counts steps; give a whole number above 0, or None"
+            )
         if self.refill not in ("growth", "good"):
             raise PolicyError(f"{where}: refill={self.refill!r} must be 'growth' or 'good', as after every good step")
         if self.floor is not None:

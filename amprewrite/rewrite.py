@@ -102,7 +102,8 @@ def _module_of(model: Any) -> nn.Module:
         assert isinstance(module, nn.Module)
         return module
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"rewrite takes an nn.Module or an ExportedProgram, not {type(model).__name__}; wrap functions in a module")
+        name = type(model).__name__
+        raise PolicyError(f"rewrite takes an nn.Module or an ExportedProgram, not {name}; wrap functions in a module")
     if type(model).__name__ == "OptimizedModule":
         raise CaptureError("this module went through torch.compile; rewrite the original with backend='inductor' instead")
     return model

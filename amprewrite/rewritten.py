@@ -52,7 +52,9 @@ class Rewritten(nn.Module):
         """
         session_of(self).gate.attach(optimizer)
 
-    def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
+    def export_program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
 
         `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError where export cannot capture the model.
@@ -133,8 +135,8 @@ def rewritten(model: nn.Module, options: Options) -> Any:
     """A rewritten twin of a plain model; nothing is captured yet. Parts that were rewritten before are taken over."""
     cls = type(model)
     if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError("a TorchScript module hides its Python code and cannot be captured; rewrite the model it was made from")
-    amp = twin_of(model, rewritten_class(cls))
+        raise CaptureError("a TorchScript module hides its Python code from capture; rewrite the model it was made from")
+    amp = twin_of(model, rewritten_class(cls))  # type: ignore[arg-type]
     own_forward = amp.__dict__.pop("forward", None)  # set on the instance by hooks of accelerate and the like
     if own_forward is not None:
         amp.__dict__[_FORWARD] = own_forward
@@ -142,7 +144,7 @@ def rewritten(model: nn.Module, options: Options) -> Any:
     amp.__dict__[_SESSION] = session
     session.entries[""] = Entry(session, "", own_forward or cls.forward.__get__(amp))
     for path, module in amp.named_modules():
-        if module is not amp:
+        if module is not amp and not isinstance(module, torch.jit.ScriptModule):
             if isinstance(module, Rewritten):
                 _unwrap(module)
             module._compiled_call_impl = part_call(session, path, module)

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Region:
         self.plan, self.run, self.state = plan, run, session.state
         self.scales = session.scales if scaled else None
 
-    def __call__(self, *inputs: Any) -> Any:
+    def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
         if self.scales is not None:
             inputs = (*inputs, *self.scales())
@@ -75,6 +75,50 @@ class Region:
             return self.run(*inputs)
 
 
+class Graphs:
+    """What an entry has captured since it last started afresh: its compiled function, and the regions Dynamo calls from it.
+
+    Dynamo keeps backends and compiled graphs until it is reset, so it gets weak references; a call in flight keeps its
+    `Graphs` alive.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.regions: list[Region] = []
+        self.left_out: dict[str, Skipped] = {}
+        self.asleep = dynamo.disabled()
+        self.full = False
+        """Some frame has no room left for another graph: Dynamo would run it as it is written."""
+        self._captures: Counter[int | None] = Counter()
+        self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), whole=entry.session.options.strict)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the next call should start afresh."""
+        return self.full or (self.asleep and not dynamo.disabled())
+
+    def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
+        """Dynamo's backend."""
+        region = self.entry.session.rewrite_region(self, module, example_inputs)
+        self.regions.append(region)
+        frame = dynamo.frame_id()
+        self._captures[frame] += 1
+        self.full = self.full or self._captures[frame] >= dynamo.RECOMPILE_LIMIT
+        return _weakly(region.call)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, without keeping its object alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        method = found()
+        assert method is not None, "a call keeps the graphs it runs on alive"
+        return method(*args)
+
+    return call
+
+
 class Entry:
     """A module that may be called from outside: the root, or a part of it that somebody calls by itself."""
 
@@ -83,46 +127,17 @@ class Entry:
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0
-        self.arm()
+        self.graphs = Graphs(self)
 
-    def arm(self) -> None:
-        """Start afresh: new code, a new Dynamo cache, and the regions of the old one forgotten."""
-        self.compiled = dynamo.compile_afresh(self.function, _backend_of(self), whole=self.session.options.strict)
-        self.asleep = dynamo.disabled()
-        self.captures: Counter[int | None] = Counter()
-        self.full = False
-        self.regions: list[Region] = []
-        self.left_out: dict[str, Skipped] = {}
+    def start_afresh(self) -> None:
+        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are forgotten."""
+        self.graphs = Graphs(self)
         self.session.forget_calls()
-
-    def add(self, region: Region) -> None:
-        """Keep a new region; a frame that has reached Dynamo's limit makes the next call start afresh."""
-        self.regions.append(region)
-        frame = dynamo.frame_id()
-        self.captures[frame] += 1
-        self.full = self.full or self.captures[frame] >= dynamo.RECOMPILE_LIMIT
-
-    @property
-    def stale(self) -> bool:
-        """Whether it was armed while Dynamo was disabled, or has no room left for another graph of some frame."""
-        return (self.asleep and not dynamo.disabled()) or self.full
 
     @property
     def place(self) -> str:
         """What messages call it: "Bert" or "Bert.encoder"."""
         return f"{type(self.session.root).__name__}{'.' * bool(self.path)}{self.path}"
-
-
-def _backend_of(entry: Entry) -> Callable[..., Region]:
-    """Dynamo's backend for `entry`. Dynamo keeps backends until it is reset, so this one keeps nothing alive."""
-    found = weakref.ref(entry)
-
-    def rewrite_region(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        entry = found()
-        assert entry is not None
-        return entry.session.rewrite_region(entry, module, example_inputs)
-
-    return rewrite_region
 
 
 class _State(threading.local):
@@ -173,8 +188,8 @@ class Session:
         if dynamo.under_functorch():
             self.warn_fp32(f"{entry.place} ran in fp32: {_FUNCTORCH}")
             return entry.function(*args, **kwargs)
-        if entry.hooks.changed() or entry.stale:
-            entry.arm()
+        if entry.hooks.changed() or entry.graphs.stale:
+            entry.start_afresh()
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
         if torch.is_grad_enabled():
@@ -195,18 +210,19 @@ class Session:
         return result
 
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graphs = entry.graphs
         try:
             if torch._C._len_torch_dispatch_stack() == 0 and not global_hooks():
-                return entry.compiled(*args, **kwargs)
+                return graphs.compiled(*args, **kwargs)
             with _modes_aside(), global_hooks_aside():
-                return entry.compiled(*args, **kwargs)
+                return graphs.compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
-            entry.arm()
+            entry.start_afresh()
             if isinstance(error.inner_exception, AmpRewriteError):
                 raise error.inner_exception from None
             raise
         except dynamo.capture_errors() as error:
-            entry.arm()
+            entry.start_afresh()
             if not self.options.strict:
                 raise
             raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
@@ -237,7 +253,7 @@ class Session:
     def _check_node_overrides(self, entry: Entry) -> None:
         if any(override.scope == "node" for override in self.options.overrides):
             policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
-            policy.check_nodes(node.name for region in entry.regions for node in region.plan.nodes)
+            policy.check_nodes(node.name for region in entry.graphs.regions for node in region.plan.nodes)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
@@ -245,15 +261,15 @@ class Session:
         if ran and not (switched_off or said):
             return  # another thread is capturing
         if ran:
-            message = f"some code of {entry.place} runs as it is written, in fp32 outside the modules it calls: {switched_off or said}"
+            message = f"{entry.place} has code that runs as it is written, in fp32 around its modules: {switched_off or said}"
         else:
             why = switched_off or f"Dynamo captured no graph of it ({said or 'a frame it skips, or no tensor op inside'})"
             message = f"{entry.place} ran in fp32: {why}"
         may_help = not switched_off and (not ran or "recompile limit" in said)
         if may_help and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
-            entry.arm()
-        entry.left_out[message] = Skipped(entry.path or "the model", message)
+            entry.start_afresh()
+        entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
         self.warn_fp32(message)
 
     def warn_fp32(self, message: str) -> None:
@@ -270,29 +286,27 @@ class Session:
             self.calls.clear()
 
     # -- capture ---------------------------------------------------------------------
-    def rewrite_region(self, entry: Entry, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Dynamo's backend: decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
+    def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
         refuse_ambient_autocast()
         with self.lock:
-            self._note_break(entry, module)
-            region = self._rewritten(entry, module, example_inputs)
-            entry.add(region)
-        return region
+            self._note_break(graphs, module)
+            return self._rewritten(graphs, module, example_inputs)
 
-    def _note_break(self, entry: Entry, module: torch.fx.GraphModule) -> None:
+    def _note_break(self, graphs: Graphs, module: torch.fx.GraphModule) -> None:
         """Dynamo left the graph before its end: keep where and why."""
         reason = getattr(module, "compile_subgraph_reason", None)
         if reason is None or not reason.graph_break:
             return
         where = reason.user_stack[-1] if reason.user_stack else None
-        place = f"{where.filename}:{where.lineno} in {where.name}" if where else entry.place
+        place = f"{where.filename}:{where.lineno} in {where.name}" if where else graphs.entry.place
         why = dynamo.first_line(reason.reason)
-        entry.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and _OUR_DOOR not in reason.reason:  # a whole function runs outside the graphs; after other breaks capture goes on at once
-            self.warn_fp32(f"some code of {entry.place} runs as it is written, in fp32: {why} ({place})")
+        graphs.left_out[place] = Skipped(place, f"graph break: {why}")
+        if "disable()" in why and _OUR_DOOR not in reason.reason:  # after other breaks capture goes on with the next line
+            self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
-    def _rewritten(self, entry: Entry, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        grad, name = torch.is_grad_enabled(), f"graph{len(entry.regions)}"
+    def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        entry, grad, name = graphs.entry, torch.is_grad_enabled(), f"graph{len(graphs.regions)}"
         backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
         program = read_program(module, self.policy_for(_device(module)), name, entry.path, grad, entry.names)
         program.scale_loss = grad and self.loss_scale.enabled
@@ -305,7 +319,7 @@ class Session:
             if self.options.strict or isinstance(error, PlanError | PolicyError):
                 raise
             why = f"{type(error).__name__}: {error}"
-            entry.left_out[name] = Skipped(name, why)
+            graphs.left_out[name] = Skipped(name, why)
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), grad, (f"left in fp32: {why}",), entry.path)
             return Region(self, plan, emit(module, example_inputs, backend, None))
@@ -325,16 +339,19 @@ class Session:
         if low is None:
             low = best_format(device)
             if low is None:
-                self.notes[f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same"] = None
+                self._note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
         elif low is not FP32 and low.name not in row.low_formats:
-            self.notes[f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively"] = None
+            self._note(f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively")
         return Policy(low or FP32, options.lists, options.overrides, options.cache_weights, options.strict)
+
+    def _note(self, text: str) -> None:
+        self.notes[text] = None
 
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
         """What ran outside the rewritten graphs since each entry last started afresh."""
-        return tuple(part for entry in list(self.entries.values()) for part in entry.left_out.values())
+        return tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
 
     def plan_of(self, regions: tuple[Region, ...]) -> CastPlan:
         lists = self.options.lists

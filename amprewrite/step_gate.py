@@ -242,6 +242,7 @@ def _listen(gate: StepGate) -> None:
         _HOOK.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
+@torch.compiler.disable
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook added here to the optimizer itself still runs before this very step."""
     for gate in tuple(_LISTENERS):

@@ -70,9 +70,10 @@ class Guard:
         """The gates that still live and scale anything."""
         return [gate for ref in self._refs if (gate := ref()) is not None and gate.loss_scale.enabled]
 
+    @torch.compiler.disable
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gates = self.gates()
-        caller = sys._getframe(1)
+        caller = _running_step(optimizer)
         if not gates or _is_inner_step(caller, optimizer):
             return None
         self._clear(optimizer)
@@ -103,8 +104,9 @@ class Guard:
             return args, {**kwargs, "closure": evaluated}
         return (args[0], evaluated, *args[2:]), kwargs
 
+    @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_inner_step(sys._getframe(1), optimizer):
+        if _is_inner_step(_running_step(optimizer), optimizer):
             return
         closure = self._closure
         self._clear(optimizer)
@@ -292,6 +294,17 @@ def local_values(grad: Tensor) -> Tensor:
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The parameters of all its groups."""
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _running_step(optimizer: Optimizer) -> FrameType:
+    """The frame of the `step`, as torch.optim wraps it, whose hook is being called."""
+    frame = hook = sys._getframe(1)
+    code = getattr(type(optimizer).step, "__code__", None)
+    for _ in range(_FRAMES):
+        if frame.f_code is code or frame.f_back is None:
+            return frame
+        frame = frame.f_back
+    return hook
 
 
 def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:

@@ -11,6 +11,7 @@ import types
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import nn
 
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
@@ -44,7 +45,7 @@ def _reachable(module: nn.Module) -> dict[nn.Module, None]:
 
 def _modules_in(value: Any, depth: int = 0) -> list[nn.Module]:
     if isinstance(value, nn.Module):
-        return [value]
+        return [] if isinstance(value, torch.jit.ScriptModule) else [value]  # compiled C++ cannot be taken apart: shared
     if type(value) in _CONTAINERS and depth < 6:
         inner = value.values() if isinstance(value, dict) else value
         return [module for item in inner for module in _modules_in(item, depth + 1)]
@@ -53,7 +54,7 @@ def _modules_in(value: Any, depth: int = 0) -> list[nn.Module]:
 
 def _make_all(module: nn.Module, twins: dict[int, nn.Module]) -> None:
     for original in _reachable(module):
-        twins[id(original)] = original.__class__.__new__(original.__class__)
+        twins[id(original)] = object.__new__(type(original))  # a GraphModule's own __new__ would make a class without forward
 
 
 def _fill(original: nn.Module, twins: dict[int, nn.Module]) -> None:

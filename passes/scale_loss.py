@@ -97,11 +97,11 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
         with graph.inserting_before(chosen[0]):
             many = graph.call_function(cast_in_many, (tuple(cast.args[0] for cast in chosen), dtypes.pop(), inverse))
             many.meta = {CAST: chosen[0].meta[CAST], "weight": True}
-            for place, cast in enumerate(chosen):
-                copy = graph.call_function(operator.getitem, (many, place))
-                copy.meta = dict(cast.meta)
-                cast.replace_all_uses_with(copy)
-                graph.erase_node(cast)
+            copies = [graph.call_function(operator.getitem, (many, place)) for place in range(len(chosen))]
+        for copy, cast in zip(copies, chosen, strict=True):
+            copy.meta = dict(cast.meta)
+            cast.replace_all_uses_with(copy)
+            graph.erase_node(cast)
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, source: torch.fx.Node, inverse: torch.fx.Node) -> None:

@@ -155,8 +155,26 @@ ORIGINALS: dict[str, Callable[[list[bool], int], list[float]]] = {
 }
 
 
+def test_every_preset_but_ours_has_an_original():
+    assert set(PRESETS) == {*ORIGINALS, "auto"}
+
+
+def test_auto_searches_from_below_until_the_first_overflow_and_then_moves_as_torch_does():
+    searched = trajectory(parse_loss_scale("auto", "fp16"), [False] * 24 + [True] + [False] * 40)
+    assert searched[:25] == [256.0] * 8 + [512.0] * 8 + [1024.0] * 8 + [2048.0]
+    assert searched[25:] == [1024.0] * 41
+
+
+def test_a_search_goes_on_after_a_resume():
+    first = parse_loss_scale("auto", "fp16")
+    trajectory(first, [False] * 5)
+    second = parse_loss_scale("auto", "fp16")
+    second.load_state_dict(first.state_dict())
+    assert trajectory(second, [False] * 3)[-1] == 512.0
+
+
 @pytest.mark.parametrize("window", [1, 3, 20], ids="window {}".format)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ORIGINALS)
 def test_a_preset_moves_as_its_original(name, window):
     for overflows in overflow_patterns(400):
         expected = as_fp32(ORIGINALS[name](overflows, window))
@@ -385,8 +403,8 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(state, says):
 @pytest.mark.parametrize(
     ("spec", "fmt", "kind", "value"),
     [
-        ("auto", FP16, DynamicLossScale, 2**16),
-        ("auto", "fp16", DynamicLossScale, 2**16),
+        ("auto", FP16, DynamicLossScale, 2**8),
+        ("auto", "fp16", DynamicLossScale, 2**8),
         ("auto", BF16, NoLossScale, 1),
         ("auto", torch.float32, NoLossScale, 1),
         ("none", FP16, NoLossScale, 1),

@@ -262,7 +262,7 @@ def test_starting_afresh_forgets_old_graphs():
         amp(x)
     gc.collect()
     assert old() is None
-    assert len(amp.plans) == 1 and sum(len(entry.regions) for entry in session.entries.values()) == 1
+    assert len(amp.plans) == 1 and sum(len(entry.graphs.regions) for entry in session.entries.values()) == 1
 
 
 def test_a_rewritten_model_can_be_freed():

@@ -183,7 +183,7 @@ def test_other_dtypes_pass_through():
     model = Mixed()
     args = (
         data(), torch.arange(3), torch.tensor([True, False]), torch.randn(3, dtype=torch.complex64),
-        torch.randn(3, 3, dtype=torch.float64), torch.eye(3).to_sparse(), 
+        torch.randn(3, 3, dtype=torch.float64), torch.eye(3).to_sparse(),
     )  # fmt: skip
     got, want = low(model)(*args), model(*args)
     assert [g.dtype for g in got] == [w.dtype for w in want]

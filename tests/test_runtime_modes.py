@@ -165,7 +165,7 @@ def test_threads_calling_at_once(warm):
     if warm:
         amp(x)
     outs = in_threads(lambda: [amp(x) for _ in range(5)])
-    assert all(ran_low(out, model(x)) for out in sum(outs, []))
+    assert all(ran_low(out, model(x)) for part in outs for out in part)
 
 
 def test_threads_in_eval_share_the_weight_cache():
@@ -176,7 +176,7 @@ def test_threads_in_eval_share_the_weight_cache():
         with torch.no_grad():
             return [amp(x) for _ in range(20)]
 
-    outs = sum(in_threads(work, 4), [])
+    outs = [out for part in in_threads(work, 4) for out in part]
     assert all(torch.equal(out, outs[0]) for out in outs) and ran_low(outs[0], model(x))
 
 

@@ -129,10 +129,10 @@ def test_scripting_is_refused():
 def test_func_transforms_run_fp32_and_say_so(transform):
     model, x = mlp(), data()
     amp = low(model)
-    with pytest.warns(AmpRewriteWarning, match="torch.func"):
+    with pytest.warns(AmpRewriteWarning, match=r"torch\.func"):
         got = transform(amp, x)
     torch.testing.assert_close(got, transform(model, x))
-    with pytest.raises(CaptureError, match="torch.func"):
+    with pytest.raises(CaptureError, match=r"torch\.func"):
         transform(low(model, strict=True), x)
     assert ran_low(amp(x), model(x))
 
@@ -257,7 +257,7 @@ def test_a_callable_as_backend_gets_the_rewritten_graph():
     model, x = mlp(), data()
     amp = low(model, backend=backend)
     assert ran_low(amp(x), model(x))
-    (module, inputs), = seen
+    ((module, inputs),) = seen
     assert isinstance(module, torch.fx.GraphModule) and "bfloat16" in module.code
     assert inputs == sum(node.op == "placeholder" for node in module.graph.nodes)
     with torch.no_grad():

@@ -58,7 +58,8 @@ def emit(
         run: CompiledFn = module.forward
     else:
         _name_sources(module)
-        run = backend(module, [*example_inputs, *(cache.get(example_inputs[i], dtype) for i, dtype in hoisted if cache is not None)])
+        copies = [example_inputs[index].to(dtype) for index, dtype in hoisted]
+        run = backend(module, [*example_inputs, *copies])
     if cache is None or not hoisted:
         return run
     get = cache.get

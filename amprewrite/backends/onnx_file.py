@@ -36,6 +36,9 @@ BIG = 1_500_000_000
 def apply_plan(model: ir.Model, reading: Reading, plan: RegionPlan, low: Format) -> None:
     """Edit `model` in place; PassError where the casts made are not those planned."""
     colours = {node.name: node.colour for node in plan.nodes}
+    for node in model.graph.all_nodes():  # what an earlier rewrite wrote
+        for key in (CAST, COLOUR, REASON):
+            node.metadata_props.pop(key, None)
     _retype(reading, colours, low)
     names = _Names(model)
     made: list[ir.Node] = []

@@ -138,11 +138,26 @@ def _role(node: torch.fx.Node, value: Any) -> str:
     if node.op not in ROLES:
         return "op"
     source = source_name(node)
-    if isinstance(value, torch.nn.Parameter) or "_parameters[" in source:
+    held = _held(node) if node.op == "get_attr" else None
+    if isinstance(value, torch.nn.Parameter) or isinstance(held, torch.nn.Parameter) or "_parameters[" in source:
         return "parameter"
-    if "_buffers[" in source:
+    if "_buffers[" in source or (isinstance(held, torch.Tensor) and _is_buffer(node)):
         return "buffer"
     return "constant" if node.op == "get_attr" else "input"
+
+
+def _held(node: torch.fx.Node) -> Any:
+    """What a get_attr node reads."""
+    held: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        held = getattr(held, part, None)
+    return held
+
+
+def _is_buffer(node: torch.fx.Node) -> bool:
+    path, _, last = str(node.target).rpartition(".")
+    owner = node.graph.owning_module
+    return owner is not None and last in owner.get_submodule(path)._buffers
 
 
 def source_name(node: torch.fx.Node) -> str:
@@ -434,7 +449,7 @@ def _absorb_explicit_internal(facts: dict[torch.fx.Node, _Fact], lists: OpLists)
 
 
 # -- 5. names and order --------------------------------------------------------------------
-_PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.([A-Za-z_]\w*)|\[['\"]?([^'\"\]]+)['\"]?\]")
+_PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
 def module_path(node: torch.fx.Node, entry: str) -> str:
@@ -454,7 +469,7 @@ def clean_path(text: str) -> str:
     return ".".join(next(filter(None, match)) for match in _PATH.findall(text) if next(filter(None, match)) not in _PRIVATE)
 
 
-_PRIVATE = {"_modules", "_parameters", "_buffers"}
+_PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 
 
 def _base_name(fact: _Fact, entry: str, names: tuple[str, ...]) -> str:

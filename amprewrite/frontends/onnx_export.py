@@ -20,9 +20,6 @@ from amprewrite.onnx_samples import Feed
 from amprewrite.policy import Policy
 from amprewrite.rewritten import Rewritten, plain_of, session_of
 
-BF16_OPSET = 22
-"""The first opset at which convolutions take bf16."""
-
 
 def exported(
     amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any
@@ -36,7 +33,9 @@ def exported(
     plain, session = plain_of(amp), session_of(amp)
     device = next((t.device.type for t in (*plain.parameters(), *plain.buffers())), "cpu")
     policy = session.policy_for(device)
-    notes = tuple(session.notes)
+    notes: tuple[str, ...] = ()
+    if plain.training:
+        notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
     if session.options.given is not None:
         notes += ("the plan given to rewrite names nodes of PyTorch graphs; the export decides by lists and overrides",)
     if policy.low is FP32:

@@ -106,6 +106,7 @@ def test_an_infer_op_between_two_matmuls_is_low(op: str, low: str) -> None:
         pytest.param("relu sqrt relu matmul", "H H L L", id="low does not flow up through an infer op"),
         pytest.param("matmul add(matmul,y) add(add,y) add(add_1,y)", "L L L L", id="a row of adds after a matmul, in one go"),
         pytest.param("m=matmul e=exp(m) a=add(m,e) relu(a)", "L H H H", id="deny beats a low operand"),
+        pytest.param("m=matmul e=exp(m) tanh(m,e:high)", "L H H", id="after allow, but a denied op feeds it, too"),
         pytest.param("matmul relu:int64 relu(y)", "L . H", id="what carries no fp32 is no path"),
         pytest.param("matmul relu! relu", "L H H", id="a pinned clear op is no path"),
     ],

@@ -1,0 +1,237 @@
+"""Loss scaling inside rewritten models: the training loop does not change, and does what GradScaler's does."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amprewrite
+from amprewrite.loss_scale import DynamicLossScale, StaticLossScale
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(width, 2 * width), nn.LayerNorm(2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.norm(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(16, 4)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+def net(**options: bool) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 16, generator=rng), torch.randn(8, 4, generator=rng)
+
+
+OVERFLOWS = {3, 4, 20, 77, 120, 150}
+
+
+def train(model: nn.Module, amp: nn.Module, scaler: torch.amp.GradScaler | None, steps: int = 200) -> list[float]:
+    """AdamW with clipping; the scale before each step. `scaler` None: the unchanged loop."""
+    optimizer, scales = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(amp(x), y) * (float("inf") if step in OVERFLOWS else 1.0)
+        if scaler is None:
+            scales.append(amp.loss_scale.value)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        else:
+            scaled = scaler.scale(loss)
+            scales.append(scaler.get_scale())
+            scaled.backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return scales
+
+
+def test_200_clipped_steps_are_bitwise_those_of_grad_scaler_on_the_same_graph() -> None:
+    ours, theirs = net(), net()
+    schedule = {"growth_interval": 25, "growth_factor": 2.0, "backoff_factor": 0.5}
+    mine = train(ours, amprewrite.rewrite(ours, dtype="fp16", loss_scale=DynamicLossScale(init=1024.0, **schedule)), None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, **schedule)
+    yours = train(theirs, amprewrite.rewrite(theirs, dtype="fp16", loss_scale=None), scaler)
+    assert mine == yours
+    assert len(set(mine)) >= 4
+    for (name, ours_p), theirs_p in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours_p, theirs_p), name
+
+
+def test_gradients_arrive_unscaled_in_fp32() -> None:
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=2.0**12)
+    x, y = batch(0)
+    x.requires_grad_()
+    nn.functional.mse_loss(amp(x), y).backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()} | {"x": x.grad.clone()}
+    model.zero_grad()
+    x.grad = None
+    nn.functional.mse_loss(model(x), y).backward()
+    for name, want in [*((n, p.grad) for n, p in model.named_parameters()), ("x", x.grad)]:
+        assert got[name].dtype is torch.float32
+        assert torch.linalg.vector_norm(got[name] - want) < 5e-3 * torch.linalg.vector_norm(want), name
+
+
+@pytest.mark.parametrize("exponent", [6, 10, 14])
+def test_a_gradient_penalty_is_that_of_fp32(exponent: int) -> None:
+    def penalty(model: nn.Module, of: nn.Module) -> dict[str, torch.Tensor]:
+        x, _ = batch(1)
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        of.zero_grad()
+        gradient.square().sum().backward()
+        return {name: p.grad.clone() for name, p in of.named_parameters() if p.grad is not None}
+
+    model = net()
+    got = penalty(amprewrite.rewrite(model, dtype="fp16", loss_scale=2.0**exponent), model)
+    want = penalty(model, model)
+    error = sum(float((got[n] - want[n]).square().sum()) for n in want) ** 0.5
+    assert error < 2e-3 * sum(float(g.square().sum()) for g in want.values()) ** 0.5
+
+
+def test_gradients_below_the_smallest_fp16_number_survive_only_when_scaled() -> None:
+    def weight_gradient(scale: object) -> torch.Tensor:
+        model = net()
+        amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=scale)
+        x, y = batch(2)
+        (nn.functional.mse_loss(amp(x), y) * 2.0**-26).backward()
+        return model.blocks[0].up.weight.grad
+
+    model = net()
+    x, y = batch(2)
+    (nn.functional.mse_loss(model(x), y) * 2.0**-26).backward()
+    want = model.blocks[0].up.weight.grad
+    assert not weight_gradient(None).any()
+    assert torch.linalg.vector_norm(weight_gradient(2.0**20) - want) < 1e-2 * torch.linalg.vector_norm(want)
+
+
+def test_a_change_of_scale_compiles_nothing_anew() -> None:
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=DynamicLossScale(init=256.0, growth_interval=1))
+    train(model, amp, None, steps=6)
+    assert amp.loss_scale.value != 256.0
+    assert len(amp.plans) == len(amp.plan.regions) == 1
+
+
+def test_a_skipped_step_leaves_everything_where_it_was() -> None:
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    amp.attach(optimizer)
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(amp(x), y).backward()
+        optimizer.step()
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    (amp(batch(5)[0]).sum() * float("inf")).backward()
+    optimizer.step()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(torch.equal(s["step"], t["step"]) for s, t in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True))
+    amp(batch(6)[0])
+    assert amp.loss_scale.report().skipped == 1
+    assert "head" in str(amp.loss_scale.report())
+
+
+def test_checkpointed_blocks_train_as_plain_ones() -> None:
+    plain, checkpointed = net(), net(checkpointed=True)
+    for model in (plain, checkpointed):
+        train(model, amprewrite.rewrite(model, dtype="fp16", loss_scale=256.0), None, steps=3)
+    for p, q in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-4)
+
+
+def test_a_loss_over_two_models_and_a_penalty_outside_both_stays_right() -> None:
+    first, second = net(), net()
+    a, b = amprewrite.rewrite(first, dtype="fp16", loss_scale=64.0), amprewrite.rewrite(second, dtype="fp16", loss_scale=2.0**12)
+    outside = nn.Parameter(torch.ones(4))
+    x, _ = batch(3)
+    loss = (a(x) * b(x)).mean() + outside.square().sum() + first.head.weight.square().sum()
+    loss.backward()
+    assert torch.equal(outside.grad, torch.full((4,), 2.0))
+    got = first.head.weight.grad.clone()
+    first.zero_grad()
+    ((first(x) * second(x)).mean() + first.head.weight.square().sum()).backward()
+    torch.testing.assert_close(got, first.head.weight.grad, rtol=5e-3, atol=5e-3)
+
+
+def test_copies_and_checkpoints_carry_the_scale() -> None:
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=DynamicLossScale(init=256.0, growth_interval=2))
+    train(model, amp, None, steps=3)
+    saved = amp.loss_scale.state_dict()
+    buffer = io.BytesIO()
+    torch.save(amp, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(amp), torch.load(buffer, weights_only=False)):
+        assert other.loss_scale is not amp.loss_scale
+        assert other.loss_scale.state_dict() == saved
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(saved)
+    scaler.scale(torch.ones(()))
+    assert scaler.get_scale() == amp.loss_scale.value
+
+
+def test_bf16_has_no_loss_scale_and_fp16_has_one() -> None:
+    assert not amprewrite.rewrite(net(), dtype="bf16").loss_scale.enabled
+    assert amprewrite.rewrite(net(), dtype="fp16").loss_scale.enabled
+    shared = StaticLossScale(128.0)
+    assert amprewrite.rewrite(net(), dtype="fp16", loss_scale=shared).loss_scale is shared
+
+
+def test_aot_autograd_compiles_scaling_into_one_graph() -> None:
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=DynamicLossScale(init=256.0, growth_interval=1), backend="aot_eager")
+    scales = train(model, amp, None, steps=4)
+    assert scales[1] == 512.0
+    assert len(amp.plans) == len(amp.plan.regions) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        pytest.param({"loss_scale": -1.0}, "value", id="a negative scale"),
+        pytest.param({"loss_scale": "often"}, "auto", id="an unknown word"),
+    ],
+)
+def test_scales_that_make_no_sense_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(amprewrite.PolicyError, match=says):
+        amprewrite.rewrite(net(), dtype="fp16", **options)
+
+
+def test_optimizers_that_cannot_be_guarded_are_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = amprewrite.rewrite(model, dtype="fp16", optimizer=optimizer)
+    with pytest.raises(amprewrite.PolicyError, match="attached already"):
+        amp.attach(optimizer)
+    with pytest.raises(amprewrite.PolicyError, match="owns none"):
+        amp.attach(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

@@ -1,0 +1,243 @@
+"""What files hold beside plain nets, and what users get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import helper
+from onnx_help import F16, F32, I64, HAND, colours, const, gemm_chain, graph, net, node, noise, ops, run, value, weight
+
+from amprewrite import AmpRewriteError, CaptureError, EmitError, PolicyError
+from amprewrite.convert import rewrite_onnx
+
+
+def stored(model: onnx.ModelProto) -> dict[str, int]:
+    return {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+
+
+# -- structure ---------------------------------------------------------------------------
+def test_names_docs_and_metadata_are_kept():
+    given = gemm_chain(node("Relu", ["h"], ["mid"], name="act", doc_string="keep me"))
+    given.model.metadata_props.add(key="who", value="me")
+    given.model.graph.node[1].metadata_props.add(key="scope", value="a.b")
+    made = rewrite_onnx(given.model).model
+    assert [v.name for v in made.graph.output] == ["out"]
+    act = next(n for n in made.graph.node if n.name == "act")
+    assert act.doc_string == "keep me"
+    assert {p.key for p in act.metadata_props} == {"scope", "amprewrite.colour", "amprewrite.reason"}
+    assert {p.key: p.value for p in made.metadata_props} == {"who": "me"}
+    assert set(stored(made)) == {"w0", "w1"}
+
+
+def test_an_output_that_is_read_inside_keeps_its_name_and_type():
+    nodes = [node("MatMul", ["x", "w"], ["y"], name="a"), node("MatMul", ["y", "w"], ["z"], name="b")]
+    given = net(nodes, [value("x", 4, 16)], [value("y", 4, 16), value("z", 4, 16)], [weight("w", 16, 16)], {"x": noise(4, 16)})
+    result = rewrite_onnx(given.model)
+    assert [(v.name, v.type.tensor_type.elem_type) for v in result.model.graph.output] == [("y", F32), ("z", F32)]
+    assert ops(result.model)["Cast"] == 3
+    assert stored(result.model) == {"w": F16}
+
+
+def test_a_constant_read_in_both_formats_is_stored_twice_and_never_cast():
+    given = gemm_chain(node("Add", ["h", "c"], ["a"], name="add"), node("Exp", ["a"], ["e"]), node("Mul", ["e", "c"], ["mid"]),
+                       inits=[const("c", np.full(16, 0.3))])  # fmt: skip
+    made = rewrite_onnx(given.model, overrides={"add": "allow", "mul": "deny"}).model
+    assert stored(made) == {"w0": F16, "w1": F16, "c": F32, "c_fp16": F16}
+
+
+def test_constant_nodes_are_stored_low():
+    tensor = const("k", np.full(16, 0.5))
+    made = rewrite_onnx(gemm_chain(node("Constant", [], ["k"], value=tensor), node("Mul", ["h", "k"], ["mid"])).model).model
+    held = next(n for n in made.graph.node if n.op_type == "Constant")
+    assert held.attribute[0].t.data_type == F16
+
+
+def test_quantised_parts_are_left_alone():
+    given = gemm_chain(
+        node("QuantizeLinear", ["h", "s", "z"], ["q"]),
+        node("DequantizeLinear", ["q", "s", "z"], ["dq"]),
+        node("MatMul", ["dq", "w2"], ["mid"], name="int8"),
+        inits=[const("s", 0.02), const("z", 0, np.int8), weight("w2", 16, 16)],
+    )
+    made = rewrite_onnx(given.model).model
+    assert colours(made)["int8"] == "high"
+    assert stored(made)["s"] == stored(made)["w2"] == F32
+
+
+def test_unknown_domains_are_listed_walls():
+    given = net(
+        [node("MatMul", ["x", "w"], ["h"], name="a"), node("Strange", ["h"], ["s"], domain="acme", name="b"),
+         node("MatMul", ["s", "w"], ["out"], name="c")],
+        [value("x", 4, 16)], [value("out", 4, 16)], [weight("w", 16, 16)], {}, domains=["acme"],
+    )  # fmt: skip
+    given.model.graph.value_info.append(value("s", 4, 16))
+    result = rewrite_onnx(given.model, verify=False)
+    assert any("acme::Strange is on no list (1 nodes)" in note for note in result.report.notes)
+    assert any("no sample run" in note for note in result.report.notes)
+    assert colours(result.model) == {"a": "low", "b": "high", "c": "low"}
+
+
+def test_local_functions_are_inlined():
+    function = helper.make_function("local", "Twice", ["a", "b"], ["c"], [node("MatMul", ["a", "b"], ["t"]), node("MatMul", ["t", "b"], ["c"])],
+                                    [helper.make_opsetid("", 18)])  # fmt: skip
+    given = net([node("Twice", ["x", "w"], ["out"], domain="local")], [value("x", 4, 16)], [value("out", 4, 16)],
+                [weight("w", 16, 16)], {}, functions=[function], domains=["local"])  # fmt: skip
+    result = rewrite_onnx(given.model)
+    assert "1 local functions were inlined" in result.report.notes
+    assert ops(result.model) == {"MatMul": 2, "Cast": 2}
+
+
+def test_inner_io_may_be_low():
+    result = rewrite_onnx(gemm_chain(node("Relu", ["h"], ["mid"])).model, keep_io=False)
+    assert {v.type.tensor_type.elem_type for v in (*result.model.graph.input, *result.model.graph.output)} == {F16}
+    assert "Cast" not in ops(result.model)
+
+
+def test_a_branch_may_give_a_captured_value():
+    then = graph([node("Identity", ["h"], ["t"])], "then", [], [value("t", 4, 16)])
+    other = graph([node("Exp", ["h"], ["e"])], "else", [], [value("e", 4, 16)])
+    given = gemm_chain(node("If", ["yes"], ["mid"], then_branch=then, else_branch=other), inits=[const("yes", True, np.bool_)])
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    np.testing.assert_allclose(run(result.model, given.feed)[0], run(given.model, given.feed)[0], rtol=0, atol=2e-2)
+
+
+def test_initialisers_listed_as_inputs_become_constants():
+    given = gemm_chain(node("Relu", ["h"], ["mid"]))
+    given.model.graph.input.append(value("w0", 16, 16))
+    given.model.ir_version = 3
+    assert stored(rewrite_onnx(given.model).model)["w0"] == F16
+
+
+# -- masks --------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_fully_masked_row_gives_what_it_gave(dtype):
+    nodes = [
+        node("MatMul", ["x", "wq"], ["q"], name="q"),
+        node("Transpose", ["q"], ["k"], perm=[1, 0]),
+        node("MatMul", ["q", "k"], ["scores"], name="scores"),
+        node("Where", ["mask", "zero", "lowest"], ["bias"]),
+        node("Add", ["scores", "bias"], ["masked"]),
+        node("Softmax", ["masked"], ["p"]),
+        node("MatMul", ["p", "q"], ["out"], name="mix"),
+    ]
+    inits = [weight("wq", 16, 16), const("zero", 0.0), const("lowest", np.finfo(np.float32).min)]
+    mask = np.ones((4, 4), bool)
+    mask[1] = False
+    mask[2, 2:] = False
+    ins = [value("x", 4, 16), value("mask", 4, 4, dtype=onnx.TensorProto.BOOL)]
+    given = net(nodes, ins, [value("out", 4, 16)], inits, {"x": noise(4, 16), "mask": mask})
+    result = rewrite_onnx(given.model, calibration=given.feed, dtype=dtype)
+    assert all(colour == "low" for name, colour in colours(result.model).items() if name in ("q", "scores", "mix"))
+    assert len([cast for cast in result.plan.casts if not cast.weight]) == 2
+    assert result.report.strict_error is not None
+    assert result.report.strict_error < (3e-3 if dtype == "fp16" else 3e-2)
+
+
+# -- ranges -------------------------------------------------------------------------------
+def test_an_epsilon_that_would_vanish_keeps_its_chain_high():
+    given = HAND["underflow"]()
+    low = colours(rewrite_onnx(given.model, calibration=given.feed).model)
+    assert low["tiny"] == low["scale"] == low["add_eps"] == "high"
+
+
+def test_ops_denied_for_their_range_run_low_where_it_is_kept():
+    given = gemm_chain(node("Pow", ["h", "two"], ["mid"], name="pow"), inits=[const("two", 2.0)])
+    assert colours(rewrite_onnx(given.model, calibration=given.feed).model)["pow"] == "low"
+    far = {"x": given.feed["x"] * 200}
+    assert colours(rewrite_onnx(given.model, calibration=far).model)["pow"] == "high"
+    assert colours(rewrite_onnx(given.model, calibration=given.feed, overrides={"square": "deny"}).model)["pow"] == "high"
+
+
+def test_max_rel_err_decides_whether_a_file_is_written(tmp_path):
+    given = gemm_chain(node("Relu", ["h"], ["mid"]))
+    out = tmp_path / "m.onnx"
+    with pytest.raises(EmitError, match="more than 1e-09; nothing was written"):
+        rewrite_onnx(given.model, out, max_rel_err=1e-9)
+    assert not list(tmp_path.iterdir())
+    assert rewrite_onnx(given.model, out, max_rel_err=1e-2).path == out
+
+
+# -- files ------------------------------------------------------------------------------------
+def test_a_good_file_replaces_an_old_one_and_leaves_nothing_beside_it(tmp_path):
+    given = gemm_chain(node("Relu", ["h"], ["mid"]))
+    path = tmp_path / "m.onnx"
+    onnx.save(given.model, path)
+    rewrite_onnx(path, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+    assert stored(onnx.load(path)) == {"w0": F16, "w1": F16}
+
+
+def test_external_data(tmp_path):
+    given = gemm_chain(node("Relu", ["h"], ["mid"]))
+    source = tmp_path / "in.onnx"
+    ir.save(ir.from_proto(given.model), source, external_data="in.data", size_threshold_bytes=0)
+    result = rewrite_onnx(source, tmp_path / "out.onnx", external_data=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"in.onnx", "in.data", "out.onnx", "out.onnx.data"}
+    onnx.checker.check_model(str(result.path), full_check=True)
+    (tmp_path / "in.data").unlink()
+    with pytest.raises(CaptureError, match="the data of w0 is missing"):
+        rewrite_onnx(source)
+
+
+def _broken(tmp_path: Path) -> Path:
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(gemm_chain(node("Relu", ["h"], ["mid"])).model.SerializeToString()[:500])
+    return path
+
+
+BAD = [
+    pytest.param(lambda m, tmp: rewrite_onnx(tmp / "none.onnx"), CaptureError, "there is no file", id="missing file"),
+    pytest.param(lambda m, tmp: rewrite_onnx(_broken(tmp)), CaptureError, "no ONNX", id="truncated file"),
+    pytest.param(lambda m, tmp: rewrite_onnx(b"no"), PolicyError, "takes a path", id="not a model"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, tmp), EmitError, "is a folder", id="out is a folder"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, tmp / "a" / "b.onnx"), EmitError, "make it first", id="no folder"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, dtype="fp32"), PolicyError, "nothing to rewrite", id="fp32"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, dtype="int8"), PolicyError, "not a format", id="unknown dtype"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, overrides={"sofmax": "deny"}), PolicyError, "did you mean", id="unknown op"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, overrides={"node:frist": "fp32"}), PolicyError, "node:first", id="unknown node"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, calibration={"y": noise(4, 16)}), PolicyError, "inputs are x", id="wrong name"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, calibration={"x": noise(4, 15)}), PolicyError, "has shape", id="wrong shape"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, calibration={"x": noise(4, 16).astype(int)}), PolicyError, "int64", id="wrong dtype"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, calibration=[]), PolicyError, "no sample", id="no sample"),
+    pytest.param(lambda m, tmp: rewrite_onnx(m, calibration=tmp / "c.npz"), PolicyError, "cannot be read", id="no npz"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "says"), BAD)
+def test_mistakes_get_an_answer_and_leave_nothing(tmp_path, call, error, says):
+    with pytest.raises(error, match=says):
+        call(gemm_chain(node("Relu", ["h"], ["mid"])).model, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} <= {"broken.onnx"}
+
+
+def test_old_opsets_are_refused():
+    given = gemm_chain(node("Relu", ["h"], ["mid"]))
+    given.model.opset_import[0].version = 6
+    with pytest.raises(AmpRewriteError, match="opset 6, older than 7"):
+        rewrite_onnx(given.model)
+
+
+def test_a_model_in_fp16_already_comes_out_as_it_was():
+    nodes = [node("MatMul", ["x", "w"], ["out"], name="a")]
+    held = onnx.numpy_helper.from_array(noise(16, 16).astype(np.float16), "w")
+    given = net(nodes, [value("x", 4, 16, dtype=F16)], [value("out", 4, 16, dtype=F16)], [held], {})
+    result = rewrite_onnx(given.model)
+    assert any("nothing to rewrite" in note for note in result.report.notes)
+    assert ops(result.model) == {"MatMul": 1}
+
+
+def test_open_dims_may_be_empty_at_run_time():
+    nodes = [node("MatMul", ["x", "w"], ["h"], name="a"), node("Relu", ["h"], ["out"])]
+    given = net(nodes, [value("x", "n", 16)], [value("out", "n", 16)], [weight("w", 16, 16)], {})
+    assert run(rewrite_onnx(given.model).model, {"x": noise(0, 16)})[0].shape == (0, 16)
+
+
+def test_integers_that_are_no_mask_are_not_made_low_unseen():
+    nodes = [node("Cast", ["ids"], ["f"], to=F32, name="cast"), node("MatMul", ["f", "w"], ["out"], name="a")]
+    given = net(nodes, [value("ids", 4, 16, dtype=I64)], [value("out", 4, 16)], [weight("w", 16, 16)], {})
+    large = {"ids": np.full((4, 16), 3001)}
+    assert colours(rewrite_onnx(given.model, calibration=large).model)["cast"] == "high"

@@ -1,0 +1,95 @@
+"""Export of rewritten models: the plain twin's file under the same passes, names and types kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_help import F16, F32, export, ops, run
+from torch import nn
+
+import amprewrite
+from amprewrite import CaptureError, EmitError, PolicyError
+from amprewrite.convert import export_onnx, rewrite_onnx
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.last = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.nn.functional.gelu(self.norm(self.first(x)))
+        return self.last(y if shift is None else y + shift)
+
+
+@pytest.fixture(scope="module")
+def block():
+    torch.manual_seed(0)
+    return Block().eval()
+
+
+@pytest.fixture(scope="module")
+def made(block, tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "block.onnx"
+    dims = {"x": {0: torch.export.Dim("batch")}, "shift": None}
+    amp = amprewrite.rewrite(block, dtype="fp16", overrides={"gelu": "deny", "module:last": "fp32"})
+    return export_onnx(amp, path, (torch.randn(4, 16),), {}, dynamic_shapes=dims)
+
+
+def test_the_file_is_half_the_size_with_fp32_io_and_open_batch(made):
+    model = onnx.load(made.path)
+    onnx.checker.check_model(model, full_check=True)
+    assert [v.name for v in model.graph.input] == ["x"]
+    assert {v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)} == {F32}
+    assert run(model, {"x": np.zeros((7, 16), np.float32)})[0].shape == (7, 8)
+
+
+def test_the_policy_of_the_rewrite_decides(made):
+    by_op = {node.op: node for node in made.plan.nodes if node.role == "op"}
+    assert by_op["gelu"].colour.value == "high"
+    assert all(node.colour.value == "high" for node in made.plan.find("last") if node.flops)
+    types = {t.name: t.data_type for t in onnx.load(made.path).graph.initializer}
+    assert types["first.weight"] == F16
+    assert types["last.weight"] == F32
+
+
+def test_both_roads_agree(block, tmp_path):
+    x = torch.randn(4, 16)
+    amp = amprewrite.rewrite(block, dtype="fp16")
+    one = export_onnx(amp, tmp_path / "m.onnx", None, {"x": x})
+    other = rewrite_onnx(export(block, {"x": x}).model, calibration={"x": x.numpy()})
+    assert ops(one.model) == ops(other.model)
+    feed = {"x": x.numpy()}
+    np.testing.assert_array_equal(run(one.model, feed)[0], run(other.model, feed)[0])
+    np.testing.assert_allclose(run(one.model, feed)[0], block(x).detach().numpy(), atol=5e-3)
+
+
+def test_inputs_go_by_keyword(block, tmp_path):
+    amp = amprewrite.rewrite(block, dtype="fp16")
+    kwargs = {"x": torch.randn(4, 16), "shift": torch.randn(4, 32)}
+    result = export_onnx(amp, tmp_path / "m.onnx", (), kwargs)
+    assert {v.name for v in result.model.graph.input} == {"x", "shift"}
+    assert result.report.strict_error is not None
+    assert result.report.strict_error < 5e-3
+
+
+class Untraceable(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.sum())
+
+
+def test_mistakes_get_an_answer_and_leave_nothing(block, tmp_path):
+    amp = amprewrite.rewrite(block, dtype="fp16")
+    with pytest.raises(PolicyError, match="needs example inputs"):
+        export_onnx(amp, tmp_path / "m.onnx")
+    with pytest.raises(PolicyError, match=r"takes a model from amprewrite\.rewrite"):
+        export_onnx(block, tmp_path / "m.onnx", (torch.randn(4, 16),))
+    with pytest.raises(EmitError, match="make it first"):
+        export_onnx(amp, tmp_path / "a" / "m.onnx", (torch.randn(4, 16),))
+    with pytest.raises(CaptureError, match=r"torch\.onnx\.export cannot export Untraceable"):
+        export_onnx(amprewrite.rewrite(Untraceable(), dtype="fp16"), tmp_path / "m.onnx", (torch.randn(4, 16),))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,79 @@
+"""Whole nets: valid, loadable at every level, few casts, heavy ops low, right under true rounding."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx_help import HAND, colours, export, ops, run, torch_nets
+
+import amprewrite.convert as convert
+from amprewrite.onnx_ops import HEAVY
+from amprewrite.strict_onnx import relative_error
+
+MOST_CASTS = {
+    "bert": 2, "gpt2": 1, "t5": 1, "vit": 2, "convnext": 2, "swin": 2, "resnet": 2, "whisper": 2,
+    "cond_if": 3, "loop": 2, "scan": 2, "overflow": 4, "underflow": 2, "casts": 3, "lstm": 1, "unet": 2,
+}  # fmt: skip
+KEPT_HIGH = {"overflow": {"g2"}, "underflow": {"tiny"}}
+"""Heavy ops that range forbids to run low in fp16."""
+
+
+@pytest.fixture(scope="module")
+def nets():
+    exported = {name: export(module, kwargs) for name, (module, kwargs) in torch_nets().items()}
+    return {**exported, **{name: make() for name, make in HAND.items()}}
+
+
+@pytest.mark.parametrize("name", MOST_CASTS)
+def test_fp16(nets, name):
+    given = nets[name]
+    before = given.model.SerializeToString()
+    result = convert.rewrite_onnx(given.model, calibration=given.feed)
+    assert given.model.SerializeToString() == before
+    made = result.model
+    onnx.checker.check_model(made, full_check=True)
+    wanted = run(given.model, given.feed)
+    for level in range(4):
+        assert relative_error([wanted], [run(made, given.feed, level)]) < 5e-3
+    assert result.report.strict_error is not None
+    assert result.report.strict_error < 5e-3
+    planned = [cast for cast in result.plan.casts if not cast.weight]
+    assert len(planned) <= MOST_CASTS[name]
+    assert ops(made)["Cast"] <= ops(given.model)["Cast"] + len(planned)
+    heavy = {node.name for node in result.plan.nodes if node.op and node.role == "op" and node.flops and node.colour.value != "low"}
+    assert heavy == KEPT_HIGH.get(name, set())
+    if not heavy:
+        assert result.report.weights_after <= 0.51 * result.report.weights_before
+
+
+@pytest.mark.parametrize("name", MOST_CASTS)
+def test_bf16(nets, name):
+    given = nets[name]
+    result = convert.rewrite_onnx(given.model, dtype="bf16", calibration=given.feed)
+    onnx.checker.check_model(result.model, full_check=True)
+    assert result.report.strict_error is not None
+    assert result.report.strict_error < 5e-2
+    low = colours(result.model)
+    heavy = [node for node in result.plan.nodes if node.role == "op" and node.flops]
+    assert all(node.colour.value == "low" for node in heavy)
+    assert all(low[node.name] == "low" for node in heavy)
+
+
+def test_every_kind_of_heavy_op_is_seen(nets):
+    seen = {op for given in nets.values() for op in ops(given.model)}
+    assert {"MatMul", "Gemm", "Conv", "LSTM"} <= seen & HEAVY
+
+
+@pytest.mark.parametrize("name", ["bert", "cond_if", "overflow", "unet"])
+def test_twice_changes_no_colour_of_a_heavy_op_and_adds_no_cast(nets, name):
+    once = convert.rewrite_onnx(nets[name].model, calibration=nets[name].feed)
+    twice = convert.rewrite_onnx(once.model, calibration=nets[name].feed)
+    assert not [cast for cast in twice.plan.casts if not cast.weight]
+    assert ops(twice.model) == ops(once.model)
+
+
+def test_range_reasons_name_the_tensor(nets):
+    plan = convert.rewrite_onnx(nets["overflow"].model, calibration=nets["overflow"].feed).plan
+    assert "h2 reaches 1.35e+05 in a sample run, fp16 ends at 65504" in plan.explain("g2")
+    report = convert.rewrite_onnx(nets["underflow"].model, calibration=nets["underflow"].feed).report
+    assert any(loss.name == "w0" and loss.kept for loss in report.losses)

@@ -1,0 +1,70 @@
+"""Weights are sacred: rounding to nearest even and nothing else, and what would be lost is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx_help import F16, F32, const, gemm_chain, node
+
+from amprewrite.convert import rewrite_onnx
+from amprewrite.formats import BF16, FP16
+from amprewrite.onnx_weights import facts, loss_of, rounded
+
+singles = st.floats(width=32)
+
+
+@given(st.lists(singles, min_size=1, max_size=20), st.sampled_from([FP16, BF16]))
+def test_rounding_is_torchs_but_for_clamping(values, fmt):
+    given_values = np.array(values, np.float32)
+    got = rounded(given_values, fmt).astype(np.float32)
+    want = torch.from_numpy(given_values).to(fmt.dtype).float().numpy()
+    beyond = np.isinf(want) & np.isfinite(given_values)
+    np.testing.assert_array_equal(got[~beyond], want[~beyond])
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(np.where(np.isnan(got), got, given_values)))
+    np.testing.assert_array_equal(np.abs(got[beyond]), np.float32(fmt.max))
+    assert (got[given_values == 0] == 0).all()
+
+
+def lost(values, saturates: bool = False):
+    return loss_of("w", facts(np.asarray(values, np.float32), FP16), FP16, saturates)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept", "says"),
+    [
+        pytest.param([1e-9] * 4, True, "4 of 4 values vanish", id="all vanish"),
+        pytest.param([[1.0, 1.0], [1e-9, 1e-9]], True, "2 of 4 values vanish", id="a row vanishes"),
+        pytest.param([1e5, 1.0], True, "1 of 2 values exceed fp16's 65504", id="too large"),
+        pytest.param([1.0] * 99 + [1e-9], False, "1 of 100 values vanish in fp16, negligible", id="one among many"),
+    ],
+)
+def test_losses_are_told(values, kept, says):
+    loss = lost(values)
+    assert loss is not None
+    assert loss.kept is kept
+    assert says in loss.why
+
+
+@pytest.mark.parametrize("values", [[65504.0, -65504.0], [0.0, -0.0], [np.inf, -np.inf], [65519.0], [0.1, 3e-5]])
+def test_what_rounds_well_is_no_loss(values):
+    assert lost(values) is None
+
+
+def test_masks_become_the_lowest_value_but_large_weights_do_not():
+    mask = facts(np.array([0, np.finfo(np.float32).min], np.float32), FP16)
+    assert mask.mask
+    assert not facts(np.array([3e8, 1.0], np.float32), FP16).mask
+    assert rounded(np.array([np.finfo(np.float32).min], np.float32), FP16)[0] == -65504
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e6])
+def test_such_a_weight_keeps_its_op_high_and_is_listed(scale):
+    made = gemm_chain(node("MatMul", ["h", "odd"], ["mid"], name="odd_one"), inits=[const("odd", np.eye(16) * scale)])
+    result = rewrite_onnx(made.model)
+    assert "odd_one runs high" in result.plan.explain("odd_one")
+    assert [loss.name for loss in result.report.losses] == ["odd"]
+    stored = {t.name: t.data_type for t in result.model.graph.initializer}
+    assert (stored["w0"], stored["odd"]) == (F16, F32)

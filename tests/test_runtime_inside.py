@@ -1,0 +1,241 @@
+"""What models do inside: autocast, no_grad, checkpoint, custom Functions, control flow, scripted and compiled parts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from runtime_help import MLP, Broken, data, low, matmul_dtypes, mlp, ran_low
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from amprewrite import AmpRewriteWarning, CaptureError
+
+
+def check_training(model: nn.Module, *args, low_grads: bool = True, **options) -> nn.Module:
+    """Output and gradients close to fp32, fp32 themselves, and not the same bits: twice, so that caches are hit too."""
+    twin = copy.deepcopy(model)
+    amp = low(model, **options)
+    for _ in range(2):
+        amp.zero_grad(), twin.zero_grad()
+        got, want = amp(*args), twin(*args)
+        assert ran_low(got, want)
+        got.square().mean().backward(), want.square().mean().backward()
+        for mine, theirs in zip(amp.parameters(), twin.parameters(), strict=True):
+            assert mine.grad.dtype == torch.float32
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.1, atol=0.05)
+    return amp
+
+
+def test_no_grad_inside():
+    class Teacher(MLP):
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.first(x).softmax(-1)
+            return self.second(torch.relu(self.first(x))) * target.mean()
+
+    assert matmul_dtypes(check_training(Teacher(), data()), data()) == {torch.bfloat16}
+
+
+def test_autocast_inside_keeps_its_region():
+    class Own(MLP):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.second(torch.relu(y.float()))
+
+    model, x = Own(), data()
+    got, want = low(model)(x), model(x)
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_inside(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    torch.manual_seed(0)
+    check_training(Checkpointed(), data().requires_grad_())
+
+
+@pytest.mark.parametrize("called", ["module", "function"])
+def test_checkpoint_that_capture_cannot_read(called):
+    """The block runs as it is written around its modules, in forward and again in backward."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Broken()
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x):
+            inner = self.block if called == "module" else lambda y: self.block(y) * 2
+            return self.head(checkpoint(inner, x, use_reentrant=False))
+
+    torch.manual_seed(0)
+    model, x = Checkpointed(), data().requires_grad_()
+    amp = low(model)
+    out = amp(x)
+    assert ran_low(out, model(x))
+    out.sum().backward()
+    got = model.block.first.weight.grad.clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(got, model.block.first.weight.grad, rtol=0.1, atol=0.05)
+
+
+def test_custom_autograd_function_inside():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            assert x.dtype == grad.dtype
+            return grad * 2
+
+    class Uses(MLP):
+        def forward(self, x):
+            return self.second(Double.apply(self.first(x)))
+
+    torch.manual_seed(0)
+    check_training(Uses(), data())
+
+
+def test_control_flow_on_data():
+    class Flow(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            y = torch.relu(y) if y.sum() > 0 else y * 2
+            return self.second(y)
+
+    torch.manual_seed(0)
+    model = Flow()
+    amp = low(model)
+    for x in (data(), -data(), data(5, 8)):
+        assert ran_low(amp(x), model(x))
+    assert len(amp.plan.regions) == 2
+    assert any("graph break" in part.why and "test_runtime_inside.py" in part.where for part in amp.plan.skipped)
+    with pytest.raises(CaptureError, match="strict=True.*whole"):
+        low(model, strict=True)(data())
+
+
+def test_shapes_from_data():
+    class Selects(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            kept = y[y[:, 0] > 0]
+            return self.second(kept).sum(0)
+
+    torch.manual_seed(0)
+    model, x = Selects(), data(6, 8)
+    amp = low(model)
+    assert ran_low(amp(x), model(x)) and ran_low(amp(-x), model(-x))
+
+
+def test_print_and_item_inside(capsys):
+    class Talks(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            print("mean", y.mean().item())
+            return self.second(y)
+
+    model, x = Talks(), data()
+    amp = low(model)
+    assert ran_low(amp(x), model(x))
+    assert capsys.readouterr().out.count("mean") == 2
+
+
+def test_ops_in_a_frame_that_cannot_be_captured_are_said():
+    class Loop(MLP):
+        def forward(self, x):
+            for _ in range(2):
+                x = x @ x.t() @ x
+                torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model, x = Loop(), data()
+    amp = low(model)
+    with pytest.warns(AmpRewriteWarning, match="as it is written"):
+        amp(x)
+    assert any("as it is written" in part.why for part in amp.plan.skipped)
+
+
+def test_disabled_function_inside_is_said():
+    class Closed(MLP):
+        @torch._dynamo.disable
+        def secret(self, x):
+            return x @ x.t() @ x
+
+        def forward(self, x):
+            return self.second(self.secret(self.first(x)))
+
+    amp, x = low(Closed()), data()
+    with pytest.warns(AmpRewriteWarning, match="as it is written"):
+        amp(x)
+    assert "disable" in str(amp.plan.skipped)
+
+
+def test_scripted_part():
+    model, x = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))), data()
+    amp = low(model)
+    with pytest.warns(AmpRewriteWarning):
+        got = amp(x)
+    assert ran_low(got, model(x)) and amp.plan.skipped
+
+
+def test_compiled_part():
+    model, x = nn.Sequential(nn.Linear(8, 8), mlp()), data()
+    want = model(x)
+    model[1] = torch.compile(model[1], backend="eager")
+    amp = low(model)
+    assert ran_low(amp(x), want)
+    assert matmul_dtypes(amp, x) == {torch.bfloat16}
+
+
+def test_buffers_and_random_state_after_example_inputs():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    x, state = data(), torch.get_rng_state()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    amp = low(model, example_inputs=(x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert str(amp.plan) and all(p.grad is None for p in model.parameters())
+
+
+def test_model_without_tensor_ops():
+    amp = low(nn.Identity())
+    with pytest.warns(AmpRewriteWarning, match="no tensor op"):
+        for _ in range(5):
+            assert torch.equal(amp(data()), data())
+
+
+def test_lstm_and_attention_train():
+    torch.manual_seed(0)
+
+    class Mix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, batch_first=True)
+            self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+        def forward(self, x):
+            return self.block(self.lstm(x)[0])
+
+    check_training(Mix(), data(2, 5, 8))
+    amp, x = low(Mix().eval()), data(2, 5, 8)
+    with torch.no_grad():
+        assert amp(x).dtype == torch.float32

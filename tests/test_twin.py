@@ -1,0 +1,78 @@
+"""A twin shares tensors and nothing that the two could quarrel about."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from amprewrite.twin import twin_of
+
+
+class Odd(nn.Module):
+    """Modules in plain containers, bound methods, partials, a parent link, shared parts, a set and a cycle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.same = self.fc
+        self.parts = nn.ModuleDict({"a": nn.ReLU(), "b": nn.Sequential(nn.Linear(2, 2))})
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.hidden = [nn.Linear(2, 2), {"deep": (self.fc, 3)}]
+        self.table = {"run": self.run, "half": functools.partial(self.run, scale=0.5)}
+        self.order = OrderedDict(x=self.parts["a"])
+        self.__dict__["parent"] = self
+        self.number, self.text, self.tensor = 3, "text", torch.ones(2)
+
+    def run(self, x, scale=1.0):
+        return self.fc(x) * scale
+
+
+def test_modules_are_new_and_tensors_the_same():
+    model = Odd()
+    twin = twin_of(model)
+    assert type(twin) is Odd and list(twin.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    for (name, mine), (other, theirs) in zip(twin.named_modules(), model.named_modules(), strict=True):
+        assert name == other and mine is not theirs and type(mine) is type(theirs)
+        assert mine._parameters is not theirs._parameters and mine._forward_hooks is not theirs._forward_hooks
+
+
+def test_every_way_back_to_a_module_leads_to_the_twin():
+    model = Odd()
+    twin = twin_of(model)
+    assert twin.same is twin.fc and twin.parent is twin
+    assert twin.hidden[0] is not model.hidden[0] and twin.hidden[1]["deep"] == (twin.fc, 3)
+    assert twin.table["run"].__self__ is twin and twin.table["half"].func.__self__ is twin
+    assert type(twin.order) is OrderedDict and twin.order["x"] is twin.parts["a"]
+    assert twin.number == 3 and twin.tensor is model.tensor
+
+
+def test_flags_hooks_and_attributes_are_apart():
+    model = Odd()
+    model.fc.register_forward_hook(lambda *_: None)
+    twin = twin_of(model)
+    assert len(twin.fc._forward_hooks) == 1
+    twin.eval()
+    twin.fc.register_forward_pre_hook(lambda *_: None)
+    twin.hidden.append(1)
+    twin.fc.extra = 1
+    assert model.training and model.fc.training and not model.fc._forward_pre_hooks
+    assert len(model.hidden) == 2 and not hasattr(model.fc, "extra")
+
+
+def test_compiled_calls_are_left_behind():
+    model = nn.Linear(2, 2)
+    model.compile(backend="eager")
+    assert twin_of(model).__dict__.get("_compiled_call_impl") is None
+
+
+def test_lazy_modules_and_graph_modules():
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    twin = twin_of(lazy)
+    assert twin(torch.ones(1, 2)).shape == (1, 3)
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    x = torch.randn(1, 2)
+    assert torch.equal(twin_of(graph)(x), graph(x))
