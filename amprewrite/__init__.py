@@ -17,9 +17,17 @@ from amprewrite.errors import (  # noqa: E402
     PlanError,
     PolicyError,
 )
+from amprewrite.loss_scale import (  # noqa: E402
+    DynamicLossScale,
+    LossScale,
+    LossScaleError,
+    NoLossScale,
+    StaticLossScale,
+)
 from amprewrite.oplists import OpLists  # noqa: E402
 from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped  # noqa: E402
 from amprewrite.rewrite import plan, rewrite  # noqa: E402
+from amprewrite.verify import verify  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -29,7 +37,11 @@ __all__ = [
     "CaptureError",
     "Cast",
     "CastPlan",
+    "DynamicLossScale",
     "EmitError",
+    "LossScale",
+    "LossScaleError",
+    "NoLossScale",
     "NodePlan",
     "OpListError",
     "OpLists",
@@ -38,6 +50,8 @@ __all__ = [
     "PolicyError",
     "RegionPlan",
     "Skipped",
+    "StaticLossScale",
     "plan",
     "rewrite",
+    "verify",
 ]

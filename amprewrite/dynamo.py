@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -122,6 +123,11 @@ def user_modes() -> list[Any]:
 def under_functorch() -> bool:
     """Whether vmap, grad, jvp and the like of torch.func are at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def at_work() -> bool:
+    """Whether Dynamo is capturing, or would capture the frames that are called now."""
+    return torch._guards.TracingContext.try_get() is not None or get_eval_frame_callback() is not None
 
 
 # -- what Dynamo did not do --------------------------------------------------------------

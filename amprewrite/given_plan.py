@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from amprewrite.colour import Colour
 from amprewrite.errors import PlanError
-from amprewrite.plan import CastPlan, RegionPlan
+from amprewrite.plan import Cast, CastPlan, RegionPlan
 from amprewrite.program import Program
 
 
@@ -27,23 +27,38 @@ def match_region(plan: CastPlan, program: Program) -> RegionPlan:
 
 
 def _first_mismatch(region: RegionPlan, program: Program) -> str:
-    here = list(program.graph)
-    for planned, node in zip(region.nodes, here, strict=False):
+    here = [node for node in program.graph if node.dtype]  # symbolic sizes come and go with the batch
+    there = [planned for planned in region.nodes if planned.dtype]
+    for planned, node in zip(there, here, strict=False):
         if planned.name != node.name:
             return f"it has a node {planned.name} where the model has {node.name}"
         if planned.op != node.op:
             return f"{planned.name} is {planned.op} in the plan and {node.op} in the model"
         if planned.inputs != tuple(o.value for o in node.operands):
             return f"{planned.name} reads {', '.join(planned.inputs)} in the plan and other values in the model"
-    if len(region.nodes) != len(here):
-        return f"it has {len(region.nodes)} nodes where the model has {len(here)}"
+    if len(there) != len(here):
+        return f"it has {len(there)} nodes where the model has {len(here)}"
     return ""
 
 
 def _check_colours(region: RegionPlan, program: Program) -> None:
     for planned in region.nodes:
+        if planned.name not in program.graph.nodes:
+            continue
         node = program.graph[planned.name]
         if (planned.colour is Colour.PLAIN) != (not node.carries_fp32):
             raise PlanError(f"{planned.name} is {planned.colour.value} in the plan, but it carries {node.dtype or 'no tensor'}")
         if planned.colour is Colour.LOW and node.role != "op":
             raise PlanError(f"{planned.name} is a model {node.role}: it cannot be low, only its copies can")
+
+
+def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
+    """Casts follow from colours: PlanError where a plan lists casts that its colours do not give."""
+    planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
+    for key in [*planned, *given]:
+        if region.casts and (key in planned) != (key in given):
+            what = "lists the cast" if key in planned else "lacks the cast"
+            raise PlanError(
+                f"the plan {what} {(planned | given)[key]}, but its colours say otherwise: casts follow from colours, so edit "
+                "those (plan.edit does) and leave 'casts' empty"
+            )

@@ -207,6 +207,8 @@ class OpLists:
     """Rule "local": ops that take the widest of their inputs."""
     infer_after_allow: bool = True
     """Rule "tf": an infer op right after an allow op turns low, too (TensorFlow since 2025)."""
+    asked: frozenset[str] = frozenset()
+    """Ops that `moved` put where they are: somebody asked, so no fact about a single call overrules them."""
 
     def kind(self, op: str) -> OpKind | None:
         """Kind of the op called or spelled `op`; None when it is on no list."""
@@ -218,7 +220,7 @@ class OpLists:
     def moved(self, op: str, kind: OpKind) -> OpLists:
         """A copy with one op on another list; OpListError with near misses if there is no such op."""
         name = _known(op)
-        return replace(self, kinds={**self.kinds, name: kind}, promote=self.promote - {name})
+        return replace(self, kinds={**self.kinds, name: kind}, promote=self.promote - {name}, asked=self.asked | {name})
 
     @classmethod
     def from_sets(

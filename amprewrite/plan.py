@@ -217,18 +217,26 @@ class CastPlan:
         Casts follow from the colours when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32
         value keep what they are. PlanError for an unknown name or colour.
         """
-        new = {}
+        new: dict[str, Colour] = {}
         for name, word in colours.items():
             if word not in ("low", "high"):
                 raise PlanError(f"{name!r}: colour {word!r} is neither 'low' nor 'high'")
-            for node in self.find(name):
-                if node.colour is not Colour.PLAIN and node.role == "op":
-                    new[node.name] = Colour(word)
+            found = [node for node in self.find(name) if node.colour is not Colour.PLAIN and node.role == "op"]
+            if not found:
+                raise PlanError(f"{name!r} holds no op with an fp32 value, so it has no colour to change; inputs and weights stay fp32")
+            new |= {node.name: Colour(word) for node in found}
 
         def repaint(region: RegionPlan) -> RegionPlan:
             prefix = f"{region.name}/" if len(self.regions) > 1 else ""
             nodes = tuple(
-                replace(node, colour=new[prefix + node.name], reason=Reason.IN_PLAN, because_of="", detail="")
+                replace(
+                    node,
+                    colour=new[prefix + node.name],
+                    reason=Reason.IN_PLAN,
+                    because_of="",
+                    detail="",
+                    dtype=self.low if new[prefix + node.name] is Colour.LOW else "fp32",
+                )
                 if prefix + node.name in new
                 else node
                 for node in region.nodes

@@ -45,6 +45,8 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
 
     Raises PolicyError for unknown ops (with near misses), unknown words and contradictions between op entries.
     """
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {overrides!r}")
     parsed: list[Override] = []
     for key, asked in overrides.items():
         scope, colon, pattern = key.partition(":")

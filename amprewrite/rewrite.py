@@ -131,7 +131,11 @@ def _options(
         dtype = plan.low
     low = None if dtype is None else parse_format(dtype)
     checked = parse_overrides(overrides or {}, low or LOW_FORMATS[1])
+    if not isinstance(lists, str | OpLists):
+        raise PolicyError(f"lists= takes the name of a preset or an OpLists value, not {type(lists).__name__}")
     op_lists(lists, low or LOW_FORMATS[1], "cpu")
+    if not (isinstance(backend, str) or callable(backend)):
+        raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
     if backend != "eager":
         try:
             lookup_backend(backend)
@@ -162,6 +166,8 @@ def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """One optimizer or several as a list; PolicyError for anything else."""
     if optimizer is None:
         return []
+    if not isinstance(optimizer, torch.optim.Optimizer | Iterable):
+        raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(optimizer).__name__}")
     found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):

@@ -12,6 +12,7 @@ from amprewrite.colour import Colour, Reason
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_reader import example_value, read_graph, tensors
+from amprewrite.given_plan import check_casts
 from amprewrite.op_graph import Demand
 from amprewrite.oplists import op_lists
 from amprewrite.pass_base import run_passes
@@ -48,6 +49,8 @@ def read_program(
 def decide(program: Program) -> RegionPlan:
     """Run the deciding passes; edits nothing."""
     run_passes(DECIDE, program)
+    if program.given is not None:
+        check_casts(program.given, program.casts)
     return program.region_plan()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.dynamo import fresh_code
+from amprewrite.dynamo import at_work, fresh_code
 from amprewrite.errors import CaptureError
 from amprewrite.loss_scale import LossScale
 from amprewrite.plan import CastPlan, PendingPlan
@@ -154,12 +154,13 @@ def rewritten(model: nn.Module, options: Options) -> Any:
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
     """What `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own.
 
-    Dynamo reads through it where it captures the whole model, and so finds a frame to capture where it cannot.
+    Dynamo reads through it where it captures the whole model, and finds in it a frame to capture where it cannot. Where
+    Dynamo is kept out, as by a checkpoint around code that cannot be captured, the part is an entry of its own again.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]
     def inside() -> bool:
-        return session.state.depth > 0
+        return session.state.depth > 0 and at_work()
 
     def call_part(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)

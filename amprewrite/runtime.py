@@ -196,14 +196,17 @@ class Session:
             self.cache.clear()
         state = self.state
         outer = state.ran, state.scales
-        state.ran, state.scales, state.depth = [], None, state.depth + 1
+        nested = state.depth > 0
+        state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
         given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
         finally:
             (state.ran, state.scales), state.depth = outer, state.depth - 1
-        if ran != self.last:
+        if nested:
+            state.ran.extend(ran)
+        elif ran != self.last:
             self._remember(entry, ran)
         if not ran or dynamo.frames_given_up() != given_up:
             self._not_all_ran(entry, ran, dynamo.new_reasons(reasons))

@@ -69,7 +69,7 @@ def main() -> None:
             sizes[dtype] = path.stat().st_size
     print(result.plan.summary())
     print(result.report)
-    cosine = (embeddings["fp32"] * embeddings["fp16"]).sum(-1)
+    cosine = torch.nn.functional.cosine_similarity(embeddings["fp32"].double(), embeddings["fp16"].double())
     print(f"cosine between fp32 and fp16 embeddings: {cosine.min():.6f} or more")
     print(f"file: {sizes['fp32'] / 1e6:.1f} MB in fp32, {sizes['fp16'] / 1e6:.1f} MB in fp16 ({sizes['fp16'] / sizes['fp32']:.2f})")
 

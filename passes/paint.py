@@ -49,7 +49,11 @@ def follow_given(program: Program) -> None:
     """Colours come from a plan that was made, and perhaps edited, before."""
     assert program.given is not None
     for node in program.given.nodes:
-        program.paint(node.name, node.colour, node.reason, node.because_of, node.detail)
+        if node.name in program.graph.nodes:
+            program.paint(node.name, node.colour, node.reason, node.because_of, node.detail)
+    for vertex in program.graph:
+        if vertex.name not in program.paints:
+            program.paint(vertex.name, Colour.PLAIN, Reason.NO_FLOAT)
     paint_ties(program)
 
 
@@ -93,7 +97,8 @@ def paint_after_deny(program: Program) -> None:
 
 
 def _denied(program: Program, node: OpNode) -> bool:
-    return node.name in program.paints and program.paints[node.name].reason is Reason.ON_DENYLIST
+    """Whether a denied op runs high, for whatever reason it does."""
+    return node.kind is OpKind.DENY and node.name in program.paints and program.paints[node.name].colour is Colour.HIGH
 
 
 def _spreads(program: Program, node: OpNode) -> bool:

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import helper
-from onnx_help import F16, F32, I64, HAND, colours, const, gemm_chain, graph, net, node, noise, ops, run, value, weight
+from onnx_help import F16, F32, HAND, I64, colours, const, gemm_chain, graph, net, node, noise, ops, run, value, weight
 
 from amprewrite import AmpRewriteError, CaptureError, EmitError, PolicyError
 from amprewrite.convert import rewrite_onnx

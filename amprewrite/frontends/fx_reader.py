@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.formats import Format, dtype_name
-from amprewrite.op_graph import Demand, OpGraph, OpNode, Operand
+from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.oplists import Op, OpLists, find_op, is_inplace, op_name
 from amprewrite.source_text import dtype_is_literal, location
 
@@ -60,6 +60,7 @@ class _Fact:
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
     free_source: bool = False
+    kind: OpKind | None = None
     huge: bool = False
     name: str = ""
     rank: int = 0
@@ -80,15 +81,54 @@ def read_graph(
         facts[node].transformed = True
     ties, epochs = _memory(facts)
     _name_all(facts, entry, names)
+    no_grad = _without_grad(module.graph) if training else set()
     for fact in facts.values():
-        kind = lists.kind(fact.row.name) if fact.row else None
-        fact.operands = list(_operands(fact, facts, kind, epochs))
+        kind = fact.kind = _kind(fact, lists, low)
+        fact.operands = _operands(fact, facts, kind, epochs, fact.node in no_grad)
         fact.pinned = _pin(fact, kind, low, ties, training)
-        fact.huge = _is_huge(fact, facts, kind, low)
+        fact.huge = _is_huge(fact, facts, low)
     _absorb_explicit_internal(facts, lists)
     order = _canonical_order(facts)
     graph = OpGraph.of(_vertex(facts[node], lists, ties, entry) for node in order)
     return graph, {facts[node].name: node for node in order}
+
+
+def _kind(fact: _Fact, lists: OpLists, low: Format) -> OpKind | None:
+    """What the lists say of the op as it is called here.
+
+    Two things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, and a
+    power that only a tanh reads (GELU) may overflow without harm.
+    """
+    if fact.row is None:
+        return None
+    kind = lists.kind(fact.row.name)
+    if kind is None and fact.op in CONVERSIONS:
+        return OpKind.CLEAR  # to the dtype it has already, but for those with facts of their own
+    if kind is None and lists.rule == "local":
+        return OpKind.INFER  # torch.autocast lets it follow its inputs
+    if kind is OpKind.DENY and lists.rule == "cost" and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
+        small = low.max > 1e30 or _only_tanh_reads(fact.node)
+        return OpKind.INFER if small and fact.row.name not in lists.asked else kind
+    return kind
+
+
+def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
+    """Whether products and sums lead from `node` to tanh and to nothing else."""
+    names = {op_name(user.target) for user in node.users}
+    if names == {"tanh"}:
+        return True
+    return steps > 0 and bool(names) and names <= {"add", "mul"} and all(_only_tanh_reads(user, steps - 1) for user in node.users)
+
+
+def _without_grad(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes that the model runs under its own no_grad."""
+    found, enabled = set(), True
+    for node in graph.nodes:
+        if op_name(node.target) in ("_set_grad_enabled", "set_grad_enabled"):
+            enabled = bool(node.args[0])
+        elif not enabled:
+            found.add(node)
+    return found
 
 
 # -- 1. facts ---------------------------------------------------------------------
@@ -299,16 +339,24 @@ def _arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
 
 
 def _operands(
-    fact: _Fact, facts: dict[torch.fx.Node, _Fact], kind: OpKind | None, epochs: Callable[[torch.fx.Node, _Fact], int]
-) -> Iterator[Operand]:
-    seen = set()
+    fact: _Fact,
+    facts: dict[torch.fx.Node, _Fact],
+    kind: OpKind | None,
+    epochs: Callable[[torch.fx.Node, _Fact], int],
+    without_grad: bool,
+) -> list[Operand]:
+    """The fp32 tensors an op reads. Copies are shared within an epoch, and never between no_grad code and the rest."""
+    found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in _arguments(fact.node):
         feeder = facts[node]
-        if feeder.dtype != "fp32" or node in seen:
+        if feeder.dtype != "fp32" or node in found:
             continue
-        seen.add(node)
         scalar = isinstance(feeder.value, torch.Tensor) and feeder.value.dim() == 0
-        yield Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, epochs(node, fact))
+        epoch = 2 * epochs(node, fact) + without_grad
+        found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, epoch)
+    if sum(operand.demand is Demand.PROMOTE and not operand.scalar for operand in found.values()) < 2:
+        return [replace(o, demand=Demand.COLOUR) if o.demand is Demand.PROMOTE and not o.scalar else o for o in found.values()]
+    return list(found.values())
 
 
 def _demand(fact: _Fact, parameter: str, kind: OpKind | None, feeder: _Fact) -> Demand:
@@ -414,8 +462,10 @@ def _pin_constant(fact: _Fact, low: Format) -> tuple[Colour, Reason, str] | None
     return None
 
 
-def _is_huge(fact: _Fact, facts: dict[torch.fx.Node, _Fact], kind: OpKind | None, low: Format) -> bool:
-    if fact.role != "op" or fact.dtype != "fp32" or kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
+def _is_huge(fact: _Fact, facts: dict[torch.fx.Node, _Fact], low: Format) -> bool:
+    if fact.role != "op" or fact.dtype != "fp32" or fact.row is None:
+        return False
+    if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
         return False
     if any(abs(constant) > low.max for constant in _constants(fact.node)):
         return True
@@ -433,7 +483,7 @@ def _absorb_explicit_internal(facts: dict[torch.fx.Node, _Fact], lists: OpLists)
         return fact.row is not None and lists.rule == "cost" and lists.kind(fact.row.name) is OpKind.INTERNAL and fact.dtype == "fp32"
 
     def all_cast_back(node: torch.fx.Node) -> bool:
-        return bool(node.users) and all(facts[user].relative and facts[user].pinned is None for user in node.users)
+        return bool(node.users) and all(_casts_back(facts[user]) for user in node.users)
 
     for node, fact in facts.items():
         explicit = fact.pinned is not None and fact.pinned[1] is Reason.EXPLICIT_DTYPE
@@ -444,8 +494,12 @@ def _absorb_explicit_internal(facts: dict[torch.fx.Node, _Fact], lists: OpLists)
         explicit = fact.pinned is not None and fact.pinned[1] is Reason.EXPLICIT_DTYPE
         if explicit and fact.op in CONVERSIONS and fact.operands and node.users:
             readers = [facts[user] for user in node.users]
-            if all(internal(reader) and reader.pinned is None and all_cast_back(reader.node) for reader in readers):
+            if all(_casts_back(r) or (internal(r) and r.pinned is None and all_cast_back(r.node)) for r in readers):
                 fact.pinned, fact.relative = None, True
+
+
+def _casts_back(fact: _Fact) -> bool:
+    return fact.relative and fact.pinned is None
 
 
 # -- 5. names and order --------------------------------------------------------------------
@@ -474,6 +528,8 @@ _PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 
 def _base_name(fact: _Fact, entry: str, names: tuple[str, ...]) -> str:
     node = fact.node
+    if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"size_{fact.op}" if fact.role == "op" else "size"  # they come and go with symbolic shapes
     if fact.role == "op":
         return fact.op
     if fact.role == "output":
@@ -537,7 +593,7 @@ def _vertex(fact: _Fact, lists: OpLists, ties: _Ties, entry: str) -> OpNode:
     return OpNode(
         fact.name,
         fact.op if fact.role == "op" else fact.role,
-        lists.kind(fact.row.name) if fact.row else None,
+        fact.kind,
         tuple(fact.operands),
         fact.dtype,
         tuple(s if isinstance(s, int) else str(s) for s in shape),

@@ -57,9 +57,10 @@ def _export(
                 plain, args, kwargs=kwargs, dynamo=True, verbose=False, opset_version=opset, dynamic_shapes=dynamic_shapes
             )
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        cause = error.__cause__ or error  # the exporter wraps what went wrong in a page of advice
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         raise CaptureError(
-            f"torch.onnx.export cannot export {type(plain).__name__}: {type(error).__name__}: {first}; "
+            f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "
             "export the plain model with torch.onnx.export to see its full report"
         ) from error
     finally:

@@ -25,7 +25,7 @@ from amprewrite.frontends.onnx_facts import Facing
 from amprewrite.onnx_ops import FLOW, QUANTISED, Signature, constant_tensor, format_of, op_of, signature
 from amprewrite.onnx_samples import Samples, elements
 from amprewrite.onnx_weights import Loss
-from amprewrite.op_graph import Demand, OpGraph, OpNode, Operand
+from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.oplists import OpLists, find_op
 
 Pin = tuple[Colour, Reason, str]
