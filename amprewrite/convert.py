@@ -178,14 +178,16 @@ def load(source: Source) -> ir.Model:
     except FileNotFoundError as error:
         raise CaptureError(f"there is no file {source}; check the path") from error
     except Exception as error:
-        raise CaptureError(f"{_name(source)} is no ONNX model, or a truncated one ({type(error).__name__}: {error}); export it again") from error
+        said = f"{type(error).__name__}: {error}"
+        raise CaptureError(f"{_name(source)} is no ONNX model, or a truncated one ({said}); export it again") from error
     if model.graph is None or not len(model.graph.outputs):
         raise CaptureError(f"{_name(source)} holds no ONNX graph with outputs; export it again")
     for graph in model.graphs():
         for value in graph.initializers.values():
             held = value.const_value
             if isinstance(held, ir.ExternalTensor) and not Path(held.path).is_file():
-                raise CaptureError(f"{_name(source)}: the data of {value.name} is missing: there is no {held.path}; put it beside the model")
+                where = f"{_name(source)}: the data of {value.name} is missing"
+                raise CaptureError(f"{where}: there is no {held.path}; put it beside the model")
     return model
 
 
@@ -223,7 +225,8 @@ class _Job:
         model = self.model
         opset = model.opset_imports.get("", 0)
         if opset < OLDEST:
-            raise CaptureError(f"the model is of opset {opset}, older than {OLDEST}; raise it with onnx.version_converter.convert_version")
+            remedy = "raise it with onnx.version_converter.convert_version"
+            raise CaptureError(f"the model is of opset {opset}, older than {OLDEST}; {remedy}")
         if model.functions:
             self.notes.append(f"{len(model.functions)} local functions were inlined")
             ir_passes.InlinePass()(model)
@@ -255,8 +258,9 @@ class _Job:
             return
         if raised.opset_imports[""] == needed:
             self.model = raised
-            self.model.ir_version = max(raised.ir_version, onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", needed)]))
-            self.notes.append(f"opset raised from {opset} to {needed}: older ones take no {self.low.name} in every op of the model")
+            least = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", needed)])
+            self.model.ir_version = max(raised.ir_version, least)
+            self.notes.append(f"opset raised from {opset} to {needed}, at which all its ops take {self.low.name}")
 
     def _wants_low(self, node: ir.Node) -> bool:
         kind = self.lists.kind(op_of(node))
@@ -330,7 +334,8 @@ class _Job:
         if max_rel_err is not None and strict is None:
             raise EmitError("max_rel_err= cannot be kept: the model did not run on samples; pass calibration=")
         if max_rel_err is not None and strict is not None and not strict <= max_rel_err:
-            raise EmitError(f"the relative L2 error under strict rounding is {strict:.3g}, more than {max_rel_err:g}; nothing was written")
+            found = f"the relative L2 error under strict rounding is {strict:.3g}"
+            raise EmitError(f"{found}, more than {max_rel_err:g}; nothing was written")
         return replace(report, valid=True, runtime_error=runtime, strict_error=strict)
 
     def _run_here(self, made: str | onnx.ModelProto, samples: Samples) -> float | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -23,18 +24,24 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _EXPORT = "use amp.export_program(args)"
 
 
-def compile_afresh(function: Callable[..., Any], backend: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-    """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped."""
+def compile_afresh(function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module) -> Callable[..., Any]:
+    """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
+
+    Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others.
+    """
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=backend, fullgraph=whole, **isolated)  # type: ignore[call-overload]
-    if _ISOLATES:
+    settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
+    if any(isinstance(module, nn.RNNBase) for module in root.modules()):
+        settings["allow_rnn"] = True
+    if not settings:
         return compiled
 
-    def with_limit(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+    def with_settings(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(settings):
             return compiled(*args, **kwargs)
 
-    return with_limit
+    return with_settings
 
 
 def fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:

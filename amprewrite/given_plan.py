@@ -27,8 +27,8 @@ def match_region(plan: CastPlan, program: Program) -> RegionPlan:
 
 
 def _first_mismatch(region: RegionPlan, program: Program) -> str:
-    here = [node for node in program.graph if node.dtype]  # symbolic sizes come and go with the batch
-    there = [planned for planned in region.nodes if planned.dtype]
+    here = [node for node in program.graph if node.dtype or node.role == "output"]  # symbolic sizes come and go with the batch
+    there = [planned for planned in region.nodes if planned.dtype or planned.role == "output"]
     for planned, node in zip(there, here, strict=False):
         if planned.name != node.name:
             return f"it has a node {planned.name} where the model has {node.name}"

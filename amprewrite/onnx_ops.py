@@ -21,7 +21,7 @@ OLDEST = 7
 """Opsets before it broadcast by attribute: they are refused."""
 FLOW = {"If", "Loop", "Scan"}
 """Ops whose bodies are read as part of the graph around them."""
-QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"}
+QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 HEAVY = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "Einsum"}
 
 VOCABULARY: dict[str, str] = {

@@ -58,7 +58,8 @@ def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> A
         import onnxruntime as ort
     except ImportError as error:
         raise CaptureError(
-            "ONNX Runtime is not installed, so the file cannot be run; pip install 'amprewrite[onnx]' (CPU) or 'amprewrite[onnx-gpu]'"
+            "ONNX Runtime is not installed, so the file cannot be run; "
+            "pip install 'amprewrite[onnx]' for the CPU, 'amprewrite[onnx-gpu]' for CUDA"
         ) from error
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -87,7 +88,8 @@ def read_feeds(model: ir.Model, calibration: Any) -> list[Feed]:
             raise PolicyError(f"calibration={str(calibration)!r} cannot be read as .npz: {error}") from error
     samples = [calibration] if isinstance(calibration, Mapping) else calibration
     if not isinstance(samples, Iterable) or isinstance(samples, bytes):
-        raise PolicyError(f"calibration= takes a mapping of input names to arrays, several, or an .npz path, not {type(samples).__name__}")
+        wanted = "a mapping of input names to arrays, several, or an .npz path"
+        raise PolicyError(f"calibration= takes {wanted}, not {type(samples).__name__}")
     feeds = [_checked(model, sample, index) for index, sample in enumerate(samples)]
     if not feeds:
         raise PolicyError("calibration= holds no sample; leave it out to run on made-up inputs")
@@ -99,9 +101,8 @@ def _checked(model: ir.Model, sample: Any, index: int) -> Feed:
     if not isinstance(sample, Mapping):
         raise PolicyError(f"calibration sample {index} is a {type(sample).__name__}; give a mapping with {', '.join(inputs)}")
     if set(sample) != set(inputs):
-        raise PolicyError(
-            f"calibration sample {index} has {', '.join(map(str, sample)) or 'nothing'}; the model's inputs are {', '.join(inputs)}"
-        )
+        given = ", ".join(map(str, sample)) or "nothing"
+        raise PolicyError(f"calibration sample {index} has {given}; the model's inputs are {', '.join(inputs)}")
     feed: Feed = {}
     for name, value in inputs.items():
         array = np.asarray(sample[name])

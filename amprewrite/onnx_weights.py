@@ -113,7 +113,7 @@ def loss_of(name: str, found: Facts, fmt: Format, saturates: bool) -> Loss | Non
         why = f"{found.overflow} of {found.elements} values exceed {fmt.name}'s {fmt.max:g} (largest {found.largest:.3g})"
         return Loss(name, found.elements, found.flushed, 0, True, why)
     if found.worst > LOSS * fmt.eps:
-        why = f"{found.flushed} of {found.elements} values vanish in {fmt.name} and others lose bits (smallest {found.smallest:.3g})"
+        why = f"{found.flushed} of {found.elements} values vanish in {fmt.name}, others lose bits (smallest {found.smallest:.3g})"
         return Loss(name, found.elements, found.flushed, 0, True, why)
     if found.overflow:
         why = f"{found.overflow} of {found.elements} values become {fmt.name}'s lowest or highest: a mask or bound"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from amprewrite.errors import CaptureError, PolicyError
+from amprewrite.errors import CaptureError, OpListError, PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
 from amprewrite.loss_scale import parse_loss_scale
 from amprewrite.oplists import OpLists, op_lists
@@ -132,7 +132,7 @@ def _options(
     low = None if dtype is None else parse_format(dtype)
     checked = parse_overrides(overrides or {}, low or LOW_FORMATS[1])
     if not isinstance(lists, str | OpLists):
-        raise PolicyError(f"lists= takes the name of a preset or an OpLists value, not {type(lists).__name__}")
+        raise OpListError(f"lists={lists!r} is no preset; use the name of one, or an OpLists value")
     op_lists(lists, low or LOW_FORMATS[1], "cpu")
     if not (isinstance(backend, str) or callable(backend)):
         raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")

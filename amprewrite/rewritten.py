@@ -143,8 +143,13 @@ def rewritten(model: nn.Module, options: Options) -> Any:
     session = Session(options, amp)
     amp.__dict__[_SESSION] = session
     session.entries[""] = Entry(session, "", own_forward or cls.forward.__get__(amp))
+    scripted = ""
     for path, module in amp.named_modules():
-        if module is not amp and not isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):
+            if not scripted or not path.startswith(scripted):
+                scripted = f"{path}."
+                session.cannot_read(path, "a TorchScript module hides its Python code; put in the module it was made from")
+        elif module is not amp:
             if isinstance(module, Rewritten):
                 _unwrap(module)
             module._compiled_call_impl = part_call(session, path, module)

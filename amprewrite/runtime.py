@@ -90,7 +90,8 @@ class Graphs:
         self.full = False
         """Some frame has no room left for another graph: Dynamo would run it as it is written."""
         self._captures: Counter[int | None] = Counter()
-        self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), whole=entry.session.options.strict)
+        session = entry.session
+        self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), session.options.strict, session.root)
 
     @property
     def stale(self) -> bool:
@@ -170,6 +171,7 @@ class Session:
     calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
     """Every set of regions that one call ran, in order; those of an entry that started afresh are gone."""
     last: tuple[Region, ...] = ()
+    unreadable: list[Skipped] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     cache: WeightCache = field(default_factory=WeightCache)
@@ -350,11 +352,16 @@ class Session:
     def _note(self, text: str) -> None:
         self.notes[text] = None
 
+    def cannot_read(self, path: str, why: str) -> None:
+        """A part that no capture can ever read."""
+        self.unreadable.append(Skipped(path, why))
+        self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}")
+
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
         """What ran outside the rewritten graphs since each entry last started afresh."""
-        return tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
+        return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
 
     def plan_of(self, regions: tuple[Region, ...]) -> CastPlan:
         lists = self.options.lists

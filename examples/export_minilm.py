@@ -71,7 +71,8 @@ def main() -> None:
     print(result.report)
     cosine = torch.nn.functional.cosine_similarity(embeddings["fp32"].double(), embeddings["fp16"].double())
     print(f"cosine between fp32 and fp16 embeddings: {cosine.min():.6f} or more")
-    print(f"file: {sizes['fp32'] / 1e6:.1f} MB in fp32, {sizes['fp16'] / 1e6:.1f} MB in fp16 ({sizes['fp16'] / sizes['fp32']:.2f})")
+    high, low = sizes["fp32"], sizes["fp16"]
+    print(f"file: {high / 1e6:.1f} MB in fp32, {low / 1e6:.1f} MB in fp16 ({low / high:.2f})")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def noise(*shape: int) -> np.ndarray:
 
 def net(nodes, ins, outs, inits, feed, opset: int = 18, functions=(), domains=()) -> Net:
     opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
-    made = helper.make_model(graph(nodes, "net", ins, outs, inits), opset_imports=opsets, ir_version=10, functions=list(functions))
+    whole = graph(nodes, "net", ins, outs, inits)
+    made = helper.make_model(whole, opset_imports=opsets, ir_version=10, functions=list(functions))
     return Net(made if domains else onnx.shape_inference.infer_shapes(made), feed)
 
 
@@ -134,7 +135,8 @@ def underflow() -> Net:
         node("Div", ["u", "sd"], ["normed"]),
         node("Gemm", ["normed", "w1"], ["out"], name="last"),
     ]
-    inits = [weight("w0", 16, 16, scale=1e-9), const("k", 3e8), const("eps", 1e-12), const("axis", [-1], np.int64), weight("w1", 16, 16)]
+    scales = [const("k", 3e8), const("eps", 1e-12), const("axis", [-1], np.int64)]
+    inits = [weight("w0", 16, 16, scale=1e-9), *scales, weight("w1", 16, 16)]
     return net(nodes, [value("x", 4, 16)], [value("out", 4, 16)], inits, {"x": noise(4, 16)})
 
 
@@ -155,7 +157,7 @@ def lstm() -> Net:
         node("Gemm", ["hh", "w1"], ["out"], name="last"),
     ]
     inits = [
-        weight("table", 50, 16), weight("w", 1, 64, 16, scale=0.2), weight("r", 1, 64, 16, scale=0.2), weight("b", 1, 128, scale=0.1),
+        weight("table", 50, 16), weight("w", 1, 64, 16, scale=0.2), weight("r", 1, 64, 16, scale=0.2), weight("b", 1, 128),
         const("axis", [0], np.int64), weight("w1", 16, 8),
     ]  # fmt: skip
     ids = np.arange(20).reshape(5, 4)
@@ -176,7 +178,8 @@ def unet() -> Net:
     ]
     inits = [
         weight("c0", 8, 3, 3, 3, scale=0.2), weight("c1", 16, 8, 3, 3, scale=0.1), weight("c2", 2, 24, 3, 3, scale=0.1),
-        const("g", np.ones(8)), const("b", np.zeros(8)), const("m", np.zeros(8)), const("v", np.ones(8)), const("sizes", [1, 1, 2, 2]),
+        const("g", np.ones(8)), const("b", np.zeros(8)), const("m", np.zeros(8)), const("v", np.ones(8)),
+        const("sizes", [1, 1, 2, 2]),
     ]  # fmt: skip
     return net(nodes, [value("x", "n", 3, 16, 16)], [value("out", "n", 2, 16, 16)], inits, {"x": noise(1, 3, 16, 16)})
 
@@ -197,7 +200,8 @@ def torch_nets() -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
     image = torch.randn(1, 3, 32, 32, generator=generator)
     text, seen = {"input_ids": ids}, {"pixel_values": image}
     masked = {**text, "attention_mask": mask}
-    gpt2 = t.GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False, bos_token_id=1, eos_token_id=2)
+    tokens = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2}
+    gpt2 = t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False, **tokens)
     t5 = t.T5Config(vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     swin = t.SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
     resnet = t.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
@@ -248,6 +252,4 @@ def run(model: onnx.ModelProto, feed: dict[str, np.ndarray], level: int | None =
 
 def colours(model: onnx.ModelProto) -> dict[str, str]:
     """Colour of each node, as written in the file."""
-    return {
-        each.name: prop.value for each in all_nodes(model) for prop in each.metadata_props if prop.key == "amprewrite.colour"
-    }
+    return {each.name: prop.value for each in all_nodes(model) for prop in each.metadata_props if prop.key == "amprewrite.colour"}

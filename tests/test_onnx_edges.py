@@ -82,8 +82,8 @@ def test_unknown_domains_are_listed_walls():
 
 
 def test_local_functions_are_inlined():
-    function = helper.make_function("local", "Twice", ["a", "b"], ["c"], [node("MatMul", ["a", "b"], ["t"]), node("MatMul", ["t", "b"], ["c"])],
-                                    [helper.make_opsetid("", 18)])  # fmt: skip
+    inside = [node("MatMul", ["a", "b"], ["t"]), node("MatMul", ["t", "b"], ["c"])]
+    function = helper.make_function("local", "Twice", ["a", "b"], ["c"], inside, [helper.make_opsetid("", 18)])
     given = net([node("Twice", ["x", "w"], ["out"], domain="local")], [value("x", 4, 16)], [value("out", 4, 16)],
                 [weight("w", 16, 16)], {}, functions=[function], domains=["local"])  # fmt: skip
     result = rewrite_onnx(given.model)
@@ -201,7 +201,9 @@ BAD = [
     pytest.param(lambda m, tmp: rewrite_onnx(m, overrides={"node:frist": "fp32"}), PolicyError, "node:first", id="unknown node"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, calibration={"y": noise(4, 16)}), PolicyError, "inputs are x", id="wrong name"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, calibration={"x": noise(4, 15)}), PolicyError, "has shape", id="wrong shape"),
-    pytest.param(lambda m, tmp: rewrite_onnx(m, calibration={"x": noise(4, 16).astype(int)}), PolicyError, "int64", id="wrong dtype"),
+    pytest.param(
+        lambda m, tmp: rewrite_onnx(m, calibration={"x": np.ones((4, 16), int)}), PolicyError, "int64", id="wrong dtype"
+    ),
     pytest.param(lambda m, tmp: rewrite_onnx(m, calibration=[]), PolicyError, "no sample", id="no sample"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, calibration=tmp / "c.npz"), PolicyError, "cannot be read", id="no npz"),
 ]

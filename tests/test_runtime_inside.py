@@ -190,11 +190,13 @@ def test_disabled_function_inside_is_said():
 
 
 def test_scripted_part():
-    model, x = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))), data()
-    amp = low(model)
-    with pytest.warns(AmpRewriteWarning):
-        got = amp(x)
-    assert ran_low(got, model(x)) and amp.plan.skipped
+    model, x = nn.Sequential(nn.Linear(8, 8), torch.jit.script(mlp())), data()
+    with pytest.warns(AmpRewriteWarning, match="Sequential.1 runs in fp32.*TorchScript"):
+        amp = low(model)
+    assert ran_low(amp(x), model(x))
+    assert [part.where for part in amp.plan.skipped] == ["1"]
+    with pytest.raises(CaptureError, match="TorchScript"):
+        low(model, strict=True)
 
 
 def test_compiled_part():

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -128,10 +127,11 @@ def _insert_cast(model: ir.Model, reading: Reading, cast: Cast, names: _Names) -
     if cast.saturate:
         bounds = [_bound(graph, names, bound, value) for bound in (-to.max, to.max)]
         clip = ir.node("Clip", [value, *bounds], name=names.new(f"clip_{value.name}"), metadata_props={CAST: to.name})
-        clip.outputs[0].name, clip.outputs[0].type, clip.outputs[0].shape = names.new(f"{value.name}_clipped"), value.type, value.shape
-        nodes.append(clip)
         source = clip.outputs[0]
-    node = ir.node("Cast", [source], {"to": int(DTYPES[to.name])}, name=names.new(f"cast_{value.name}"), metadata_props={CAST: to.name})
+        source.name, source.type, source.shape = names.new(f"{value.name}_clipped"), value.type, value.shape
+        nodes.append(clip)
+    name = names.new(f"cast_{value.name}")
+    node = ir.node("Cast", [source], {"to": int(DTYPES[to.name])}, name=name, metadata_props={CAST: to.name})
     copy = node.outputs[0]
     copy.type, copy.shape = ir.TensorType(DTYPES[to.name]), value.shape
     outputs = [slot for user in cast.users for slot in reading.slots[user, cast.value] if slot.owner is model.graph]
@@ -157,7 +157,8 @@ def _insert_cast(model: ir.Model, reading: Reading, cast: Cast, names: _Names) -
 
 def _bound(graph: ir.Graph, names: _Names, bound: float, like: ir.Value) -> ir.Value:
     name = names.new(f"{like.name}_bound")
-    held = ir.Value(name=name, type=like.type, shape=ir.Shape(()), const_value=ir.tensor(np.asarray(bound, np.float32), name=name))
+    tensor = ir.tensor(np.asarray(bound, np.float32), name=name)
+    held = ir.Value(name=name, type=like.type, shape=ir.Shape(()), const_value=tensor)
     graph.register_initializer(held)
     return held
 
@@ -206,7 +207,7 @@ def _annotate(reading: Reading, plan: RegionPlan) -> None:
 # -- files ------------------------------------------------------------------------------
 @contextlib.contextmanager
 def written(model: ir.Model, path: Path, external_data: bool | str) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """The model as files in a folder beside `path`, and a function that moves them into place. Nothing stays if it is not called."""
+    """The model as files in a folder beside `path`, and what moves them into place: nothing stays if it is not called."""
     size = sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value is not None)
     outside = size > BIG if external_data == "auto" else bool(external_data)
     data = f"{path.name}.data"
@@ -224,7 +225,7 @@ def written(model: ir.Model, path: Path, external_data: bool | str) -> Iterator[
             try:
                 for name in (data, path.name):
                     if (folder / name).exists():
-                        os.replace(folder / name, path.parent / name)
+                        (folder / name).replace(path.parent / name)
             except OSError as error:
                 raise EmitError(f"{path} cannot be replaced: {error}; give another path") from error
 

@@ -76,7 +76,8 @@ class Facing:
         if seen.largest * HEADROOM > self.low.max:
             return f"{value.name} reaches {seen.largest:.3g} in a sample run, {self.low.name} ends at {self.low.max:g}"
         if 0 < seen.largest < self.low.smallest_normal and not self._drowned(value):
-            return f"{value.name} stays below {seen.largest:.3g} in a sample run, {self.low.name} thins out at {self.low.smallest_normal:.3g}"
+            thin = f"{self.low.name} thins out at {self.low.smallest_normal:.3g}"
+            return f"{value.name} stays within {seen.largest:.3g} in a sample run, {thin}"
         return ""
 
     def _drowned(self, value: ir.Value, depth: int = 4) -> bool:

@@ -342,7 +342,9 @@ class _Reader:
         huge = any(self.reading.graph[o.value].huge for o in operands)
         pinned = self.facing.pin_far(operands)
         self.turns *= TURNS
-        self.add_value(inner, "op", pinned, op=node.op_type.lower(), name=own, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge)
+        self.add_value(
+            inner, "op", pinned, op=node.op_type.lower(), name=own, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge
+        )
         self.turns //= TURNS
         self.reading.nodes[own] = node
 
@@ -356,7 +358,9 @@ class _Reader:
         operands = self.cross(own, inner)
         huge = any(self.reading.graph[o.value].huge for o in operands)
         pinned = self.facing.pin_far(operands) or (None if huge else self.facing.pin_value(outer))
-        self.add_value(outer, "op", pinned, op=node.op_type.lower(), name=own, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge)
+        self.add_value(
+            outer, "op", pinned, op=node.op_type.lower(), name=own, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge
+        )
         self.reading.nodes[own] = node
 
     def cross(self, name: str, reads: list[tuple[Slot, ir.Value]]) -> tuple[Operand, ...]:

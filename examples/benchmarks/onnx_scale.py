@@ -1,6 +1,6 @@
 """How long `rewrite_onnx` takes for chains of 200 to 6,400 nodes: the time per node should stay flat.
 
-    python examples/benchmarks/onnx_scale.py
+python examples/benchmarks/onnx_scale.py
 """
 
 from __future__ import annotations
