@@ -68,7 +68,7 @@ class Program:
                 NodePlan(
                     node.name, node.op, paint.colour, paint.reason, paint.because_of, paint.detail, node.kind, dtype, node.shape,
                     node.flops, node.module, node.source, node.role, tuple(o.value for o in node.operands),
-                )  # fmt: skip
+                )
             )
         return RegionPlan(self.name, tuple(nodes), self.casts, self.training, tuple(self.notes), self.entry)
 

@@ -11,7 +11,8 @@ from amprewrite.backends.dry_run import Refused, dry_run
 from amprewrite.colour import Colour, Reason
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
-from amprewrite.frontends.fx_reader import example_value, read_graph, tensors
+from amprewrite.frontends.fx_facts import example_value, tensors
+from amprewrite.frontends.fx_reader import read_graph
 from amprewrite.given_plan import check_casts
 from amprewrite.op_graph import Demand
 from amprewrite.oplists import op_lists

@@ -59,7 +59,7 @@ def _raise_value(value: ir.Value) -> None:
             value.const_value = _raised(value.const_value)
 
 
-def _raised(tensor: ir.TensorProtocol) -> ir.Tensor:
+def _raised(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return ir.tensor(np.ascontiguousarray(tensor.numpy().astype(np.float32)), name=tensor.name)
 
 

@@ -133,7 +133,7 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
     model = plain_of(amp)
     forward = model.forward
     recorder.names = parameter_names(forward)
-    model.__dict__["forward"] = compile_afresh(forward, recorder.capture, whole=False)
+    model.__dict__["forward"] = compile_afresh(forward, recorder.capture, whole=False, root=model)
     reference = [t.detach().clone() for t in _output_floats(_run(model, args, kwargs))]
     if not recorder.runs:
         name = type(model).__name__

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from amprewrite.colour import Colour
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FORMATS, FP32, Format
-from amprewrite.frontends.fx_reader import CONVERSIONS, TAKES_SHAPE_ONLY, example_value, tensors
+from amprewrite.frontends.fx_facts import CONVERSIONS, TAKES_SHAPE_ONLY, example_value, tensors
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
 from amprewrite.program import Program

@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from amprewrite.errors import PassError
-from amprewrite.frontends.fx_reader import example_value, hint, tensors
+from amprewrite.frontends.fx_facts import example_value, hint, tensors
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.program import Program

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from amprewrite.frontends.fx_reader import CONVERSIONS, example_value, tensors
+from amprewrite.frontends.fx_facts import CONVERSIONS, example_value, tensors
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST

@@ -155,7 +155,8 @@ def test_a_skipped_step_leaves_everything_where_it_was() -> None:
     (amp(batch(5)[0]).sum() * float("inf")).backward()
     optimizer.step()
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert all(torch.equal(s["step"], t["step"]) for s, t in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True))
+    now = optimizer.state_dict()["state"]
+    assert all(torch.equal(now[key]["step"], kept["step"]) for key, kept in state["state"].items())
     amp(batch(6)[0])
     assert amp.loss_scale.report().skipped == 1
     assert "head" in str(amp.loss_scale.report())

@@ -129,7 +129,7 @@ def test_control_flow_on_data():
         assert ran_low(amp(x), model(x))
     assert len(amp.plan.regions) == 2
     assert any("graph break" in part.why and "test_runtime_inside.py" in part.where for part in amp.plan.skipped)
-    with pytest.raises(CaptureError, match="strict=True.*whole"):
+    with pytest.raises(CaptureError, match=r"strict=True.*whole"):
         low(model, strict=True)(data())
 
 

@@ -54,7 +54,7 @@ def test_copies_made_in_inference_mode_serve_elsewhere():
 
 
 def test_other_batch_sizes_share_the_copies():
-    _, amp, x = warm()
+    _, amp, _x = warm()
     casts(amp, data(5, 8)), casts(amp, data(7, 8))
     assert casts(amp, data(9, 8)) == 0
 

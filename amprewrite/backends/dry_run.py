@@ -8,7 +8,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amprewrite.frontends.fx_reader import ENTER_AUTOCAST, EXIT_AUTOCAST, example_value, tensors, transformed_nodes
+from amprewrite.frontends.fx_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, example_value, tensors, transformed_nodes
 from amprewrite.oplists import op_name
 from amprewrite.passes.insert_casts import CAST
 
@@ -55,7 +55,8 @@ class _DryRun(torch.fx.Interpreter):
         if op_name(n.target) == ENTER_AUTOCAST:
             self.open_autocasts.append(value)
         elif op_name(n.target) == EXIT_AUTOCAST:
-            self.open_autocasts = [c for c in self.open_autocasts if c is not self.env.get(n.args[0])]
+            closed = self.env.get(n.all_input_nodes[0])
+            self.open_autocasts = [context for context in self.open_autocasts if context is not closed]
         got = {t.dtype for t in tensors(value) if t.is_floating_point()}
         if want is not None and value is not None and got - {want}:
             raise Refused(n, f"gives {', '.join(map(str, sorted(got - {want}, key=str)))} where {want} was planned")
@@ -68,7 +69,8 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
     Only nodes that read something changed are run; grad mode and autocast are left as they were.
     """
-    fake_mode = next((t.fake_mode for node in module.graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)), None)
+    values = [t for node in module.graph.nodes for t in tensors(example_value(node))]
+    fake_mode = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
     run = _DryRun(module, expected)
     placeholders = [example_value(node) for node in module.graph.nodes if node.op == "placeholder"]
     grad = torch.is_grad_enabled()

@@ -200,10 +200,11 @@ class _Reader:
             pinned = self.facing.pin_ranges(node, floats, operands, huge)
         module, source = _provenance(node)
         shown = floats[0] if floats else results[0] if results else None
+        numel = sum(map(elements, floats)) * self.turns
         dtype = "fp32" if floats else format_of(shown)
         self.reading.graph.add(
             OpNode(
-                name, op, kind, operands, dtype, _shape(shown) if shown else (), sum(map(elements, floats)) * self.turns, flops(node),
+                name, op, kind, operands, dtype, _shape(shown) if shown else (), numel, flops(node),
                 "", module, source, "op", pinned, name if len(floats) > 1 else "", op == "to", huge,
             )
         )  # fmt: skip
@@ -336,41 +337,32 @@ class _Reader:
             self.add_value(inner, "op", name=self.unique(str(inner.name)), op=node.op_type.lower())
             return
         state = index - 2 if node.op_type == "Loop" else index
-        own = self.unique(f"{name}.in{state}")
-        operands = self.cross(own, [(Slot(node, index), outer)])
-        tie = f"{name}.state{state}" if tied else ""
-        huge = any(self.reading.graph[o.value].huge for o in operands)
-        pinned = self.facing.pin_far(operands)
         self.turns *= TURNS
-        self.add_value(
-            inner, "op", pinned, op=node.op_type.lower(), name=own, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge
-        )
+        self.cross(node, f"{name}.in{state}", inner, [(Slot(node, index), outer)], f"{name}.state{state}" if tied else "")
         self.turns //= TURNS
-        self.reading.nodes[own] = node
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], tie: str = "") -> None:
         """What a body gives to the graph around it."""
         if outer.type is None:
             outer.type = inner[0][1].type
-        if not _is_fp32(outer):
-            return
-        own = self.unique(f"{name}.{outer.index()}")
-        operands = self.cross(own, inner)
-        huge = any(self.reading.graph[o.value].huge for o in operands)
-        pinned = self.facing.pin_far(operands) or (None if huge else self.facing.pin_value(outer))
-        self.add_value(
-            outer, "op", pinned, op=node.op_type.lower(), name=own, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge
-        )
-        self.reading.nodes[own] = node
+        if _is_fp32(outer):
+            self.cross(node, f"{name}.{outer.index()}", outer, inner, tie)
 
-    def cross(self, name: str, reads: list[tuple[Slot, ir.Value]]) -> tuple[Operand, ...]:
-        operands: dict[str, Demand] = {}
-        for slot, value in reads:
-            made = self.read(name, value, slot)
-            if self.constant(value):
+    def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], tie: str) -> None:
+        """A vertex at the border of a body: `value` on one side, what it reads on the other."""
+        name = self.unique(name)
+        demands: dict[str, Demand] = {}
+        for slot, read in reads:
+            made = self.read(name, read, slot)
+            if self.constant(read):
                 self.reading.constants.append(ConstantRead(made, name))
-            operands[made] = Demand.ANY if self.constant(value) else Demand.COLOUR
-        return tuple(Operand(made, demand) for made, demand in operands.items())
+            demands[made] = Demand.ANY if self.constant(read) else Demand.COLOUR
+        operands = tuple(Operand(made, demand) for made, demand in demands.items())
+        huge = any(self.reading.graph[o.value].huge for o in operands)
+        pinned = self.facing.pin_far(operands) or (None if huge else self.facing.pin_value(value))
+        op = node.op_type.lower()
+        self.add_value(value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge)
+        self.reading.nodes[name] = node
 
 
 _PLAIN: Pin = (Colour.PLAIN, Reason.NO_FLOAT, "")

@@ -1,0 +1,223 @@
+"""What is read off one fx node: value, dtype, role, what it writes, and the shapes behind its FLOPs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.colour import Colour, OpKind, Reason
+from amprewrite.formats import dtype_name
+from amprewrite.op_graph import Operand
+from amprewrite.oplists import Op, find_op, is_inplace, op_name
+
+CONVERSIONS = {"to", "type", "type_as", "float", "_to_copy", "convert_element_type"}
+"""Ops that change a dtype and nothing else."""
+TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+                    "new_full", "new_empty"}  # fmt: skip
+"""Ops that take a shape, and unless told otherwise the dtype, of another tensor."""
+ABSOLUTE = {"float"}
+"""Conversions that are always spelled out."""
+ROLES = {"placeholder", "get_attr", "output"}
+FUNCTORCH = ("_increment_nesting", "_decrement_nesting")
+"""Ends of the names of the ops that open and close a torch.func transform."""
+ENTER_AUTOCAST, EXIT_AUTOCAST = "_enter_autocast", "_exit_autocast"
+
+
+@dataclass
+class Fact:
+    """What is read off one fx node before it becomes a vertex."""
+
+    node: torch.fx.Node
+    position: int
+    op: str
+    row: Op | None
+    role: str
+    value: Any
+    dtype: str
+    writes: tuple[torch.fx.Node, ...] = ()
+    autocast: str = ""
+    transformed: bool = False
+    pinned: tuple[Colour, Reason, str] | None = None
+    relative: bool = False
+    free_source: bool = False
+    kind: OpKind | None = None
+    huge: bool = False
+    name: str = ""
+    rank: int = 0
+    operands: list[Operand] = field(default_factory=list)
+
+
+def example_value(node: torch.fx.Node) -> Any:
+    """What capture says the node gives: a fake tensor, a structure of them, or None."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def value_dtype(value: Any) -> str:
+    """Name of the dtype of a value's floating tensors, or of all its tensors where none is floating."""
+    every = tensors(value)
+    floating = [t for t in every if t.is_floating_point() or t.is_complex()]
+    names = {dtype_name(t.dtype) if t.layout == torch.strided else f"sparse {dtype_name(t.dtype)}" for t in floating or every}
+    return "+".join(sorted(names))
+
+
+def hint(size: Any) -> int:
+    """A size as a plain int without making a guard: symbolic sizes give their hint."""
+    if isinstance(size, int):
+        return size
+    known = getattr(getattr(size, "node", None), "_hint", None)
+    return int(known) if isinstance(known, int) else 64
+
+
+def read_fact(node: torch.fx.Node, position: int) -> Fact:
+    op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+    row = find_op(op) if op else None
+    value = example_value(node)
+    fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        fact.dtype = ""  # what it gives is read off its getitems
+    fact.writes = _written(node)
+    if value is None and fact.writes:  # setitem and the like give nothing: they stand for what they write
+        fact.value = example_value(fact.writes[0])
+        fact.dtype = value_dtype(fact.value)
+    return fact
+
+
+def _role(node: torch.fx.Node, value: Any) -> str:
+    if node.op == "output":
+        return "output"
+    if node.op not in ROLES:
+        return "op"
+    source = source_name(node)
+    held = _held(node) if node.op == "get_attr" else None
+    if isinstance(value, torch.nn.Parameter) or isinstance(held, torch.nn.Parameter) or "_parameters[" in source:
+        return "parameter"
+    if "_buffers[" in source or (isinstance(held, torch.Tensor) and is_buffer(node)):
+        return "buffer"
+    return "constant" if node.op == "get_attr" else "input"
+
+
+def _held(node: torch.fx.Node) -> Any:
+    """What a get_attr node reads."""
+    held: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        held = getattr(held, part, None)
+    return held
+
+
+def is_buffer(node: torch.fx.Node) -> bool:
+    path, _, last = str(node.target).rpartition(".")
+    owner = node.graph.owning_module
+    return owner is not None and last in owner.get_submodule(path)._buffers
+
+
+def source_name(node: torch.fx.Node) -> str:
+    """Where Dynamo found a graph input: "L['self']._modules['fc']._parameters['weight']"; "" elsewhere."""
+    arg = node.meta.get("grapharg")
+    source = getattr(arg, "source", None)
+    name = getattr(source, "name", "")
+    return name() if callable(name) else name
+
+
+def _written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    """Tensors that the node writes in place."""
+    written = [a for a in tree_leaves(node.kwargs.get("out")) if isinstance(a, torch.fx.Node)]
+    first = node.args[0] if node.args else None
+    if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
+        inplace = is_inplace(node.target)
+        if not inplace and node.op == "call_function" and "inplace" in _parameters(node.target):
+            at = _parameters(node.target).index("inplace")
+            inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
+        if inplace and tensors(example_value(first)):
+            written.append(first)
+    return tuple(written)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
+    """Names of the parameters a target takes, in order; () where nobody knows."""
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple(argument.name for argument in target._schema.arguments)
+    if callable(target) and not isinstance(target, torch._ops.OpOverloadPacket):
+        try:
+            return tuple(inspect.signature(target).parameters)
+        except (ValueError, TypeError):
+            pass  # a builtin: its ATen schema has the names
+    packet = getattr(torch.ops.aten, op_name(target), None)
+    return _parameters(getattr(packet, packet.overloads()[0])) if packet is not None else ()
+
+
+def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
+    """Mark nodes inside the model's own autocast regions: "on" or "off"."""
+    stack: list[tuple[torch.fx.Node, str]] = []
+    for node, fact in facts.items():
+        if fact.op == ENTER_AUTOCAST:
+            stack.append((node, "on" if node.args[2] else "off"))
+        elif fact.op == EXIT_AUTOCAST:
+            stack = [entry for entry in stack if entry[0] is not node.args[0]]
+        elif stack:
+            fact.autocast = stack[-1][1]
+
+
+def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes inside a torch.func transform (vmap, grad, jvp): their values exist at a level of their own."""
+    depth, found = 0, set()
+    for node in graph.nodes:
+        opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
+        depth += opens
+        if depth:
+            found.add(node)
+        depth -= closes
+    return found
+
+
+def is_opaque(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
+    """Every node among the arguments, with the name of the parameter it is passed to ("" where unknown)."""
+    names = _parameters(node.target) if node.op in ("call_function", "call_method") else ()
+    for position, argument in enumerate(node.args):
+        name = names[position] if position < len(names) else ""
+        yield from ((name, leaf) for leaf in tree_leaves(argument) if isinstance(leaf, torch.fx.Node))
+    for name, argument in node.kwargs.items():
+        yield from ((name, leaf) for leaf in tree_leaves(argument) if isinstance(leaf, torch.fx.Node))
+
+
+def device_of(value: Any) -> str:
+    found = tensors(value)
+    return found[0].device.type if found else "cpu"
+
+
+def flops(op: str, node: torch.fx.Node) -> int:
+    """Multiply-adds times two of a matmul, convolution or attention, from shapes; 0 for anything else."""
+    shapes = [tuple(hint(s) for s in t.shape) for a in node.all_input_nodes for t in tensors(example_value(a))[:1]]
+    out = [math.prod(hint(s) for s in t.shape) for t in tensors(example_value(node))[:1]]
+    if not out or not shapes or not shapes[0]:
+        return 0
+    if op in ("linear", "matmul", "bmm", "mm", "mv", "dot"):
+        return 2 * out[0] * shapes[0][-1]
+    if op in ("addmm", "baddbmm", "addbmm", "addmv") and len(shapes) > 1 and shapes[1]:
+        return 2 * out[0] * shapes[1][-1]
+    if op == "scaled_dot_product_attention" and len(shapes) > 1:
+        return 4 * math.prod(shapes[0]) * shapes[1][-2]
+    if op.startswith("conv") and len(shapes) > 1 and len(shapes[1]) > 1:
+        moved = math.prod(shapes[0]) if "transpose" in op else out[0]
+        return 2 * moved * math.prod(shapes[1]) // max(shapes[1][0], 1)
+    if op in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        steps = math.prod(shapes[0][:-1])
+        return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
+    return 0
