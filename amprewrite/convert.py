@@ -24,8 +24,8 @@ from amprewrite.colour import Colour, OpKind
 from amprewrite.errors import AmpRewriteError, CaptureError, EmitError, PolicyError
 from amprewrite.formats import FP32, Format, parse_format
 from amprewrite.frontends.onnx_file import Reading, read_onnx
-from amprewrite.onnx_ops import OLDEST, VOCABULARY, constant_tensor, format_of, op_of, opset_taking
-from amprewrite.onnx_samples import Feed, Samples, observe, read_feeds, session, weight_bytes
+from amprewrite.onnx_ops import FLOW, OLDEST, VOCABULARY, constant_tensor, format_of, op_of, opset_taking
+from amprewrite.onnx_samples import MOST_BYTES, Feed, Samples, observe, read_feeds, session, weight_bytes
 from amprewrite.onnx_weights import Loss
 from amprewrite.oplists import OpLists, find_op, op_lists
 from amprewrite.pass_base import run_passes
@@ -155,7 +155,7 @@ def export_onnx(
 
     target = _target(path)
     model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes)
-    job = _Job(model, policy, keep_io, notes)
+    job = _Job(model, policy, keep_io, notes, exported=True)
     if policy.low is FP32:
         return job.unchanged(target, external_data)
     job.prepare()
@@ -214,10 +214,10 @@ def _onnx_names(overrides: Mapping[str, str]) -> dict[str, str]:
 class _Job:
     """One model on its way from fp32 to mixed."""
 
-    def __init__(self, model: ir.Model, policy: Policy, keep_io: bool, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: ir.Model, policy: Policy, keep_io: bool, notes: tuple[str, ...] = (), exported: bool = False) -> None:
         self.model, self.policy, self.low, self.keep_io = model, policy, policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
-        self.notes = list(notes)
+        self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
 
     # -- 1. prepare ------------------------------------------------------------------------
@@ -234,11 +234,25 @@ class _Job:
             ir_passes.RemoveInitializersFromInputsPass()(model)
             model.ir_version = max(model.ir_version, 4)
             self.notes.append("initialisers that were inputs, too, are constants now")
-        if any(value.type is None for graph in model.graphs() for node in graph for value in node.outputs if value.name):
-            ir_passes.ShapeInferencePass()(model)
+        self.infer_types()
         self.raise_opset()
         if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):
             self.notes.append("no value of the model is fp32: there is nothing to rewrite")
+
+    def infer_types(self) -> None:
+        """Fill in missing types and shapes of the top graph; the reader works out those of bodies."""
+        missing = {str(v.name): v for n in self.model.graph for v in n.outputs if v.name and v.type is None}
+        if not missing or weight_bytes(self.model) > MOST_BYTES:
+            return
+        try:
+            inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(self.model)))
+        except Exception as error:
+            self.notes.append(f"onnx could not infer types, so ops that read such values stay fp32: {error}")
+            return
+        plain = (node for node in inferred.graph if node.op_type not in FLOW)  # what a body gives, the reader sees itself
+        for value in (v for node in plain for v in node.outputs if v.name in missing):
+            if isinstance(value.type, ir.TensorType):
+                missing[str(value.name)].type, missing[str(value.name)].shape = value.type, value.shape
 
     def raise_opset(self) -> None:
         """To the opset at which all listed ops of the model take the low format."""
@@ -286,14 +300,17 @@ class _Job:
         for op, count in reading.walls.items():
             self.notes.append(f"{op} is on no list ({count} nodes): it stays fp32")
         plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
-        report = OnnxReport(
-            weights_before=self.before, weights_after=constant_bytes(self.model), losses=tuple(reading.losses.values())
-        )
+        report = OnnxReport(weights_before=self.before, weights_after=constant_bytes(self.model), losses=tuple(reading.losses.values()))
         return self.emit(plan, report, samples, target, external_data, verify, max_rel_err)
 
     def sample(self, feeds: list[Feed] | None) -> Samples:
         wanted = [v for n in self.model.graph if n.op_type != "Constant" for v in n.outputs if v.name and format_of(v) == "fp32"]
-        samples = observe(self.model, feeds, wanted)
+        try:
+            samples = observe(self.model, feeds, wanted)
+        except PolicyError as error:
+            if not self.exported:
+                raise
+            samples = Samples(problem=str(error))  # the example inputs ran in PyTorch: the user is not to blame
         if samples.problem:
             self.notes.append(f"no sample run, so no ranges are known and range-bound ops stay fp32: {samples.problem}")
         elif samples.made_up:
@@ -372,8 +389,7 @@ def plan_constants(reading: Reading, colours: dict[str, Colour], low: Format) ->
         if colours[read.partner or read.reader] is Colour.LOW:
             users.setdefault(read.constant, {})[read.reader] = None
     return tuple(
-        Cast(constant, low.name, tuple(readers), saturate=_saturates(reading, constant), weight=True)
-        for constant, readers in users.items()
+        Cast(constant, low.name, tuple(readers), saturate=_saturates(reading, constant), weight=True) for constant, readers in users.items()
     )
 
 

@@ -137,6 +137,11 @@ def at_work() -> bool:
     return torch._guards.TracingContext.try_get() is not None or get_eval_frame_callback() is not None
 
 
+def kept_out() -> bool:
+    """Whether Dynamo is on, but somebody keeps it from the frames that are called now, as checkpoint does for its body."""
+    return not at_work() and not why_switched_off()
+
+
 # -- what Dynamo did not do --------------------------------------------------------------
 def disabled() -> bool:
     """Whether torch.compile hands functions back as they are."""

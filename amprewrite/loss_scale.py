@@ -38,6 +38,8 @@ _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "amprewrite"
+_UNTRIED, _FALLING, _RISING = 3, 2, 1
+"""Stages of a search: no step taken yet; every step so far overflowed; growing back. 0: over, or never begun."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
 
 
@@ -261,8 +263,9 @@ class DynamicLossScale(LossScale):
     `floor` and `cap` bound it; None means unbounded: below, it shrinks for ever; above, it stops at fp32's range, and a
     cap of infinity lets it overflow even that.  `hysteresis` overflows are needed for one backoff; the count is refilled
     when the scale grows, with `refill="good"` after every clean step.  After an overflow the first `rest` clean steps do
-    not count.  With `raise_at_floor` an overflow at the floor ends training at once.  With `search_interval` the scale grows
-    that often until its first overflow: a search from below costs one skipped step, one from above a step for each halving.
+    not count.  With `raise_at_floor` an overflow at the floor ends training at once.  With `search_interval` overflows
+    before the first clean step divide the scale by 16, not 2, and it then doubles that often until it overflows again: a
+    search costs a step or two, not one for each halving. Where the first step is clean nothing differs.
     """
 
     kind = "dynamic"
@@ -300,7 +303,7 @@ class DynamicLossScale(LossScale):
             )
         self._growth_tracker = _scalar(-rest, torch.int32)
         self._left = _scalar(hysteresis, torch.int32)
-        self._searching = _scalar(search_interval is not None, torch.int32)
+        self._searching = _scalar(0 if search_interval is None else _UNTRIED, torch.int32)
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
@@ -351,10 +354,14 @@ class DynamicLossScale(LossScale):
     def _moved_by_where(self, scale: Tensor, overflow: Tensor) -> Tensor:
         """The kernel's rules, with hysteresis, rest, and growth beyond fp32's range if the cap is infinite."""
         back_off = overflow & (self._left <= 1)
-        tracker = self._growth_tracker + 1
+        tracker, backed_off = self._growth_tracker + 1, scale * self.backoff_factor
         if self.search_interval is not None:
-            tracker = tracker + self._searching * (max(self.growth_interval // self.search_interval, 1) - 1)
-            self._searching = torch.where(overflow, 0, self._searching).to(torch.int32)
+            falling, rising = self._searching >= _FALLING, self._searching == _RISING
+            tracker = tracker + rising * (max(self.growth_interval // self.search_interval, 1) - 1)
+            backed_off = torch.where(falling, scale * self.backoff_factor**4, backed_off)
+            after_overflow = torch.where(falling, _FALLING, 0)
+            after_clean = torch.where((self._searching == _FALLING) | rising, _RISING, 0)
+            self._searching = torch.where(overflow, after_overflow, after_clean).to(torch.int32)
         grow = ~overflow & (tracker >= self.growth_interval)
         grown = scale * self.growth_factor
         if self.cap != math.inf:
@@ -362,7 +369,7 @@ class DynamicLossScale(LossScale):
         self._growth_tracker = torch.where(overflow, -self.rest, tracker.masked_fill(grow, 0)).to(torch.int32)
         refilled = ~overflow if self.refill == "good" else grow
         self._left = torch.where(refilled, self.hysteresis, (self._left - overflow.int()).clamp_(min=1)).to(torch.int32)
-        return torch.where(back_off, scale * self.backoff_factor, torch.where(grow, grown, scale))
+        return torch.where(back_off, backed_off, torch.where(grow, grown, scale))
 
     @property
     def at_floor(self) -> bool:
@@ -421,8 +428,8 @@ class DynamicLossScale(LossScale):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # ours: low enough to begin without skipped steps, doubled every 8 clean steps until the first overflow, then as torch does
-    "auto": {"init": 2.0**8, "search_interval": 8},
+    # ours: torch's, but for a quick search where the first steps overflow
+    "auto": {"search_interval": 100},
     # torch/amp/grad_scaler.py: no bounds; grows as long as the product is finite
     "torch": {"floor": None, "cap": None},
     # TensorFlow 1 DynamicLossScale and Keras 2 LossScaleOptimizer: max(scale / 2, 1)

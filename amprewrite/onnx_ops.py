@@ -74,6 +74,9 @@ def op_of(node: ir.Node) -> str:
         return f"{node.domain}::{node.op_type}"
     if node.op_type == "Pow" and len(node.inputs) == 2 and node.inputs[1] is not None:
         return _POWERS.get(_scalar(node.inputs[1]), "pow")
+    reduction = node.attributes.get("reduction")
+    if reduction is not None and node.op_type.startswith("Scatter") and reduction.as_string() != "none":
+        return "scatter_reduce"
     return VOCABULARY.get(node.op_type, node.op_type)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.dynamo import at_work, fresh_code
+from amprewrite.dynamo import fresh_code, kept_out
 from amprewrite.errors import CaptureError
 from amprewrite.loss_scale import LossScale
 from amprewrite.plan import CastPlan, PendingPlan
@@ -165,7 +165,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]
     def inside() -> bool:
-        return session.state.depth > 0 and at_work()
+        return session.state.depth > 0 and not kept_out()
 
     def call_part(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)

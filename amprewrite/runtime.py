@@ -61,9 +61,9 @@ class Options:
 class Region:
     """One rewritten graph, as Dynamo calls it."""
 
-    def __init__(self, session: Session, plan: RegionPlan, run: CompiledFn, scaled: bool = False) -> None:
-        self.plan, self.run, self.state = plan, run, session.state
-        self.scales = session.scales if scaled else None
+    def __init__(self, entry: Entry, plan: RegionPlan, run: CompiledFn, scaled: bool = False) -> None:
+        self.entry, self.plan, self.run, self.state = entry, plan, run, entry.session.state
+        self.scales = entry.session.scales if scaled else None
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
@@ -152,7 +152,10 @@ class _State(threading.local):
 
 
 class _Aside(threading.local):
-    """Per thread: the user's dispatch modes, which Dynamo cannot run under. Every region puts them back."""
+    """Per thread: the user's dispatch modes, which Dynamo cannot run under.
+
+    Every region puts them back; code that runs as it is written, between regions, runs without them.
+    """
 
     def __init__(self) -> None:
         self.modes: list[Any] = []
@@ -211,7 +214,7 @@ class Session:
             state.ran.extend(ran)
         elif ran != self.last:
             self._remember(entry, ran)
-        if not ran or dynamo.frames_given_up() != given_up:
+        if dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran):
             self._not_all_ran(entry, ran, dynamo.new_reasons(reasons))
         return result
 
@@ -264,14 +267,13 @@ class Session:
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
         switched_off = dynamo.why_switched_off()
-        if ran and not (switched_off or said):
+        own = any(region.entry is entry for region in ran)
+        if own and not (switched_off or said):
             return  # another thread is capturing
-        if ran:
-            message = f"{entry.place} has code that runs as it is written, in fp32 around its modules: {switched_off or said}"
-        else:
-            why = switched_off or f"Dynamo captured no graph of it ({said or 'a frame it skips, or no tensor op inside'})"
-            message = f"{entry.place} ran in fp32: {why}"
-        may_help = not switched_off and (not ran or "recompile limit" in said)
+        why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
+        what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
+        message = f"{entry.place} {what}: {why}"
+        may_help = not switched_off and (not own or "recompile limit" in said)
         if may_help and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
             entry.start_afresh()
@@ -330,11 +332,11 @@ class Session:
             graphs.left_out[name] = Skipped(name, why)
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), grad, (f"left in fp32: {why}",), entry.path)
-            return Region(self, plan, emit(module, example_inputs, backend, None))
+            return Region(entry, plan, emit(module, example_inputs, backend, None))
         cache = self.cache if self.options.cache_weights and not grad else None
         if program.scale_loss:
             example_inputs = [*example_inputs, *self.scales()]
-        return Region(self, plan, emit(rewritten, example_inputs, backend, cache), program.scale_loss)
+        return Region(entry, plan, emit(rewritten, example_inputs, backend, cache), program.scale_loss)
 
     def _match_given(self, program: Program) -> RegionPlan:
         assert self.options.given is not None
@@ -411,12 +413,18 @@ def _pushed(modes: list[Any]) -> Iterator[None]:
 _OUR_DOOR = "a rewritten model compiles its own graphs"
 
 
+def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
+    if torch.compiler.is_compiling() or dynamo.at_work():
+        return _enter_alone(session, path, args, kwargs)
+    return session.call(session.entries[path], args, kwargs)
+
+
 @torch._dynamo.disable(  # type: ignore[misc]
     reason=f"{_OUR_DOOR}: pass backend='inductor' to amprewrite.rewrite instead of wrapping it in "
     "torch.compile, and use amp.export_program(args) instead of torch.export"
 )
-def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
+def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return session.call(session.entries[path], args, kwargs)
 
 

@@ -159,18 +159,25 @@ def test_every_preset_but_ours_has_an_original():
     assert set(PRESETS) == {*ORIGINALS, "auto"}
 
 
-def test_auto_searches_from_below_until_the_first_overflow_and_then_moves_as_torch_does():
-    searched = trajectory(parse_loss_scale("auto", "fp16"), [False] * 24 + [True] + [False] * 40)
-    assert searched[:25] == [256.0] * 8 + [512.0] * 8 + [1024.0] * 8 + [2048.0]
-    assert searched[25:] == [1024.0] * 41
+def test_auto_moves_as_torch_does_where_the_first_step_is_clean():
+    overflows = [False] * 30 + [True] + [False] * 40
+    assert trajectory(parse_loss_scale("auto", "fp16"), overflows) == torch_steps(overflows, 2000)
+
+
+def test_auto_falls_fast_until_the_first_clean_step_then_grows_back_until_it_overflows():
+    searched = trajectory(parse_loss_scale("auto", "fp16"), [True] * 2 + [False] * 201 + [True] + [False] * 200)
+    assert searched[:4] == [65536.0, 4096.0, 256.0, 256.0]
+    assert searched[102:104] == [256.0, 512.0]
+    assert searched[202:204] == [512.0, 1024.0]
+    assert searched[204:] == [512.0] * 201
 
 
 def test_a_search_goes_on_after_a_resume():
     first = parse_loss_scale("auto", "fp16")
-    trajectory(first, [False] * 5)
+    trajectory(first, [True, False])
     second = parse_loss_scale("auto", "fp16")
     second.load_state_dict(first.state_dict())
-    assert trajectory(second, [False] * 3)[-1] == 512.0
+    assert trajectory(second, [False] * 100)[-2:] == [4096.0, 8192.0]
 
 
 @pytest.mark.parametrize("window", [1, 3, 20], ids="window {}".format)
@@ -403,8 +410,8 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(state, says):
 @pytest.mark.parametrize(
     ("spec", "fmt", "kind", "value"),
     [
-        ("auto", FP16, DynamicLossScale, 2**8),
-        ("auto", "fp16", DynamicLossScale, 2**8),
+        ("auto", FP16, DynamicLossScale, 2**16),
+        ("auto", "fp16", DynamicLossScale, 2**16),
         ("auto", BF16, NoLossScale, 1),
         ("auto", torch.float32, NoLossScale, 1),
         ("none", FP16, NoLossScale, 1),

@@ -236,6 +236,31 @@ def test_open_dims_may_be_empty_at_run_time():
     assert run(rewrite_onnx(given.model).model, {"x": noise(0, 16)})[0].shape == (0, 16)
 
 
+def test_scatters_that_add_up_stay_fp32():
+    scatter = node("ScatterND", ["h", "at", "more"], ["mid"], name="scatter", reduction="add")
+    given = gemm_chain(scatter, inits=[const("at", [[0]], np.int64), const("more", np.ones((1, 16)))])
+    assert colours(rewrite_onnx(given.model).model)["scatter"] == "high"
+
+
+def test_sequences_in_a_loop_are_walled_off():
+    body = graph(
+        [node("SequenceInsert", ["s_in", "h"], ["s_out"]), node("Identity", ["c_in"], ["c_out"])],
+        "body",
+        [value("i", dtype=I64), value("c_in", dtype=onnx.TensorProto.BOOL), onnx.ValueInfoProto(name="s_in")],
+        [value("c_out", dtype=onnx.TensorProto.BOOL), onnx.ValueInfoProto(name="s_out")],
+    )
+    given = gemm_chain(
+        node("SequenceEmpty", [], ["empty"]),
+        node("Loop", ["n", "yes", "empty"], ["rows"], body=body),
+        node("ConcatFromSequence", ["rows"], ["mid"], axis=0),
+        inits=[const("n", 2, np.int64), const("yes", True, np.bool_)],
+    )
+    given.model.graph.output[0].CopyFrom(value("out", 8, 16))
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert run(result.model, given.feed)[0].shape == (8, 16)
+    assert colours(result.model)["first"] == colours(result.model)["last"] == "low"
+
+
 def test_integers_that_are_no_mask_are_not_made_low_unseen():
     nodes = [node("Cast", ["ids"], ["f"], to=F32, name="cast"), node("MatMul", ["f", "w"], ["out"], name="a")]
     given = net(nodes, [value("ids", 4, 16, dtype=I64)], [value("out", 4, 16)], [weight("w", 16, 16)], {})

@@ -77,6 +77,17 @@ def test_inputs_go_by_keyword(block, tmp_path):
     assert result.report.strict_error < 5e-3
 
 
+class Epsilon(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (x.norm(dim=-1, keepdim=True) + 1e-8)
+
+
+def test_an_epsilon_that_the_exporter_drops_is_kept(tmp_path):
+    x = torch.zeros(2, 4)
+    result = export_onnx(amprewrite.rewrite(Epsilon().eval(), dtype="fp16"), tmp_path / "m.onnx", (x,))
+    assert np.isfinite(run(result.model, {"x": x.numpy()})[0]).all()
+
+
 class Untraceable(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.exp() if x.sum() > 0 else x.cos()

@@ -89,6 +89,7 @@ def test_cache_goes_out_and_comes_in():
     assert ran_low(got.logits, want.logits)
 
 
+@pytest.mark.filterwarnings("ignore::amprewrite.AmpRewriteWarning")  # torch 2.11 breaks at a copy of the configuration
 def test_t5_generate_and_its_encoder_alone():
     model = t5().eval()
     amp = low(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import logging
@@ -16,9 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32
-from amprewrite.onnx_samples import Feed
+from amprewrite.onnx_samples import MOST_BYTES, Feed, session, weight_bytes
 from amprewrite.policy import Policy
 from amprewrite.rewritten import Rewritten, plain_of, session_of
+from amprewrite.strict_onnx import relative_error
+
+AGREES = 1e-2
+"""Relative L2 error beyond which an fp32 export is wrong."""
 
 
 def exported(
@@ -41,11 +46,24 @@ def exported(
     if policy.low is FP32:
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
     model = _export(plain, args, kwargs, opset, dynamic_shapes)
-    return model, _feed(model, plain, args, kwargs), policy, notes
+    feed = _feed(model, plain, args, kwargs)
+    if feed and not _agrees(model, feed, plain, args, kwargs):
+        whole = _export(plain, args, kwargs, opset, dynamic_shapes, optimize=False)
+        if _agrees(whole, feed, plain, args, kwargs):
+            model = whole
+            notes += ("the exporter's optimiser changes what this model computes: exported without it",)
+        else:
+            notes += ("the fp32 export does not compute what the model does on the example inputs",)
+    return model, feed, policy, notes
 
 
 def _export(
-    plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opset: int | None, dynamic_shapes: Any
+    plain: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    opset: int | None,
+    dynamic_shapes: Any,
+    optimize: bool = True,
 ) -> ir.Model:
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
@@ -54,7 +72,14 @@ def _export(
         with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                plain, args, kwargs=kwargs, dynamo=True, verbose=False, opset_version=opset, dynamic_shapes=dynamic_shapes
+                plain,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                dynamic_shapes=dynamic_shapes,
+                optimize=optimize,
             )
     except Exception as error:
         cause = error.__cause__ or error  # the exporter wraps what went wrong in a page of advice
@@ -68,6 +93,22 @@ def _export(
     assert program is not None
     model: ir.Model = program.model
     return model
+
+
+def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the file gives what the model gives; True, too, where one of them cannot be run here or results differ in number."""
+    if weight_bytes(model) > MOST_BYTES:
+        return True
+    try:
+        got = session(ir.to_proto(model), 0).run(None, feed)
+        with torch.no_grad(), torch.random.fork_rng():
+            wanted = tree_leaves(copy.deepcopy(plain)(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+    except Exception:
+        return True
+    arrays = [leaf.detach().cpu().numpy() for leaf in wanted if isinstance(leaf, torch.Tensor)]
+    if [a.shape for a in arrays] != [g.shape for g in got]:
+        return True
+    return relative_error([arrays], [got]) < AGREES
 
 
 def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed:

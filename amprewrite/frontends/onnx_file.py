@@ -110,7 +110,6 @@ class _Reader:
 
     def read_nodes(self, graph: ir.Graph) -> None:
         for node in graph:
-            self.infer(node)
             if node.op_type in FLOW and node.domain == "" and not (node.op_type == "Scan" and self.opset < 9):
                 {"If": self.read_if, "Loop": self.read_loop, "Scan": self.read_scan}[node.op_type](node)
             elif node.op_type != "Constant" or node.domain:
@@ -152,9 +151,7 @@ class _Reader:
         pinned = pinned if dtype == "fp32" else _PLAIN
         shape = _shape(value)
         numel = 0 if role in ("constant", "parameter") else elements(value) * self.turns
-        self.reading.graph.add(
-            OpNode(name, op or role, kind, operands, dtype, shape, numel, role=role, pinned=pinned, tie=tie, huge=huge)
-        )
+        self.reading.graph.add(OpNode(name, op or role, kind, operands, dtype, shape, numel, role=role, pinned=pinned, tie=tie, huge=huge))
         self.reading.values[name] = value
         if dtype == "fp32":
             self.of[value] = name
@@ -178,6 +175,7 @@ class _Reader:
 
     # -- nodes -----------------------------------------------------------------------------
     def read_node(self, node: ir.Node) -> None:
+        self.infer(node)
         sig = signature(node.domain, node.op_type, self.opset)
         op = op_of(node)
         row = find_op(op)
@@ -186,7 +184,8 @@ class _Reader:
         group = sig.output(floats[0].index() or 0) if sig and floats else ""
         name = self.unique(node.name or op)
         bodies = [graph for attribute in node.attributes.values() for graph in _graphs(attribute)]
-        listed = row is not None and sig is not None and self.lists.kind(row.name) is not None and not bodies
+        typed = all(value is None or value.type is not None for value in node.inputs)
+        listed = typed and row is not None and sig is not None and self.lists.kind(row.name) is not None and not bodies
         kind = self.facing.kind(op, node) if listed else None
         if listed and sig is not None:
             operands = self.operands(name, node, sig, group, bool(floats))
@@ -267,9 +266,7 @@ class _Reader:
                 made[self.read(name, value, slot)] = None
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
-    def pin(
-        self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]
-    ) -> Pin | None:
+    def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
         """The colour that facts about the op force; None where lists and passes decide."""
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op
@@ -294,8 +291,6 @@ class _Reader:
             self.read_nodes(branch)
         name = self.unique(node.name or "if")
         for index, value in enumerate(node.outputs):
-            if value.type is None:
-                value.type = branches[0].outputs[index].type
             self.leave(name, node, value, [(Slot(branch, index), branch.outputs[index]) for branch in branches])
 
     def read_loop(self, node: ir.Node) -> None:
@@ -331,7 +326,7 @@ class _Reader:
         outer = node.inputs[index]
         if outer is None:
             return
-        if inner.type is None:
+        if inner.type is None and isinstance(outer.type, ir.TensorType):
             inner.type = outer.type
         if not _is_fp32(inner) or not _is_fp32(outer):
             self.add_value(inner, "op", name=self.unique(str(inner.name)), op=node.op_type.lower())
@@ -343,7 +338,7 @@ class _Reader:
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], tie: str = "") -> None:
         """What a body gives to the graph around it."""
-        if outer.type is None:
+        if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             outer.type = inner[0][1].type
         if _is_fp32(outer):
             self.cross(node, f"{name}.{outer.index()}", outer, inner, tie)
