@@ -1,6 +1,7 @@
 """Automatic mixed precision as a graph-rewrite compiler pass for PyTorch."""
 
 from pathlib import Path as _Path
+from typing import Any as _Any
 
 # In a checkout `passes/` stands beside this folder; an installed wheel holds it as amprewrite/passes.
 _root = _Path(__file__).resolve().parent.parent
@@ -27,7 +28,17 @@ from amprewrite.loss_scale import (  # noqa: E402
 from amprewrite.oplists import OpLists  # noqa: E402
 from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped  # noqa: E402
 from amprewrite.rewrite import plan, rewrite  # noqa: E402
+from amprewrite.rewritten import onnx_road as _onnx_road  # noqa: E402
 from amprewrite.verify import verify  # noqa: E402
+
+
+def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
+    """Rewrite an fp32 ONNX model into mixed precision; `amprewrite.convert.rewrite_onnx` has the options and the result.
+
+    EmitError where the onnx extra is not installed.
+    """
+    return _onnx_road().rewrite_onnx(model, out, **options)
+
 
 __version__ = "0.1.0"
 
@@ -53,5 +64,6 @@ __all__ = [
     "StaticLossScale",
     "plan",
     "rewrite",
+    "rewrite_onnx",
     "verify",
 ]

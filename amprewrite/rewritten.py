@@ -6,17 +6,21 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from amprewrite.dynamo import fresh_code, kept_out
-from amprewrite.errors import CaptureError
+from amprewrite.errors import CaptureError, EmitError
 from amprewrite.loss_scale import LossScale
 from amprewrite.plan import CastPlan, PendingPlan
 from amprewrite.runtime import Entry, Options, Session, enter
 from amprewrite.twin import twin_of
+
+if TYPE_CHECKING:
+    from amprewrite.convert import OnnxResult
 
 _SESSION = "_amprewrite_session"
 _FORWARD = "_amprewrite_forward"
@@ -63,6 +67,15 @@ class Rewritten(nn.Module):
 
         return export_program(self, args, kwargs or {}, **options)
 
+    def export_onnx(
+        self, path: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> OnnxResult:
+        """Write the rewritten model as an ONNX file; `amprewrite.convert.export_onnx` has the options and the result.
+
+        EmitError where the onnx extra is not installed.
+        """
+        return onnx_road().export_onnx(self, path, args, kwargs, **options)
+
     # -- what must stay in step with the parameters --------------------------------
     def train(self, mode: bool = True) -> Any:
         session_of(self).cache.clear()
@@ -84,6 +97,15 @@ class Rewritten(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rewritten, (plain_of(self), _options_with_scale(self))
+
+
+def onnx_road() -> ModuleType:
+    """amprewrite.convert, which needs the onnx extra; EmitError with the install line where that is missing."""
+    try:
+        from amprewrite import convert
+    except ImportError as error:
+        raise EmitError(f"ONNX needs {error.name}, which is not installed: pip install 'amprewrite[onnx]' (GPU: [onnx-gpu])") from error
+    return convert
 
 
 def session_of(model: nn.Module) -> Session:

@@ -95,12 +95,12 @@ class Facing:
 
     def pin_value(self, value: ir.Value) -> Pin | None:
         text = self.too_far(value)
-        return (Colour.HIGH, Reason.REFUSED, text) if text else None
+        return (Colour.HIGH, Reason.OUT_OF_RANGE, text) if text else None
 
     def pin_far(self, operands: tuple[Operand, ...]) -> Pin | None:
         for operand in operands:
             if operand.demand is Demand.COLOUR and operand.value in self.far:
-                return Colour.HIGH, Reason.REFUSED, f"its input {self.far[operand.value]}"
+                return Colour.HIGH, Reason.OUT_OF_RANGE, f"its input {self.far[operand.value]}"
         return None
 
     def pin_ranges(self, node: ir.Node, floats: list[ir.Value], operands: tuple[Operand, ...], huge: bool) -> Pin | None:
