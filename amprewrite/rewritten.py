@@ -27,7 +27,12 @@ _FORWARD = "_amprewrite_forward"
 
 
 class Rewritten(nn.Module):
-    """What a rewritten model has beyond its own class."""
+    """What a rewritten model has beyond its own class.
+
+    A part called by itself (`amp.encoder(x)`) runs rewritten too. Two things it cannot tell: a `torch.compile` of yours around
+    a part alone, and a part's `forward` called by name, which both run the part's own code. Hooks on all modules of the
+    process (`register_module_forward_hook`) see the model as one call.
+    """
 
     @property
     def plan(self) -> CastPlan:
@@ -56,9 +61,7 @@ class Rewritten(nn.Module):
         """
         session_of(self).gate.attach(optimizer)
 
-    def export_program(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> torch.export.ExportedProgram:
+    def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
 
         `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError where export cannot capture the model.

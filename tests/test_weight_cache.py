@@ -66,9 +66,7 @@ WRITES = {
     "load_state_dict, assign": lambda m, amp: amp.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
     ".data =": lambda m, amp: setattr(m.first.weight, "data", m.first.weight.detach() * 2),
     "new Parameter": lambda m, amp: setattr(amp.first, "weight", nn.Parameter(m.first.weight * 2)),
-    "vector_to_parameters": lambda m, amp: nn.utils.vector_to_parameters(
-        2 * nn.utils.parameters_to_vector(m.parameters()), m.parameters()
-    ),
+    "vector_to_parameters": lambda m, amp: nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector(m.parameters()), m.parameters()),
 }
 
 

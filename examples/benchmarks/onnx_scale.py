@@ -1,10 +1,11 @@
 """How long `rewrite_onnx` takes for chains of 200 to 6,400 nodes: the time per node should stay flat.
 
-python examples/benchmarks/onnx_scale.py
+python examples/benchmarks/onnx_scale.py [SIZE ...]
 """
 
 from __future__ import annotations
 
+import sys
 import time
 
 import numpy as np
@@ -33,7 +34,7 @@ def chain(length: int) -> onnx.ModelProto:
 def main() -> None:
     rewrite_onnx(chain(50))  # imports and caches
     print(f"{'nodes':>6} {'rewrite':>9} {'per node':>9} {'with checks':>12} {'casts':>6}")
-    for length in SIZES:
+    for length in map(int, sys.argv[1:] or SIZES):
         model = chain(length)
         seconds = []
         for verify in (False, True):
