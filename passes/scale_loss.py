@@ -1,10 +1,10 @@
 """Build loss scaling into a training graph: inside it gradients are scaled, outside nobody ever sees the scale.
 
 1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors.
-2. Every differentiable result passes `scale_gradient`: its gradient enters times the scale.
-3. Every low copy of a differentiable input becomes `cast_in`: its gradient leaves in fp32, times the inverse. Small
+2. Every floating result passes `scale_gradient`: its gradient enters times the scale.
+3. Every low copy of a floating input becomes `cast_in`: its gradient leaves in fp32, times the inverse. Small
    weights used close together share one autograd node.
-4. Every other use of a differentiable input reads it through one `unscale_gradient`.
+4. Every other use of a floating input reads it through one `unscale_gradient`.
 
 Regions compose, since each multiplies and divides by itself; so graph breaks, other models and penalties stay right.
 """
@@ -43,8 +43,12 @@ class ScaleLoss(Pass):
 
 
 def differentiable(value: Any) -> bool:
-    """Whether capture saw a floating tensor that wants a gradient."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and (value.is_floating_point() or value.is_complex())
+    """Whether a gradient may cross the border here.
+
+    Capture's `requires_grad` is no guide: it is lost behind data-dependent shapes, and a border that scales on one side only
+    is silently wrong. So every floating tensor passes an identity, which looks at the real tensor.
+    """
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def scale_loss(graph: torch.fx.Graph) -> bool:
@@ -55,14 +59,14 @@ def scale_loss(graph: torch.fx.Graph) -> bool:
     sources = [node for node in inputs if differentiable(example_value(node))]
     like = next((t for node in (*results, *sources) for t in tensors(example_value(node))), None)
     scale, inverse = _scale_inputs(graph, inputs, like)
-    _leave_by_casts(graph, sources, inverse)
-    for source in sources:
-        _leave_elsewhere(graph, source, inverse)
     with graph.inserting_before(output):
-        for result in results:
+        for result in results:  # before the inputs: one that is handed on as a result must cross both borders
             entered = graph.call_function(scale_gradient, (result, scale))
             entered.meta = _facts(result)
             output.replace_input_with(result, entered)
+    _leave_by_casts(graph, sources, inverse)
+    for source in sources:
+        _leave_elsewhere(graph, source, inverse)
     return bool(results or sources)
 
 

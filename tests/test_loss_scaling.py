@@ -99,6 +99,32 @@ def test_gradients_arrive_unscaled_in_fp32() -> None:
         assert torch.linalg.vector_norm(got[name] - want) < 5e-3 * torch.linalg.vector_norm(want), name
 
 
+class Broken(nn.Module):
+    """A graph that ends at an op whose shape depends on data: capture forgets there that a gradient is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x)).view(-1, 16)
+        return self.down(hidden[hidden[:, 0] > 0]).float().square().mean()
+
+
+def test_gradients_are_true_across_graph_breaks_and_data_dependent_shapes() -> None:
+    torch.manual_seed(0)
+    model = Broken()
+    x, _ = batch(4)
+    model(x).backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=256.0)
+    amp(x).backward()
+    assert len(amp.plan.regions) > 1
+    for name, p in model.named_parameters():
+        assert torch.linalg.vector_norm(p.grad - want[name]) < 1e-2 * torch.linalg.vector_norm(want[name]), name
+
+
 @pytest.mark.parametrize("exponent", [6, 10, 14])
 def test_a_gradient_penalty_is_that_of_fp32(exponent: int) -> None:
     def penalty(model: nn.Module, of: nn.Module) -> dict[str, torch.Tensor]:
