@@ -27,6 +27,7 @@ from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_au
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError
 from amprewrite.formats import FP32, Format
 from amprewrite.frontends.fx_names import frame_path
+from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
@@ -314,12 +315,13 @@ class Session:
             self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        entry, grad, name = graphs.entry, torch.is_grad_enabled(), f"graph{len(graphs.regions)}"
+        entry, name = graphs.entry, f"graph{len(graphs.regions)}"
+        grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
         backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path
         program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names)
-        program.scale_loss = grad and self.loss_scale.enabled
+        program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
         if self.options.given is not None:
             program.given = self._match_given(program)
             program.match_given = self._match_given

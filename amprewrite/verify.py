@@ -28,6 +28,7 @@ from amprewrite.colour import Colour
 from amprewrite.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, CaptureError, PolicyError
 from amprewrite.formats import FP32, Format
+from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
 from amprewrite.plan import Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
@@ -254,7 +255,8 @@ class _Recorder:
         del example_inputs
         policy = self.session.policy_for(_device(module))
         self.low = policy.low.name
-        program = read_program(module, policy, f"graph{self.regions}", "", torch.is_grad_enabled(), self.names)
+        grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
+        program = read_program(module, policy, f"graph{self.regions}", "", grad, self.names)
         if self.session.options.given is not None:
             program.match_given = self._given
             program.given = self._given(program)

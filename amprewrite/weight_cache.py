@@ -12,6 +12,9 @@ class WeightCache:
 
     PyTorch counts every write to a tensor but those through `.data`: a write of that kind between two inference calls is not
     seen. Call `clear()` after one, switch the mode once, or rewrite with `cache_weights=False`.
+
+    A copy has its weight's `requires_grad`, though no graph is recorded: `matmul` looks at the flag to choose between one mm
+    and an expanded bmm (should_fold in ATen/native/LinearAlgebra.cpp).
     """
 
     def __init__(self) -> None:
@@ -25,7 +28,7 @@ class WeightCache:
         found = self._copies.get(key)
         if found is not None and found[1] == weight._version and found[2] == weight.data_ptr() and found[0]() is weight:
             return found[3]
-        copy = weight.detach().to(dtype)
+        copy = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
         self._copies[key] = (weakref.ref(weight, lambda _: self._copies.pop(key, None)), weight._version, weight.data_ptr(), copy)
         return copy
 

@@ -1,6 +1,7 @@
 """Edit the fx graph as the plan says: insert the casts, aim dtype arguments at the colour of their node.
 
-1. For each planned cast: one copy before the first of its users, which all read it from then on.
+1. For each planned cast: one copy before the first of its users, which all read it from then on. A result that was made with
+   gradients is copied before the model switches them off.
 2. In nodes that run low: dtype arguments that said fp32 say low, constants beyond the range become its ends.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) are told it instead.
 """
@@ -17,7 +18,7 @@ from torch.fx.node import map_aggregate
 from amprewrite.colour import Colour
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FORMATS, FP32, Format
-from amprewrite.frontends.fx_facts import CONVERSIONS, TAKES_SHAPE_ONLY, example_value, tensors
+from amprewrite.frontends.fx_facts import CONVERSIONS, GRAD_SWITCHES, TAKES_SHAPE_ONLY, example_value, tensors
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
 from amprewrite.program import Program
@@ -50,7 +51,7 @@ def insert_cast(
     graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool
 ) -> torch.fx.Node:
     """A copy of `value` in format `to` before the first of `users`; they read it instead of `value`."""
-    with graph.inserting_before(users[0]):
+    with graph.inserting_before(_leave_with_gradients(value, users[0])):
         source = value
         if saturate:
             source = graph.call_method("clamp", (value, -to.max, to.max))
@@ -63,6 +64,18 @@ def insert_cast(
             raise PlanError(f"the plan casts {value.name} for {user.name}, which does not read it; make the plan anew")
         user.replace_input_with(value, copy)
     return copy
+
+
+def _leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
+    """Where to copy `value` for `user`: before it, or where that is the output, before the grad mode that made `value` ends."""
+    if user.op != "output":
+        return user
+    place, node = user, user.prev
+    while node is not value and node.op != "root":
+        if op_name(node.target) in GRAD_SWITCHES:
+            place = node if not node.args[0] else user
+        node = node.prev
+    return place
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format) -> None:

@@ -355,3 +355,32 @@ def test_broken_model_runs_region_by_region():
     assert any("graph break" in part.why for part in amp.plan.skipped)
     with pytest.raises(CaptureError, match="strict"):
         low(model, strict=True)(x)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("hand_on", [False, True])
+def test_gradients_that_the_model_enables_itself_reach_its_weights(dtype, hand_on):
+    class Enables(nn.Module):
+        """Records gradients for its head alone, whoever calls it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.body(x)
+            with torch.enable_grad():
+                y = self.head(h)
+            return (y, y.detach() + 1) if hand_on else (y,)
+
+    torch.manual_seed(0)
+    model, x = Enables(), torch.randn(4, 8)
+    amp = low(model, dtype=dtype)
+    for _ in range(2):
+        with torch.no_grad():
+            y, *_ = amp(x)
+            want, *_ = model(x)
+        assert y.requires_grad and want.requires_grad
+        got = torch.autograd.grad(y.square().sum(), model.head.weight)[0]
+        expected = torch.autograd.grad(want.square().sum(), model.head.weight)[0]
+        assert ran_low(y, want) and torch.allclose(got, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))

@@ -128,7 +128,7 @@ def test_copies_die_with_their_weights():
     cache, weight = WeightCache(), nn.Parameter(torch.ones(2))
     assert cache.get(weight, torch.bfloat16) is cache.get(weight, torch.bfloat16)
     assert cache.get(weight, torch.float16) is not cache.get(weight, torch.bfloat16)
-    assert len(cache) == 2 and not cache.get(weight, torch.bfloat16).requires_grad
+    assert len(cache) == 2 and cache.get(weight, torch.bfloat16).grad_fn is None
     del weight
     gc.collect()
     assert len(cache) == 0
@@ -181,3 +181,25 @@ def test_read_only_in_the_docs_is_true():
         amp.eval()
         assert not torch.equal(amp(x), before)
     assert ".data" in (amprewrite.rewrite.__doc__ or "")
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_copied_weight_takes_the_matmul_kernel_that_the_weight_itself_would(context):
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 24)
+
+        def forward(self, x):
+            return self.head(x.transpose(0, 1))
+
+    model, x = Transposed().eval(), torch.randn(4, 3, 16)
+    amp = low(model)
+    with context():
+        amp(x)
+    with context(), Watch() as watch:
+        amp(x)
+    with context(), Watch() as plain:
+        model(x)
+    assert watch.count("bmm") == plain.count("bmm")
+    assert watch.count("addmm") + watch.count("mm") == plain.count("addmm") + plain.count("mm")

@@ -8,7 +8,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amprewrite.frontends.fx_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, example_value, tensors, transformed_nodes
+from amprewrite.frontends.fx_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
 from amprewrite.oplists import op_name
 from amprewrite.passes.insert_casts import CAST
 
@@ -89,7 +89,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
 def _always_run(node: torch.fx.Node) -> bool:
     """Switches of global state, and calls of graphs that may have been rewritten."""
-    switch = op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST, "_set_grad_enabled", "set_grad_enabled")
+    switch = op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST, *GRAD_SWITCHES)
     return switch or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 

@@ -18,6 +18,7 @@ from amprewrite.formats import dtype_name
 from amprewrite.op_graph import Operand
 from amprewrite.oplists import Op, find_op, is_inplace, op_name
 
+GRAD_SWITCHES = ("_set_grad_enabled", "set_grad_enabled")
 CONVERSIONS = {"to", "type", "type_as", "float", "_to_copy", "convert_element_type"}
 """Ops that change a dtype and nothing else."""
 TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",

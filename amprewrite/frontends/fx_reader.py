@@ -23,6 +23,7 @@ from amprewrite.formats import Format
 from amprewrite.frontends.fx_facts import (
     ABSOLUTE,
     CONVERSIONS,
+    GRAD_SWITCHES,
     TAKES_SHAPE_ONLY,
     Fact,
     arguments,
@@ -63,7 +64,7 @@ def read_graph(
     no_grad = _without_grad(module.graph) if training else set()
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
-        fact.operands = _operands(fact, facts, kind, epochs, fact.node in no_grad)
+        fact.operands = _operands(fact, facts, kind, epochs, no_grad)
         fact.pinned = _pin(fact, kind, low, ties, training)
         fact.huge = _is_huge(fact, facts, low)
     _absorb_explicit_internal(facts, lists)
@@ -99,11 +100,16 @@ def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
     return steps > 0 and bool(names) and names <= {"add", "mul"} and all(_only_tanh_reads(user, steps - 1) for user in node.users)
 
 
+def turns_grad_on(graph: torch.fx.Graph) -> bool:
+    """Whether the model itself enables gradients somewhere, so that a backward may follow though the caller disabled them."""
+    return any(op_name(node.target) in GRAD_SWITCHES and bool(node.args[0]) for node in graph.nodes)
+
+
 def _without_grad(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes that the model runs under its own no_grad."""
-    found, enabled = set(), True
+    """Nodes that run without gradients: under the model's own no_grad, or under its caller's."""
+    found, enabled = set(), torch.is_grad_enabled()
     for node in graph.nodes:
-        if op_name(node.target) in ("_set_grad_enabled", "set_grad_enabled"):
+        if op_name(node.target) in GRAD_SWITCHES:
             enabled = bool(node.args[0])
         elif not enabled:
             found.add(node)
@@ -116,16 +122,19 @@ def _operands(
     facts: dict[torch.fx.Node, Fact],
     kind: OpKind | None,
     epochs: Callable[[torch.fx.Node, Fact], int],
-    without_grad: bool,
+    no_grad: set[torch.fx.Node],
 ) -> list[Operand]:
-    """The fp32 tensors an op reads. Copies are shared within an epoch, and never between no_grad code and the rest."""
+    """The fp32 tensors an op reads. Copies are shared within an epoch, and never between no_grad code and the rest.
+
+    A result leaves in the grad mode that made it, whatever mode the graph ends in.
+    """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
         feeder = facts[node]
         if feeder.dtype != "fp32" or node in found:
             continue
         scalar = isinstance(feeder.value, torch.Tensor) and feeder.value.dim() == 0
-        epoch = 2 * epochs(node, fact) + without_grad
+        epoch = 2 * epochs(node, fact) + ((node if fact.role == "output" else fact.node) in no_grad)
         found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, epoch)
     if sum(operand.demand is Demand.PROMOTE and not operand.scalar for operand in found.values()) < 2:
         return [replace(o, demand=Demand.COLOUR) if o.demand is Demand.PROMOTE and not o.scalar else o for o in found.values()]
