@@ -131,7 +131,7 @@ def resolved(node: OpNode, colour: Colour, colours: dict[str, Colour], nodes: di
     """
     promoting = [o for o in node.operands if o.demand is Demand.PROMOTE]
     anchored = any(not o.scalar and colours[o.value] is not Colour.LOW for o in promoting)
-    all_scalars = all(o.scalar for o in promoting)
+    all_scalars = all(o.scalar for o in node.operands if o.demand in (Demand.PROMOTE, Demand.COLOUR))
     for operand in node.operands:
         have = colours[operand.value]
         if operand.demand is Demand.ANY or have is Colour.PLAIN:

@@ -332,3 +332,10 @@ def test_diff_names_nodes_that_only_one_has() -> None:
     one, two = pair(), replace(pair(), regions=pair().regions[:1])
     assert "only here: graph1/exp" in one.diff(two)
     assert "only there: graph1/exp" in two.diff(one)
+
+
+def test_a_0_dim_divisor_of_a_weight_is_not_cast():
+    """As spectral norm divides: type promotion leaves 0-dim tensors out, and a cast would round the whole weight's scale."""
+    model = nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
+    plan = amprewrite.plan(model, (torch.randn(4, 8),), dtype="bf16")
+    assert not [cast for cast in plan.casts if cast.to == "bf16" and not plan.find(cast.value)[0].shape]
