@@ -8,6 +8,7 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").is_file():
     __path__.append(str(_root))
 
+from amprewrite.debug import debug  # noqa: E402
 from amprewrite.errors import (  # noqa: E402
     AmpRewriteError,
     AmpRewriteWarning,
@@ -62,6 +63,7 @@ __all__ = [
     "RegionPlan",
     "Skipped",
     "StaticLossScale",
+    "debug",
     "plan",
     "rewrite",
     "rewrite_onnx",

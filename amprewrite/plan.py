@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from amprewrite.colour import Colour, OpKind, Reason
@@ -93,6 +94,8 @@ class RegionPlan:
     """Path of the module that was called, "" for the root."""
     bodies: tuple[RegionPlan, ...] = ()
     """Plans of the graphs inside this one: bodies of activation checkpoints. A CastPlan lists them as regions of their own."""
+    basis: Any = field(default=None, compare=False, repr=False)
+    """The undecided Program that this was decided from: what "what if" questions start from. It is no part of the JSON."""
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
         """This region under `name`, and its bodies after it."""
@@ -153,35 +156,85 @@ class CastPlan:
         hint = f"; did you mean {', '.join(close)}?" if close else "; print(plan) lists all nodes"
         raise PlanError(f"no node and no module of the plan is called {name!r}{hint}")
 
-    def explain(self, name: str) -> str:
-        """Sentences about a node ("linear_3") or a module ("encoder.layer.0"): what runs in what, and why."""
-        lines = []
-        for node in self.find(name):
-            lines.append(node.sentence())
-            bare = node.name.rpartition("/")[2]
-            region = next((r for r in self.regions if node.name == f"{r.name}/{bare}"), self.regions[0])
-            lines += [f"  its result is cast: {cast}" for cast in region.casts if cast.value == bare]
-            lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
-        return "\n".join(lines)
+    def explain(self, name: str = "") -> str:
+        """Sentences about a node ("linear_3"), a module ("encoder.layer.0") or, with no name, the whole plan.
+
+        What runs in what, which rule decided, caused by whom, what would change it, and what that would cost in casts. What
+        would change a node is tried out on the op graph, so only a plan that was just decided can tell; one read from JSON
+        gives what it recorded. Heavy ops left high come first. PlanError with near misses for an unknown name.
+        """
+        from amprewrite.render.explain import explain
+
+        return explain(self, name)
 
     def summary(self) -> str:
-        """Counts on a few lines: nodes by colour, casts by kind, share of matmul and convolution FLOPs that run low."""
+        """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low."""
+        from amprewrite.render.explain import heavy
+
         ops = [node for node in self.nodes if node.role == "op"]
         colours = Counter(node.colour for node in ops)
         flops = sum(node.flops for node in ops)
         low = sum(node.flops for node in ops if node.colour is Colour.LOW)
         weights = sum(cast.weight for cast in self.casts)
         share = f"{100 * low / flops:.1f} % of matmul and convolution FLOPs" if flops else "no matmul or convolution"
-        lines = [
+        lines = heavy(self)
+        lines += [
             f"{len(ops)} ops in {len(self.regions)} graph{'s' * (len(self.regions) != 1)}: {colours[Colour.LOW]} low ({self.low}), "
             f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
             f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
         ]
-        heavy = [node for node in ops if node.flops and node.colour is not Colour.LOW]
-        lines += [f"heavy op left high: {node.sentence()}" for node in heavy[:8]]
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"left out: {part}" for part in self.skipped]
         return "\n".join(lines)
+
+    def listing(self, fold: bool = False, width: int = 0) -> str:
+        """The code that the plan makes, a line an op: dtype, colour, shape, source line and reason, grouped by module.
+
+        `fold=True` gives a table with a row a module that fits one screen instead. Lines are cut at `width`; 0 cuts nothing.
+        """
+        from amprewrite.render.listing import listing
+
+        return listing(self, fold, width)
+
+    def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
+        """Write a report as one self-contained HTML file: the graph, charts, and an answer for every node.
+
+        `report` is what `verify` or `debug` gave for the same model: it adds ranges and errors. EmitError where `path` cannot
+        be written.
+        """
+        from amprewrite.render.html import to_html
+
+        return to_html(self, path, title, report)
+
+    def to_svg(self, path: Any = None, depth: int | None = None) -> str:
+        """The graph as SVG text, written to `path` if there is one; modules below `depth` are drawn as one box."""
+        from amprewrite.render.svg import to_svg
+
+        return to_svg(self, path, depth)
+
+    def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
+        """The same picture as a PNG file. EmitError where the png extra is not installed."""
+        from amprewrite.render.svg import to_png
+
+        return to_png(self, path, depth, scale)
+
+    def to_dot(self, path: Any = None) -> str:
+        """The graph as DOT text for Graphviz, modules as clusters; written to `path` if there is one."""
+        from amprewrite.render.dot import to_dot
+
+        return to_dot(self, path)
+
+    def to_model_explorer(self, path: Any, graph: str = "main") -> Path:
+        """Write node data for Google's Model Explorer: colours and casts over the graph called `graph` there."""
+        from amprewrite.render.model_explorer import to_model_explorer
+
+        return to_model_explorer(self, path, graph)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from amprewrite.render.notebook import to_notebook
+
+        return to_notebook(self)
 
     def __str__(self) -> str:
         lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
@@ -192,7 +245,10 @@ class CastPlan:
     # -- JSON -----------------------------------------------------------------
     def to_json(self, indent: int | None = 1) -> str:
         """The whole plan as JSON text; `from_json` gives it back exactly."""
-        return json.dumps(asdict(self), indent=indent, default=_encode)
+        data = asdict(replace(self, regions=tuple(replace(region, basis=None) for region in self.regions)))
+        for region in data["regions"]:
+            del region["basis"]
+        return json.dumps(data, indent=indent, default=_encode)
 
     @classmethod
     def from_json(cls, text: str) -> CastPlan:
@@ -241,7 +297,7 @@ class CastPlan:
                 else node
                 for node in region.nodes
             )
-            return replace(region, nodes=nodes, casts=())
+            return replace(region, nodes=nodes, casts=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 

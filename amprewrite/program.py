@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.fx
 
@@ -70,7 +70,13 @@ class Program:
                     node.flops, node.module, node.source, node.role, tuple(o.value for o in node.operands),
                 )
             )
-        return RegionPlan(self.name, tuple(nodes), self.casts, self.training, tuple(self.notes), self.entry)
+        return RegionPlan(self.name, tuple(nodes), self.casts, self.training, tuple(self.notes), self.entry, basis=self.undecided())
+
+    def undecided(self) -> Program:
+        """All that the deciding passes look at, with nothing decided and no fx graph: enough to decide again."""
+        return replace(
+            self, paints={}, casts=(), notes=[], refused=dict(self.refused), module=None, fx_nodes={}, match_given=None
+        )
 
     def keep_high(self, name: str, why: str) -> None:
         """Remember that a node must run high whatever the lists say, and forget what was decided."""

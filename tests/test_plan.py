@@ -72,9 +72,11 @@ def test_a_region_prints_by_itself(plan: CastPlan) -> None:
 
 
 def test_explain_a_node(plan: CastPlan) -> None:
-    sentence, copy = plan.explain("exp").splitlines()
+    sentence, copy, condition, alone = plan.explain("exp").splitlines()
     assert sentence.startswith("exp runs high (fp32) because its op is on the denylist (test_plan.py:")
     assert copy == "  it reads a cast copy of linear_4 in fp32"
+    assert condition == "  it would run low with its op on another list: overrides={'exp': 'low'}"
+    assert alone.startswith("  it alone can be told to: overrides={'node:exp': 'low'} gives ")
 
 
 def test_explain_names_the_copies_of_a_result(plan: CastPlan) -> None:
@@ -115,7 +117,7 @@ def test_every_node_can_be_explained(plan: CastPlan) -> None:
 
 
 def test_summary_counts(plan: CastPlan) -> None:
-    ops, casts = plan.summary().splitlines()
+    ops, casts = plan.summary().splitlines()  # no heavy op was left high, so none is named before
     assert ops == "14 ops in 1 graph: 12 low (bf16), 2 high (fp32), 0 without fp32 values"
     assert casts.startswith(f"{len(plan.casts)} casts: 10 of weights, 3 of activations; low does 100.0 % of matmul")
 

@@ -1,0 +1,1 @@
+"""The command line: `amprewrite` and `python -m amprewrite`."""

@@ -1,0 +1,284 @@
+"""Where boxes stand when a plan is drawn: modules as nested boxes, each laid out in layers by itself.
+
+Inside every module (Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures", 1981):
+
+1. Its parts (ops and modules) stand in the order in which they first run; edges between their insides are edges of theirs.
+2. Each part goes one layer below the last part that it reads from; parts that read nothing move down to their reader.
+3. An edge across several layers gets a place in each of them, so that it is drawn around what stands there.
+4. The order within a layer follows the mean place of the neighbours, swept down and up a few times.
+
+Which modules are open changes sizes but never this structure, so a reader may open and close boxes without a new layout.
+`place` turns it into coordinates for a static picture; the HTML report does the same in its script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+SWEEPS = 6
+LONGEST_ROUTE = 60
+"""Layers that an edge may cross with a place of its own in each; longer ones are drawn straight."""
+
+
+@dataclass
+class Box:
+    """A module that is drawn as a box around its parts."""
+
+    id: int
+    path: str
+    label: str
+    parent: int
+    """Id of the box around it, -1 for the root."""
+    parts: list[int] = field(default_factory=list)
+    """Ids of ops (places in the list of nodes) and of boxes, in the order in which they first run."""
+    layers: list[list[int]] = field(default_factory=list)
+    """Parts from left to right in each layer, from top to bottom; a negative id is the place of a passing edge."""
+    chains: list[list[int]] = field(default_factory=list)
+    """Edges between parts: from, the places it passes, to."""
+
+
+@dataclass
+class Nest:
+    """Boxes in boxes over a list of ops."""
+
+    count: int
+    """Ops have the ids below it, boxes those from it on."""
+    boxes: list[Box]
+    parent: list[int]
+    """The box around each op."""
+
+    def box(self, number: int) -> Box:
+        return self.boxes[number - self.count]
+
+    def path_of(self, op: int) -> list[int]:
+        """Ids from the op outwards: itself, its box, the box around that, up to the root."""
+        path, here = [op], self.parent[op]
+        while here >= 0:
+            path.append(here)
+            here = self.box(here).parent
+        return path
+
+
+def nest(paths: list[tuple[str, ...]], edges: Iterable[tuple[int, int]]) -> Nest:
+    """Boxes for ops whose module paths are given, in running order, and the layers inside each box.
+
+    A module with a single part is no box of its own: its part stands in the box around it.
+    """
+    tree = _tree(paths)
+    found = Nest(len(paths), [], [-1] * len(paths))
+    _collect(found, tree, -1, "", "")
+    inner: dict[int, set[tuple[int, int]]] = {}
+    ways = [found.path_of(op) for op in range(len(paths))]
+    for source, target in edges:
+        box, a, b = _meeting(ways[source], ways[target])
+        inner.setdefault(box, set()).add((a, b))
+    for box in found.boxes:
+        _arrange(box, inner.get(box.id, set()))
+    return found
+
+
+# -- 1. nesting -------------------------------------------------------------------------
+@dataclass
+class _Branch:
+    parts: dict[str, _Branch | int] = field(default_factory=dict)
+
+
+def _tree(paths: list[tuple[str, ...]]) -> _Branch:
+    root = _Branch()
+    for op, path in enumerate(paths):
+        here = root
+        for part in path:
+            there = here.parts.setdefault(part, _Branch())
+            assert isinstance(there, _Branch)
+            here = there
+        here.parts[f"\0{op}"] = op
+    return root
+
+
+def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
+    """Make the box of a branch and of those in it; its id, or that of its only part."""
+    if len(branch.parts) == 1 and parent >= 0:
+        ((name, only),) = branch.parts.items()
+        if isinstance(only, int):
+            found.parent[only] = parent
+            return only
+        return _collect(found, only, parent, f"{path}.{name}" if path else name, f"{label}.{name}" if label else name)
+    box = Box(found.count + len(found.boxes), path, label, parent)
+    found.boxes.append(box)
+    for name, part in branch.parts.items():
+        if isinstance(part, int):
+            found.parent[part] = box.id
+            box.parts.append(part)
+        else:
+            box.parts.append(_collect(found, part, box.id, f"{path}.{name}" if path else name, name))
+    return box.id
+
+
+def _meeting(way: list[int], other: list[int]) -> tuple[int, int, int]:
+    """The innermost box around both ends, and the two parts of it that hold them."""
+    mine = {box: place for place, box in enumerate(way)}
+    for place, box in enumerate(other):
+        if box in mine:
+            return box, way[mine[box] - 1], other[place - 1]
+    raise AssertionError("every op is in the root box")
+
+
+# -- 2. to 4. layers -------------------------------------------------------------------------
+def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
+    order = {part: place for place, part in enumerate(box.parts)}
+    forward = sorted((edge for edge in edges if order[edge[0]] < order[edge[1]]), key=lambda e: (order[e[0]], order[e[1]]))
+    into: dict[int, list[int]] = {part: [] for part in box.parts}
+    out: dict[int, list[int]] = {part: [] for part in box.parts}
+    for a, b in forward:
+        into[b].append(a)
+        out[a].append(b)
+    layer: dict[int, int] = {}
+    for part in box.parts:
+        layer[part] = max((layer[a] + 1 for a in into[part]), default=0)
+    for part in reversed(box.parts):
+        if not into[part] and out[part]:
+            layer[part] = min(layer[b] for b in out[part]) - 1
+    box.layers = [[] for _ in range(max(layer.values(), default=0) + 1)]
+    for part in box.parts:
+        box.layers[layer[part]].append(part)
+    _route(box, forward, layer)
+    _order(box)
+
+
+def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
+    """Places for edges in the layers that they pass."""
+    passing = 0
+    for a, b in edges:
+        span = range(layer[a] + 1, layer[b])
+        if len(span) > LONGEST_ROUTE:
+            continue
+        chain = [a]
+        for level in span:
+            passing -= 1
+            box.layers[level].append(passing)
+            chain.append(passing)
+        box.chains.append([*chain, b])
+
+
+def _order(box: Box) -> None:
+    up: dict[int, list[int]] = {}
+    down: dict[int, list[int]] = {}
+    for chain in box.chains:
+        for a, b in zip(chain, chain[1:], strict=False):
+            up.setdefault(b, []).append(a)
+            down.setdefault(a, []).append(b)
+    place = {item: index for layer in box.layers for index, item in enumerate(layer)}
+    for sweep in range(SWEEPS):
+        near, layers = (up, box.layers) if sweep % 2 == 0 else (down, box.layers[::-1])
+        for layer in layers:
+            if len(layer) < 2:
+                continue
+            want = {i: sum(place[n] for n in near[i]) / len(near[i]) if near.get(i) else float(place[i]) for i in layer}
+            layer.sort(key=lambda item: (want[item], place[item]))
+            place.update({item: index for index, item in enumerate(layer)})
+
+
+# -- coordinates -------------------------------------------------------------------------------
+@dataclass
+class Rect:
+    """A box or op in the picture: left, top, width, height."""
+
+    x: float
+    y: float
+    w: float
+    h: float
+
+
+GAP, PASS, ROW, PAD, HEAD = 18.0, 6.0, 26.0, 14.0, 24.0
+"""Between parts, the width of a passing edge, between layers, inside a box, and the height of its title."""
+
+
+@dataclass
+class Placed:
+    """A nest in coordinates, for one choice of open boxes."""
+
+    rects: dict[int, Rect]
+    """Of every op and box that is seen."""
+    passes: dict[tuple[int, int], tuple[float, float]]
+    """Middle of each passing place, by (box, id)."""
+    open: set[int]
+
+
+def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:
+    """Coordinates of everything seen when just the boxes `opened` are open; `size_of` gives width and height of the rest."""
+    sizes: dict[int, tuple[float, float]] = dict(size_of)
+    spots: dict[int, dict[int, tuple[float, float]]] = {}
+
+    def measure(number: int) -> tuple[float, float]:
+        if number < found.count or number not in opened:
+            return sizes[number]
+        box = found.box(number)
+        extent = {part: measure(part) for part in box.parts}
+        spots[number], sizes[number] = _spread(box, extent)
+        return sizes[number]
+
+    placed = Placed({}, {}, opened)
+
+    def settle(number: int, x: float, y: float) -> None:
+        placed.rects[number] = Rect(x, y, *sizes[number])
+        if number < found.count or number not in opened:
+            return
+        for item, (left, top) in spots[number].items():
+            if item < 0:
+                placed.passes[number, item] = x + left, y + top
+            else:
+                settle(item, x + left, y + top)
+
+    measure(found.count)
+    settle(found.count, 0, 0)
+    return placed
+
+
+def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float]], tuple[float, float]]:
+    """Left upper corners of the parts inside a box, middles of passing places, and the size of the box."""
+    middle: dict[int, float] = {}
+    near: dict[int, list[int]] = {}
+    for chain in box.chains:
+        for a, b in zip(chain, chain[1:], strict=False):
+            near.setdefault(a, []).append(b)
+            near.setdefault(b, []).append(a)
+    width = {item: extent[item][0] if item >= 0 else PASS for layer in box.layers for item in layer}
+    for layer in box.layers:
+        total = sum(width[item] for item in layer) + GAP * (len(layer) - 1)
+        left = -total / 2
+        for item in layer:
+            middle[item] = left + width[item] / 2
+            left += width[item] + GAP
+    for sweep in range(SWEEPS):
+        for layer in box.layers if sweep % 2 == 0 else box.layers[::-1]:
+            want = [sum(middle[n] for n in near[i]) / len(near[i]) if near.get(i) else middle[i] for i in layer]
+            for item, x in zip(layer, _apart(layer, want, width), strict=True):
+                middle[item] = x
+    leftmost = min((middle[i] - width[i] / 2 for i in middle), default=0)
+    rightmost = max((middle[i] + width[i] / 2 for i in middle), default=0)
+    spots: dict[int, tuple[float, float]] = {}
+    top = HEAD + PAD
+    for layer in box.layers:
+        height = max((extent[item][1] for item in layer if item >= 0), default=0)
+        for item in layer:
+            x = middle[item] - leftmost + PAD
+            if item < 0:
+                spots[item] = x, top + height / 2
+            else:
+                spots[item] = x - width[item] / 2, top + (height - extent[item][1]) / 2
+        top += height + ROW
+    return spots, (rightmost - leftmost + 2 * PAD, top - ROW + PAD)
+
+
+def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
+    """Middles near those wanted, in order, with a gap between neighbours: the mean of packing from the left and the right."""
+    from_left, right = [], float("-inf")
+    for item, x in zip(layer, want, strict=True):
+        right = max(x - width[item] / 2, right) + width[item] + GAP
+        from_left.append(right - GAP - width[item] / 2)
+    from_right, left = [0.0] * len(layer), float("inf")
+    for index in range(len(layer) - 1, -1, -1):
+        left = min(want[index] + width[layer[index]] / 2, left) - width[layer[index]] - GAP
+        from_right[index] = left + GAP + width[layer[index]] / 2
+    return [(a + b) / 2 for a, b in zip(from_left, from_right, strict=True)]
