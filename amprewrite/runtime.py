@@ -29,6 +29,7 @@ from amprewrite.formats import FP32, Format
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
+from amprewrite.granularity import MODEL, Granularity
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.oplists import OpLists
@@ -55,6 +56,8 @@ class Options:
     cache_weights: bool = True
     strict: bool = False
     given: CastPlan | None = None
+    granularity: Granularity = MODEL
+    """What `parse_granularity` returns."""
     loss_scale: Any = "auto"
     """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
 
@@ -93,7 +96,9 @@ class Graphs:
         """Some frame has no room left for another graph: Dynamo would run it as it is written."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
-        self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), session.options.strict, session.root)
+        self.compiled = entry.function
+        if entry.captured:
+            self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), session.options.strict, session.root)
 
     @property
     def stale(self) -> bool:
@@ -123,10 +128,13 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Entry:
-    """A module that may be called from outside: the root, or a part of it that somebody calls by itself."""
+    """A module that may be called from outside: the root, or a part of it that somebody calls by itself.
 
-    def __init__(self, session: Session, path: str, function: Callable[..., Any]) -> None:
-        self.session, self.path, self.function = session, path, function
+    One that is not `captured` runs as it is written, around parts that are.
+    """
+
+    def __init__(self, session: Session, path: str, function: Callable[..., Any], captured: bool = True) -> None:
+        self.session, self.path, self.function, self.captured = session, path, function, captured
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0
@@ -148,6 +156,8 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
+        self.captured = 0
+        """How many of these calls run what was captured."""
         self.ran: list[Region] = []
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -205,17 +215,21 @@ class Session:
         outer = state.ran, state.scales
         nested = state.depth > 0
         state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
+        state.captured += entry.captured
         given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
         finally:
             (state.ran, state.scales), state.depth = outer, state.depth - 1
+            state.captured -= entry.captured
         if nested:
             state.ran.extend(ran)
         elif ran != self.last:
             self._remember(entry, ran)
-        if dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran):
+        if not entry.captured:
+            self._note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
+        elif dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran):
             self._not_all_ran(entry, ran, dynamo.new_reasons(reasons))
         return result
 
@@ -254,16 +268,17 @@ class Session:
         if not ran:
             return
         if entry.path == "":
-            self._check_node_overrides(entry)
+            self._check_node_overrides()
         with self.lock:
             entry.fresh_starts = 0
             self.last = ran
             self.calls[tuple(dict.fromkeys(ran))] = None
 
-    def _check_node_overrides(self, entry: Entry) -> None:
+    def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):
             policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
-            policy.check_nodes(node.name for region in entry.graphs.regions for node in region.plan.nodes)
+            regions = (region for each in list(self.entries.values()) for region in each.graphs.regions)
+            policy.check_nodes(node.name for region in regions for node in region.plan.nodes)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
