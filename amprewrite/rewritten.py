@@ -183,7 +183,7 @@ def rewritten(model: nn.Module, options: Options) -> Any:
             if path in parts:
                 session.entries[path] = Entry(session, path, _take_forward(module, type(module)))
                 module.__dict__["forward"] = PartForward(session, path)
-            else:
+            elif not parts or path.startswith(tuple(f"{part}." for part in parts)):
                 module._compiled_call_impl = part_call(session, path, module)
     return amp
 

@@ -288,13 +288,19 @@ class Session:
             return  # another thread is capturing
         why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
-        message = f"{entry.place} {what}: {why}"
+        message = f"{entry.place} {what}: {why}{self._sharded_inside(entry)}"
         may_help = not switched_off and (not own or "recompile limit" in said)
         if may_help and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
             entry.start_afresh()
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
         self.warn_fp32(message)
+
+    def _sharded_inside(self, entry: Entry) -> str:
+        """What to do where FSDP2 gathers weights inside a captured model, which breaks its graph there."""
+        parts = self.root.get_submodule(entry.path).named_modules()
+        sharded = [path for path, module in parts if path and any(base.__name__ == "FSDPModule" for base in type(module).__mro__)]
+        return f"; {sharded[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if sharded else ""
 
     def warn_fp32(self, message: str) -> None:
         """Raise under strict, else warn once."""

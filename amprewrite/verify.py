@@ -30,6 +30,7 @@ from amprewrite.errors import AmpRewriteError, CaptureError, PolicyError
 from amprewrite.formats import FP32, Format
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
+from amprewrite.granularity import part_paths
 from amprewrite.plan import Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
 from amprewrite.program import Program
@@ -132,9 +133,10 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
     refuse_ambient_autocast()
     recorder = _Recorder(amp)
     model = plain_of(amp)
-    forward = model.forward
-    recorder.names = parameter_names(forward)
-    model.__dict__["forward"] = compile_afresh(forward, recorder.capture, whole=False, root=model)
+    for path in part_paths(model, recorder.session.options.granularity) or ("",):
+        part = model.get_submodule(path)
+        forward = part.forward
+        part.__dict__["forward"] = compile_afresh(forward, recorder.capture_in(path, parameter_names(forward)), whole=False, root=part)
     reference = [t.detach().clone() for t in _output_floats(_run(model, args, kwargs))]
     if not recorder.runs:
         name = type(model).__name__
@@ -242,7 +244,6 @@ class _Recorder:
     def __init__(self, amp: Rewritten) -> None:
         self.session = session_of(amp)
         self.low = FP32.name
-        self.names: tuple[str, ...] = ()
         self.regions = 0
         self.rounded = False
         self.runs: list[tuple[int, dict[str, list[torch.Tensor]]]] = []
@@ -251,12 +252,15 @@ class _Recorder:
         self.rows: list[Row] = []
         self.notes: list[str] = []
 
-    def capture(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        del example_inputs
+    def capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+        """Dynamo's backend for the part at `path`, whose positional parameters are `names`."""
+        return lambda module, example_inputs: self._capture(module, path, names)
+
+    def _capture(self, module: torch.fx.GraphModule, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
         policy = self.session.policy_for(_device(module))
         self.low = policy.low.name
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
-        program = read_program(module, policy, f"graph{self.regions}", "", grad, self.names)
+        program = read_program(module, policy, f"graph{self.regions}", path, grad, names)
         if self.session.options.given is not None:
             program.match_given = self._given
             program.given = self._given(program)
