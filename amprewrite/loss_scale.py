@@ -16,7 +16,7 @@ optimizers add their overflows up, as under one `GradScaler.update()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,6 +92,8 @@ class LossScale:
         self._sources: set[Hashable] = set()
         self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.culprit: str | None = None
+        self.ask: Callable[[], None] | None = None
+        """Finds the culprit of the latest step, if that overflowed and nobody on the host knew yet."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
@@ -174,6 +176,8 @@ class LossScale:
         """Where loss scaling stands (a host read)."""
         self.settle()
         steps, skipped, consecutive, since = self._counters.tolist()
+        if consecutive and self.ask is not None:
+            self.ask()
         last = steps - since if skipped else None
         return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.culprit)
 
@@ -216,7 +220,7 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return {**self.__dict__, "_replicas": {}, "_tables": ()}
+        return {**self.__dict__, "_replicas": {}, "_tables": (), "ask": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value:g})"

@@ -33,6 +33,7 @@ from amprewrite.granularity import MODEL, Granularity
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.oplists import OpLists
+from amprewrite.overflow_probe import LatestInputs, OverflowProbe
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Override, Policy
 from amprewrite.program import Program
@@ -63,21 +64,29 @@ class Options:
 
 
 class Region:
-    """One rewritten graph, as Dynamo calls it."""
+    """One rewritten graph, as Dynamo calls it; `module` is the edited graph of one that scales gradients."""
 
-    def __init__(self, entry: Entry, plan: RegionPlan, run: CompiledFn, scaled: bool = False) -> None:
-        self.entry, self.plan, self.run, self.state = entry, plan, run, entry.session.state
-        self.scales = entry.session.scales if scaled else None
+    def __init__(self, entry: Entry, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None) -> None:
+        self.entry, self.plan, self.run, self.state, self.module = entry, plan, run, entry.session.state, module
+        self.session = entry.session
+        self.latest = None if module is None else LatestInputs(self)
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
-        if self.scales is not None:
-            inputs = (*inputs, *self.scales())
+        run = self.run
+        if self.latest is not None:
+            inputs = (*inputs, *self.session.scales())
+            self.latest.keep(inputs)
+            if self.session.probe.armed:
+                run = self._watched
         modes = _aside.modes
         if not modes:
-            return self.run(*inputs)
+            return run(*inputs)
         with _pushed(modes):
-            return self.run(*inputs)
+            return run(*inputs)
+
+    def _watched(self, *inputs: Any) -> Any:
+        return self.session.probe.run(self, inputs)
 
 
 class Graphs:
@@ -195,7 +204,8 @@ class Session:
     def __post_init__(self) -> None:
         low = self.options.low or best_format(self._device()) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
-        self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._first_overflow)
+        self.probe = OverflowProbe(self.root)
+        self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,12 +267,13 @@ class Session:
             self.state.scales = self.gate.snapshot(next(iter(self.root.parameters())).device)
         return self.state.scales
 
-    def _first_overflow(self) -> str | None:
-        """The parameter whose gradient overflowed first in backward: the last of the plan's that is not finite."""
-        gradients = {name: p.grad for name, p in self.root.named_parameters() if p.grad is not None}
-        used = dict.fromkeys(node.name for region in self.last for node in region.plan.nodes if node.role == "parameter")
-        order = [name for name in used if name in gradients] or list(gradients)
-        return next((name for name in reversed(order) if not bool(gradients[name].isfinite().all())), None)
+    def _overflowed(self) -> str | None:
+        """Where the step that is being skipped left the finite."""
+        found = self.probe.find(self.last, self.last[0].latest if len(self.last) == 1 else None)
+        if found is None:
+            return None
+        self.gate.note(**found.finite)
+        return found.where
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         if not ran:
@@ -359,7 +370,8 @@ class Session:
         cache = self.cache if self.options.cache_weights and not grad else None
         if program.scale_loss:
             example_inputs = [*example_inputs, *self.scales()]
-        return Region(entry, plan, emit(rewritten, example_inputs, backend, cache), program.scale_loss)
+        run = emit(rewritten, example_inputs, backend, cache)
+        return Region(entry, plan, run, rewritten if program.scale_loss else None)
 
     def _match_given(self, program: Program) -> RegionPlan:
         assert self.options.given is not None
