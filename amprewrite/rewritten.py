@@ -54,13 +54,14 @@ class Rewritten(nn.Module):
         """The loss scale built into the training graphs: `report()`, `value`, `state_dict()`, `load_state_dict()`."""
         return session_of(self).loss_scale
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
         """Guard the steps of `optimizer`: one whose gradients overflowed is skipped, and the loss scale moves.
 
         PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
-        found at their first step; attaching tells mistakes early.
+        found at their first step; attaching tells mistakes early. One that steps `copies` of the parameters, offloaded to
+        another device say, cannot be found: attach it.
         """
-        session_of(self).gate.attach(optimizer)
+        session_of(self).gate.attach(optimizer, copies)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.

@@ -107,8 +107,11 @@ class StepGate:
         self._until_look = 0
         self._forget_optimizers()
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Guard `optimizer`.  PolicyError if it is attached already or owns none of the model's parameters."""
+    def attach(self, optimizer: Optimizer, copies: bool = False) -> None:
+        """Guard `optimizer`.  PolicyError if it is attached already or owns none of the model's parameters.
+
+        With `copies` it steps copies of them, kept elsewhere, to which the loop brings the gradients, as offloading does.
+        """
         if not isinstance(optimizer, Optimizer):
             raise PolicyError(
                 f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; "
@@ -116,10 +119,10 @@ class StepGate:
             )
         if optimizer in self._attached:
             raise PolicyError(f"this {type(optimizer).__name__} is attached already; attach each optimizer once")
-        if not self._owns(optimizer):
+        if not (copies or self._owns(optimizer)):
             raise PolicyError(
-                f"this {type(optimizer).__name__} owns none of the model's parameters, so there is nothing to guard; "
-                "build it from amp.parameters(), or leave it out"
+                f"this {type(optimizer).__name__} owns none of the model's parameters, so there is nothing to guard; build it "
+                "from amp.parameters() or leave it out, or say attach(optimizer, copies=True) if it steps copies of them"
             )
         self._guard(optimizer)
         self._attached.add(optimizer)
