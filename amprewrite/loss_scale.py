@@ -270,6 +270,10 @@ class DynamicLossScale(LossScale):
     not count.  With `raise_at_floor` an overflow at the floor ends training at once.  With `search_interval` overflows
     before the first clean step divide the scale by 16, not 2, and it then doubles that often until it overflows again: a
     search costs a step or two, not one for each halving. Where the first step is clean nothing differs.
+
+    Per-layer scales (adaptive loss scaling, Zhao et al. 2019, arXiv 1910.12385) are not offered, and `per_layer=True` is a
+    PolicyError: a factor between two layers is sound only on an edge that every gradient passes, and residual streams have
+    none; and each factor follows from the variance of a layer's gradients, a further pass over them in every backward.
     """
 
     kind = "dynamic"
@@ -288,7 +292,13 @@ class DynamicLossScale(LossScale):
         rest: int = 0,
         raise_at_floor: bool = False,
         search_interval: int | None = None,
+        per_layer: bool = False,
     ) -> None:
+        if per_layer:
+            raise PolicyError(
+                "DynamicLossScale: per_layer=True is not offered: with residual connections no scale of one layer is sound by "
+                "itself; leave it out, and keep a layer that underflows in fp32 with overrides={'module:path': 'fp32'}"
+            )
         super().__init__(_positive("DynamicLossScale", "init", init))
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)
