@@ -288,7 +288,7 @@ def test_a_grad_scaler_left_in_the_loop_is_found() -> None:
     amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=2.0)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(amp(batch(0)[0]).sum()).backward()
-    with pytest.raises(amprewrite.LossScaleError, match="a torch.amp.GradScaler steps this optimizer"):
+    with pytest.raises(amprewrite.LossScaleError, match=r"a torch\.amp\.GradScaler steps this optimizer"):
         scaler.step(optimizer)
 
 
