@@ -16,7 +16,7 @@ optimizers add their overflows up, as under one `GradScaler.update()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,6 +92,8 @@ class LossScale:
         self._sources: set[Hashable] = set()
         self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.culprit: str | None = None
+        self.ask: Callable[[], None] | None = None
+        """Finds the culprit of the latest step, if that overflowed and nobody on the host knew yet."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
@@ -174,6 +176,8 @@ class LossScale:
         """Where loss scaling stands (a host read)."""
         self.settle()
         steps, skipped, consecutive, since = self._counters.tolist()
+        if consecutive and self.ask is not None:
+            self.ask()
         last = steps - since if skipped else None
         return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.culprit)
 
@@ -216,7 +220,7 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return {**self.__dict__, "_replicas": {}, "_tables": ()}
+        return {**self.__dict__, "_replicas": {}, "_tables": (), "ask": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value:g})"
@@ -266,6 +270,10 @@ class DynamicLossScale(LossScale):
     not count.  With `raise_at_floor` an overflow at the floor ends training at once.  With `search_interval` overflows
     before the first clean step divide the scale by 16, not 2, and it then doubles that often until it overflows again: a
     search costs a step or two, not one for each halving. Where the first step is clean nothing differs.
+
+    Per-layer scales (adaptive loss scaling, Zhao et al. 2019, arXiv 1910.12385) are not offered, and `per_layer=True` is a
+    PolicyError: a factor between two layers is sound only on an edge that every gradient passes, and residual streams have
+    none; and each factor follows from the variance of a layer's gradients, a further pass over them in every backward.
     """
 
     kind = "dynamic"
@@ -284,7 +292,13 @@ class DynamicLossScale(LossScale):
         rest: int = 0,
         raise_at_floor: bool = False,
         search_interval: int | None = None,
+        per_layer: bool = False,
     ) -> None:
+        if per_layer:
+            raise PolicyError(
+                "DynamicLossScale: per_layer=True is not offered: with residual connections no scale of one layer is sound by "
+                "itself; leave it out, and keep a layer that underflows in fp32 with overrides={'module:path': 'fp32'}"
+            )
         super().__init__(_positive("DynamicLossScale", "init", init))
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)

@@ -11,6 +11,7 @@ from torch import nn
 
 from amprewrite.errors import CaptureError, OpListError, PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
+from amprewrite.granularity import MODEL, parse_granularity
 from amprewrite.loss_scale import parse_loss_scale
 from amprewrite.oplists import OpLists, op_lists
 from amprewrite.plan import CastPlan
@@ -34,6 +35,7 @@ def rewrite(
     plan: CastPlan | None = None,
     loss_scale: Any = "auto",
     pad: Any = "auto",
+    granularity: str | Iterable[str] = MODEL,
     backend: str | Callable[..., Any] = "eager",
     cache_weights: bool = True,
     strict: bool = False,
@@ -53,6 +55,8 @@ def rewrite(
         plan: follow this plan, perhaps edited, instead of deciding; one that does not fit raises PlanError.
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", the name of a preset, a number that stays, None, or
             a LossScale, which several models may share. It is built into the training graphs: gradients arrive unscaled.
+        granularity: "model" captures as much as it can at once. "blocks" captures each repeated block by itself, as FSDP2
+            block by block needs it; a list of module paths (shell patterns) names the blocks. One loss scale serves all.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
         cache_weights: keep low copies of weights between calls without gradients. They are dropped when a weight is
             written, at train() and eval(), and by load_state_dict; only a write through `.data` goes unseen.
@@ -66,7 +70,9 @@ def rewrite(
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
     options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
-    options = replace(options, loss_scale=_checked_scale(loss_scale, options.low))
+    options = replace(
+        options, loss_scale=_checked_scale(loss_scale, options.low), granularity=parse_granularity(granularity, module)
+    )
     _check_pad(pad)
     refuse_ambient_autocast()
     amp = rewritten(plain_of(module) if isinstance(module, Rewritten) else module, options)

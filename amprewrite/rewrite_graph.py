@@ -11,7 +11,7 @@ from amprewrite.backends.dry_run import Refused, dry_run
 from amprewrite.colour import Colour, Reason
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
-from amprewrite.frontends.fx_facts import example_value, tensors
+from amprewrite.frontends.fx_facts import NODE, example_value, tensors
 from amprewrite.frontends.fx_reader import read_graph
 from amprewrite.given_plan import check_casts
 from amprewrite.op_graph import Demand
@@ -70,6 +70,8 @@ def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
         for name, (body, _) in bodies.items():
             setattr(copied, name, body)
         program.module, program.fx_nodes = copied, {name: mapped[node] for name, node in originals.items()}
+        for name, node in program.fx_nodes.items():
+            node.meta[NODE] = name
         try:
             run_passes(APPLY, program)
             dry_run(copied, _expected(program))

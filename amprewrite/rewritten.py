@@ -14,6 +14,7 @@ from torch import nn
 
 from amprewrite.dynamo import fresh_code, kept_out
 from amprewrite.errors import CaptureError, EmitError
+from amprewrite.granularity import part_paths
 from amprewrite.loss_scale import LossScale
 from amprewrite.plan import CastPlan, PendingPlan
 from amprewrite.runtime import Entry, Options, Session, enter
@@ -53,13 +54,14 @@ class Rewritten(nn.Module):
         """The loss scale built into the training graphs: `report()`, `value`, `state_dict()`, `load_state_dict()`."""
         return session_of(self).loss_scale
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
         """Guard the steps of `optimizer`: one whose gradients overflowed is skipped, and the loss scale moves.
 
         PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
-        found at their first step; attaching tells mistakes early.
+        found at their first step; attaching tells mistakes early. One that steps `copies` of the parameters, offloaded to
+        another device say, cannot be found: attach it.
         """
-        session_of(self).gate.attach(optimizer)
+        session_of(self).gate.attach(optimizer, copies)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
@@ -123,7 +125,8 @@ def _options_with_scale(model: nn.Module) -> Options:
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
-    found: type[nn.Module] = type(model).__mro__[2] if isinstance(model, Rewritten) else type(model)
+    order = type(model).__mro__  # FSDP2 puts a class of its own in front
+    found: type[nn.Module] = order[order.index(Rewritten) + 1] if isinstance(model, Rewritten) else type(model)
     return found
 
 
@@ -138,9 +141,12 @@ def _unwrap(twin: nn.Module) -> None:
     """Turn a fresh twin of a rewritten module into what that was before, in place."""
     twin.__class__ = original_class(twin)
     twin.__dict__.pop(_SESSION)
-    own_forward = twin.__dict__.pop(_FORWARD, None)
-    if own_forward is not None:
-        twin.__dict__["forward"] = own_forward
+    for module in twin.modules():
+        if isinstance(module.__dict__.get("forward"), PartForward):
+            del module.__dict__["forward"]
+        own_forward = module.__dict__.pop(_FORWARD, None)
+        if own_forward is not None:
+            module.__dict__["forward"] = own_forward
 
 
 @functools.cache
@@ -162,12 +168,10 @@ def rewritten(model: nn.Module, options: Options) -> Any:
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError("a TorchScript module hides its Python code from capture; rewrite the model it was made from")
     amp = twin_of(model, rewritten_class(cls))  # type: ignore[arg-type]
-    own_forward = amp.__dict__.pop("forward", None)  # set on the instance by hooks of accelerate and the like
-    if own_forward is not None:
-        amp.__dict__[_FORWARD] = own_forward
     session = Session(options, amp)
     amp.__dict__[_SESSION] = session
-    session.entries[""] = Entry(session, "", own_forward or cls.forward.__get__(amp))
+    parts = part_paths(model, options.granularity)
+    session.entries[""] = Entry(session, "", _take_forward(amp, cls), captured=not parts)
     scripted = ""
     for path, module in amp.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -177,8 +181,31 @@ def rewritten(model: nn.Module, options: Options) -> Any:
         elif module is not amp:
             if isinstance(module, Rewritten):
                 _unwrap(module)
-            module._compiled_call_impl = part_call(session, path, module)
+            if path in parts:
+                session.entries[path] = Entry(session, path, _take_forward(module, type(module)))
+                module.__dict__["forward"] = PartForward(session, path)
+            elif not parts or path.startswith(tuple(f"{part}." for part in parts)):
+                module._compiled_call_impl = part_call(session, path, module)
     return amp
+
+
+def _take_forward(module: nn.Module, cls: type[nn.Module]) -> Callable[..., Any]:
+    """What `module` runs as its forward; one set on the instance, by hooks of accelerate and the like, is put aside."""
+    own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
+    if own_forward is None:
+        return cls.forward.__get__(module)  # type: ignore[no-any-return]
+    module.__dict__[_FORWARD] = own_forward
+    return own_forward
+
+
+class PartForward:
+    """The forward of a part that is captured by itself: hooks on the part, such as FSDP2's, run around it."""
+
+    def __init__(self, session: Session, path: str) -> None:
+        self.session, self.path = session, path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return enter(self.session, self.path, args, kwargs)
 
 
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
@@ -190,7 +217,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]
     def inside() -> bool:
-        return session.state.depth > 0 and not kept_out()
+        return session.state.captured > 0 and not kept_out()
 
     def call_part(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)

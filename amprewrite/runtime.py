@@ -29,9 +29,11 @@ from amprewrite.formats import FP32, Format
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
+from amprewrite.granularity import MODEL, Granularity
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.oplists import OpLists
+from amprewrite.overflow_probe import LatestInputs, OverflowProbe
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Override, Policy
 from amprewrite.program import Program
@@ -55,26 +57,36 @@ class Options:
     cache_weights: bool = True
     strict: bool = False
     given: CastPlan | None = None
+    granularity: Granularity = MODEL
+    """What `parse_granularity` returns."""
     loss_scale: Any = "auto"
     """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
 
 
 class Region:
-    """One rewritten graph, as Dynamo calls it."""
+    """One rewritten graph, as Dynamo calls it; `module` is the edited graph of one that scales gradients."""
 
-    def __init__(self, entry: Entry, plan: RegionPlan, run: CompiledFn, scaled: bool = False) -> None:
-        self.entry, self.plan, self.run, self.state = entry, plan, run, entry.session.state
-        self.scales = entry.session.scales if scaled else None
+    def __init__(self, entry: Entry, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None) -> None:
+        self.entry, self.plan, self.run, self.state, self.module = entry, plan, run, entry.session.state, module
+        self.session = entry.session
+        self.latest = None if module is None else LatestInputs(self)
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
-        if self.scales is not None:
-            inputs = (*inputs, *self.scales())
+        run = self.run
+        if self.latest is not None:
+            inputs = (*inputs, *self.session.scales())
+            self.latest.keep(inputs)
+            if self.session.probe.armed:
+                run = self._watched
         modes = _aside.modes
         if not modes:
-            return self.run(*inputs)
+            return run(*inputs)
         with _pushed(modes):
-            return self.run(*inputs)
+            return run(*inputs)
+
+    def _watched(self, *inputs: Any) -> Any:
+        return self.session.probe.run(self, inputs)
 
 
 class Graphs:
@@ -93,7 +105,9 @@ class Graphs:
         """Some frame has no room left for another graph: Dynamo would run it as it is written."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
-        self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), session.options.strict, session.root)
+        self.compiled = entry.function
+        if entry.captured:
+            self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), session.options.strict, session.root)
 
     @property
     def stale(self) -> bool:
@@ -123,10 +137,13 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Entry:
-    """A module that may be called from outside: the root, or a part of it that somebody calls by itself."""
+    """A module that may be called from outside: the root, or a part of it that somebody calls by itself.
 
-    def __init__(self, session: Session, path: str, function: Callable[..., Any]) -> None:
-        self.session, self.path, self.function = session, path, function
+    One that is not `captured` runs as it is written, around parts that are.
+    """
+
+    def __init__(self, session: Session, path: str, function: Callable[..., Any], captured: bool = True) -> None:
+        self.session, self.path, self.function, self.captured = session, path, function, captured
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0
@@ -148,6 +165,8 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
+        self.captured = 0
+        """How many of these calls run what was captured."""
         self.ran: list[Region] = []
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -185,7 +204,8 @@ class Session:
     def __post_init__(self) -> None:
         low = self.options.low or best_format(self._device()) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
-        self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._first_overflow)
+        self.probe = OverflowProbe(self.root)
+        self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,17 +225,21 @@ class Session:
         outer = state.ran, state.scales
         nested = state.depth > 0
         state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
+        state.captured += entry.captured
         given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
         finally:
             (state.ran, state.scales), state.depth = outer, state.depth - 1
+            state.captured -= entry.captured
         if nested:
             state.ran.extend(ran)
         elif ran != self.last:
             self._remember(entry, ran)
-        if dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran):
+        if not entry.captured:
+            self._note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
+        elif dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran):
             self._not_all_ran(entry, ran, dynamo.new_reasons(reasons))
         return result
 
@@ -243,27 +267,29 @@ class Session:
             self.state.scales = self.gate.snapshot(next(iter(self.root.parameters())).device)
         return self.state.scales
 
-    def _first_overflow(self) -> str | None:
-        """The parameter whose gradient overflowed first in backward: the last of the plan's that is not finite."""
-        gradients = {name: p.grad for name, p in self.root.named_parameters() if p.grad is not None}
-        used = dict.fromkeys(node.name for region in self.last for node in region.plan.nodes if node.role == "parameter")
-        order = [name for name in used if name in gradients] or list(gradients)
-        return next((name for name in reversed(order) if not bool(gradients[name].isfinite().all())), None)
+    def _overflowed(self) -> str | None:
+        """Where the step that is being skipped left the finite."""
+        found = self.probe.find(self.last, self.last[0].latest if len(self.last) == 1 else None)
+        if found is None:
+            return None
+        self.gate.note(**found.finite)
+        return found.where
 
     def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
         if not ran:
             return
         if entry.path == "":
-            self._check_node_overrides(entry)
+            self._check_node_overrides()
         with self.lock:
             entry.fresh_starts = 0
             self.last = ran
             self.calls[tuple(dict.fromkeys(ran))] = None
 
-    def _check_node_overrides(self, entry: Entry) -> None:
+    def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):
             policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
-            policy.check_nodes(node.name for region in entry.graphs.regions for node in region.plan.nodes)
+            regions = (region for each in list(self.entries.values()) for region in each.graphs.regions)
+            policy.check_nodes(node.name for region in regions for node in region.plan.nodes)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
@@ -273,13 +299,19 @@ class Session:
             return  # another thread is capturing
         why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
-        message = f"{entry.place} {what}: {why}"
+        message = f"{entry.place} {what}: {why}{self._sharded_inside(entry)}"
         may_help = not switched_off and (not own or "recompile limit" in said)
         if may_help and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
             entry.start_afresh()
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
         self.warn_fp32(message)
+
+    def _sharded_inside(self, entry: Entry) -> str:
+        """What to do where FSDP2 gathers weights inside a captured model, which breaks its graph there."""
+        parts = self.root.get_submodule(entry.path).named_modules()
+        sharded = [path for path, module in parts if path and any(base.__name__ == "FSDPModule" for base in type(module).__mro__)]
+        return f"; {sharded[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if sharded else ""
 
     def warn_fp32(self, message: str) -> None:
         """Raise under strict, else warn once."""
@@ -338,7 +370,8 @@ class Session:
         cache = self.cache if self.options.cache_weights and not grad else None
         if program.scale_loss:
             example_inputs = [*example_inputs, *self.scales()]
-        return Region(entry, plan, emit(rewritten, example_inputs, backend, cache), program.scale_loss)
+        run = emit(rewritten, example_inputs, backend, cache)
+        return Region(entry, plan, run, rewritten if program.scale_loss else None)
 
     def _match_given(self, program: Program) -> RegionPlan:
         assert self.options.given is not None

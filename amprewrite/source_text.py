@@ -10,14 +10,17 @@ import linecache
 import re
 import textwrap
 from functools import lru_cache
+from pathlib import Path
 
+_OUR_FRAME = str(Path(__file__).with_name("dynamo.py"))
+"""Where a module of PyTorch's own gets a frame around it."""
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.M)
 _LITERALS = {"float32", "float", "fp32", "FloatTensor"}
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
     """File and line of the innermost frame; ("", 0) where there is none."""
-    frames = list(_FRAME.finditer(stack_trace or ""))
+    frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != _OUR_FRAME]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
 

@@ -44,11 +44,14 @@ class Stuck:
     inputs_finite: bool | None = None
     outputs_finite: bool | None = None
     loss_finite: bool | None = None
+    parameters_finite: bool | None = None
 
     def diagnosis(self) -> str:
         """A scale search, an activation overflow in the forward, or NaN in the data or loss: which, why, what to do."""
         if self.inputs_finite is False:
             return "NaN in the data: the model's inputs are not finite; look at the batch"
+        if self.parameters_finite is False:
+            return "NaN or an infinity in the model's weights: go back to a checkpoint from before they got there"
         if self.outputs_finite is False:
             return (
                 "an activation overflow in the forward: the inputs are finite and the outputs are not, and no loss scale "
@@ -60,6 +63,11 @@ class Stuck:
             return "the static scale is too large for these gradients; use a smaller one or loss_scale='dynamic'"
         if self.scale > self.floor:
             return "a scale search that has not ended: the scale is still falling; start lower (init) or back off faster"
+        if self.loss_finite:
+            return (
+                "no scale search, for at this scale fp16 itself holds the gradients, and inputs, outputs and loss are finite: an op "
+                "whose derivative is infinite, such as the square root or the norm of zero; keep its input away from there"
+            )
         return (
             "no scale search, for at this scale fp16 itself holds the gradients: an activation overflow in the forward or NaN "
             "in the data or the loss; see whether the outputs and the loss are finite"
@@ -78,6 +86,7 @@ class StepGate:
         adopt: bool = True,
         diagnose: Callable[[Stuck], str | None] | None = None,
         on_overflow: Callable[[], str | None] | None = None,
+        on_clean: Callable[[], None] | None = None,
     ) -> None:
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
             raise PolicyError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1; None never gives up")
@@ -88,15 +97,21 @@ class StepGate:
         self.diagnose = diagnose
         """Asked first when training is stuck; what it returns, if anything, is the diagnosis."""
         self.on_overflow = on_overflow
-        """Called after an overflow that the host knows of, so on every one but a fused optimizer's; names the culprit."""
+        """Called when the host learns of an overflow: at once, but for a fused optimizer's; names the culprit."""
+        self.on_clean = on_clean
+        """Called when the host learns of a clean step after an overflow."""
+        self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
         self._warned = False
         self._listening = False
         self._until_look = 0
         self._forget_optimizers()
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Guard `optimizer`.  PolicyError if it is attached already or owns none of the model's parameters."""
+    def attach(self, optimizer: Optimizer, copies: bool = False) -> None:
+        """Guard `optimizer`.  PolicyError if it is attached already or owns none of the model's parameters.
+
+        With `copies` it steps copies of them, kept elsewhere, to which the loop brings the gradients, as offloading does.
+        """
         if not isinstance(optimizer, Optimizer):
             raise PolicyError(
                 f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; "
@@ -104,10 +119,10 @@ class StepGate:
             )
         if optimizer in self._attached:
             raise PolicyError(f"this {type(optimizer).__name__} is attached already; attach each optimizer once")
-        if not self._owns(optimizer):
+        if not (copies or self._owns(optimizer)):
             raise PolicyError(
-                f"this {type(optimizer).__name__} owns none of the model's parameters, so there is nothing to guard; "
-                "build it from amp.parameters(), or leave it out"
+                f"this {type(optimizer).__name__} owns none of the model's parameters, so there is nothing to guard; build it "
+                "from amp.parameters() or leave it out, or say attach(optimizer, copies=True) if it steps copies of them"
             )
         self._guard(optimizer)
         self._attached.add(optimizer)
@@ -130,10 +145,10 @@ class StepGate:
         output.register_hook(self._warn_unguarded)
 
     def note(self, **finite: bool | Tensor) -> None:
-        """Whether the last `inputs`, `outputs` and `loss` were finite; tensors are read only if training gets stuck."""
-        unknown = finite.keys() - {"inputs", "outputs", "loss"}
+        """Whether the last `inputs`, `parameters`, `outputs` and `loss` were finite; tensors are read if training gets stuck."""
+        unknown = finite.keys() - {"inputs", "parameters", "outputs", "loss"}
         if unknown:
-            raise TypeError(f"note() takes inputs, outputs and loss, not {', '.join(sorted(unknown))}")
+            raise TypeError(f"note() takes inputs, parameters, outputs and loss, not {', '.join(sorted(unknown))}")
         self._facts |= finite
 
     def _owns(self, optimizer: Optimizer) -> bool:
@@ -178,21 +193,42 @@ class StepGate:
 
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Raise if training is stuck.  `overflow` is None where only the device knows: then look every so often."""
+        if overflow is None:
+            self.loss_scale.ask = self._locate
+        else:
+            self._learn(overflow)
         if overflow is False or self.max_consecutive_skips is None:
             self._until_look = self.max_consecutive_skips or 0
             return
-        if overflow and self.on_overflow is not None:
-            self.loss_scale.culprit = self.on_overflow() or self.loss_scale.culprit
         self._until_look -= 1
         if self._until_look > 0 and not (overflow and self.loss_scale.stuck()):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         skips = self.loss_scale.consecutive_skips()
+        if overflow is None:
+            self._learn(skips > 0)
         self._until_look = max(self.max_consecutive_skips - skips, 1)
         if skips >= self.max_consecutive_skips or self.loss_scale.stuck():
             self._until_look = self.max_consecutive_skips
             raise self._stuck(optimizer, skips)
+
+    def _learn(self, overflow: bool) -> None:
+        """The host knows how the latest step went."""
+        self.loss_scale.ask = None
+        if overflow:
+            self._overflowed = True
+            if self.on_overflow is not None:
+                self.loss_scale.culprit = self.on_overflow() or self.loss_scale.culprit
+        elif self._overflowed:
+            self._overflowed = False
+            self._facts = {}
+            if self.on_clean is not None:
+                self.on_clean()
+
+    def _locate(self) -> None:
+        """The loss scale is being read, and the latest step overflowed."""
+        self._learn(True)
 
     def _stuck(self, optimizer: Optimizer, skips: int) -> LossScaleError:
         floor = getattr(self.loss_scale, "floor", None) or DEFAULT_FLOOR

@@ -24,6 +24,7 @@ from amprewrite.errors import AmpRewriteError, CaptureError, PolicyError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
+from amprewrite.granularity import part_paths
 from amprewrite.plan import CastPlan, RegionPlan
 from amprewrite.program import Program
 from amprewrite.rewrite_graph import _device, read_program, rewrite_graph
@@ -77,9 +78,11 @@ class StrictRun:
         self.reference: list[tuple[int, Recording]] = []
         self.runs: list[tuple[int, Recording]] = []
         self.model = plain_of(amp)
-        forward = self.model.forward
-        self.names = parameter_names(forward)
-        self.model.__dict__["forward"] = compile_afresh(forward, self._capture, whole=False, root=self.model)
+        for path in part_paths(self.model, self.session.options.granularity) or ("",):
+            part = self.model.get_submodule(path)
+            forward = part.forward
+            backend = self._capture_in(path, parameter_names(forward))
+            part.__dict__["forward"] = compile_afresh(forward, backend, whole=False, root=part)
         outputs, self.exact_gradients = self._run()
         self.exact = [t.detach().clone() for t in outputs]
         self.reference = self.runs
@@ -111,13 +114,15 @@ class StrictRun:
         return f"{self.regions[number].plan.name}/"
 
     # -- capture ------------------------------------------------------------------------------
-    def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Dynamo's backend."""
-        del example_inputs
+    def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+        """Dynamo's backend for the part at `path`, whose positional parameters are `names`."""
+        return lambda module, example_inputs: self._capture(module, path, names)
+
+    def _capture(self, module: torch.fx.GraphModule, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
         policy = self.session.policy_for(_device(module))
         self.low = policy.low.name
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
-        program = read_program(module, policy, f"graph{len(self.regions)}", "", grad, self.names)
+        program = read_program(module, policy, f"graph{len(self.regions)}", path, grad, names)
         if self.session.options.given is not None:
             program.match_given = self._given
             program.given = self._given(program)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST = {
@@ -23,9 +24,12 @@ FAST = {
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
     "export_minilm.py": [],
+    "train_char_gpt.py": ["--steps", "12"],
+    "train_digits_fp16.py": ["--epochs", "3"],
 }
 NEEDS = {
     "digits.py": "sklearn",
+    "train_digits_fp16.py": "sklearn",
     "inspect_bert.py": "transformers",
     "benchmarks/casts_vs_autocast.py": "transformers",
     "benchmarks/onnx_scale.py": "onnx",
@@ -60,6 +64,7 @@ def test_example(name):
         pytest.importorskip(NEEDS[name])
     printed = run(f"examples/{name}", *FAST[name])
     assert printed.strip()
+    learned(name, printed)
     if name == "digits.py":
         plain, mixed = (float(share) for share in re.findall(r"test accuracy ([\d.]+) %", printed))
         assert mixed > 90 and mixed > plain - 2
@@ -68,6 +73,30 @@ def test_example(name):
         assert len(rows) == 2
         for model, autocast_forward, forward, autocast_step, step, *_ in rows:
             assert int(forward) <= int(autocast_forward) and int(step) <= int(autocast_step), model
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("train_char_gpt.py", []), ("train_char_gpt.py", ["--shard"]), ("train_digits_fp16.py", [])],
+    ids=["char gpt, DDP", "char gpt, FSDP2", "digits, DDP"],
+)
+def test_training_examples_over_two_processes(name, options):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    learned(name, run(*torchrun, f"examples/{name}", *FAST[name], *options))
+
+
+def learned(name: str, printed: str) -> None:
+    """Training got somewhere, and the digits example skipped the four steps that it makes overflow."""
+    if name == "train_char_gpt.py":
+        (loss,) = re.findall(r"test loss ([\d.]+)", printed)
+        assert float(loss) < 3.6
+    if name == "train_digits_fp16.py":
+        (share,) = re.findall(r"test accuracy ([\d.]+) %", printed)
+        assert float(share) > 90
+        assert "4 of 66 steps skipped" in printed
 
 
 def blocks() -> list[str]:

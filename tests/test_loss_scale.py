@@ -463,6 +463,7 @@ def test_other_specs_are_refused(spec):
         {"cap": -1.0},
         {"floor": 8.0, "cap": 4.0},
         {"floor": None, "raise_at_floor": True},
+        {"per_layer": True},
     ],
     ids=str,
 )

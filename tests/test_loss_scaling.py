@@ -245,7 +245,8 @@ def test_aot_autograd_compiles_scaling_into_one_graph() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        pytest.param({"loss_scale": -1.0}, "value", id="a negative scale"),
+        pytest.param({"loss_scale": -1.0}, "value=-1.0 must be a positive number", id="a negative scale"),
+        pytest.param({"loss_scale": 0}, "value=0 must be a positive number", id="a scale of zero"),
         pytest.param({"loss_scale": "often"}, "auto", id="an unknown word"),
     ],
 )
@@ -262,3 +263,94 @@ def test_optimizers_that_cannot_be_guarded_are_refused() -> None:
         amp.attach(optimizer)
     with pytest.raises(amprewrite.PolicyError, match="owns none"):
         amp.attach(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_what_is_in_fp16_already_is_refused() -> None:
+    with pytest.raises(amprewrite.PolicyError, match=r"parameter .* is fp16 already.*model\.float\(\)"):
+        amprewrite.rewrite(net().half(), dtype="fp16")
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    model.head.weight.data = model.head.weight.data.half()
+    with pytest.raises(amprewrite.PolicyError, match="fp16, in which small updates are lost"):
+        amp.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_state_of_something_else_is_refused() -> None:
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    for state, says in ((model.state_dict(), "it lacks scale"), ({}, "empty"), (torch.ones(1), "Tensor")):
+        with pytest.raises(amprewrite.PolicyError, match=says):
+            amp.loss_scale.load_state_dict(state)
+
+
+def test_a_grad_scaler_left_in_the_loop_is_found() -> None:
+    model = net()
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=2.0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(amp(batch(0)[0]).sum()).backward()
+    with pytest.raises(amprewrite.LossScaleError, match=r"a torch\.amp\.GradScaler steps this optimizer"):
+        scaler.step(optimizer)
+
+
+def test_batch_norm_moves_on_a_skipped_step_as_under_autocast() -> None:
+    """Its statistics belong to the forward, which took place: once, also while the step after it is looked at closely."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    other = copy.deepcopy(model)
+    amp, scaler = amprewrite.rewrite(model, dtype="fp16"), torch.amp.GradScaler("cpu")
+    ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(4):
+        factor = float("inf") if step in (1, 2) else 1.0
+        ours.zero_grad()
+        (amp(batch(step)[0]).square().mean() * factor).backward()
+        ours.step()
+        theirs.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = other(batch(step)[0]).float().square().mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(theirs)
+        scaler.update()
+        assert model[1].num_batches_tracked == other[1].num_batches_tracked == step + 1
+        torch.testing.assert_close(model[1].running_var, other[1].running_var, rtol=5e-3, atol=1e-5)
+    assert amp.loss_scale.value == scaler.get_scale()
+
+
+class Detector(nn.Module):
+    """A head over many anchors, as in SSD: the mean over all of them makes every gradient of an activation tiny."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 32), nn.Linear(32, 128)
+
+    def forward(self, anchors: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(anchors)))
+
+
+def test_a_detector_whose_gradients_lie_below_fp16_trains_only_with_scaling() -> None:
+    rng = torch.Generator().manual_seed(0)
+    anchors = torch.randn(2048, 16, generator=rng)
+    target = 0.001 * torch.tanh(anchors @ torch.randn(16, 128, generator=rng))
+
+    def losses(loss_scale: object) -> list[float]:
+        torch.manual_seed(0)
+        model = Detector()
+        nn.init.normal_(model.head.weight, std=5e-5)
+        nn.init.zeros_(model.head.bias)
+        amp = model if loss_scale == "fp32" else amprewrite.rewrite(model, dtype="fp16", loss_scale=loss_scale)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-15, weight_decay=0.0)
+        seen = []
+        for _ in range(40):
+            optimizer.zero_grad()
+            out = amp(anchors)
+            out.retain_grad()
+            loss = nn.functional.mse_loss(out, target)
+            loss.backward()
+            assert out.grad.abs().max() < 2.0**-25  # rounds to nothing in fp16
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    fp32, scaled, unscaled = losses("fp32"), losses("auto"), losses(None)
+    assert fp32[-1] < 0.5 * fp32[0]
+    assert scaled[-1] == pytest.approx(fp32[-1], rel=2e-2)
+    assert unscaled[-1] > 0.9 * unscaled[0]

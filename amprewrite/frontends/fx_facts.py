@@ -26,6 +26,9 @@ TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_
 """Ops that take a shape, and unless told otherwise the dtype, of another tensor."""
 ABSOLUTE = {"float"}
 """Conversions that are always spelled out."""
+NODE = "amprewrite_node"
+"""Key in the meta of a node of an edited graph: its name in the plan; a cast has the name of the value it copies."""
+
 ROLES = {"placeholder", "get_attr", "output"}
 FUNCTORCH = ("_increment_nesting", "_decrement_nesting")
 """Ends of the names of the ops that open and close a torch.func transform."""
