@@ -9,6 +9,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").i
     __path__.append(str(_root))
 
 from amprewrite.errors import (  # noqa: E402
+    AccuracyError,
     AmpRewriteError,
     AmpRewriteWarning,
     CaptureError,
@@ -43,6 +44,7 @@ def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccuracyError",
     "AmpRewriteError",
     "AmpRewriteWarning",
     "CaptureError",

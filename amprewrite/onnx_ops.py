@@ -19,6 +19,8 @@ FLOATS = {dtype: name for name, dtype in DTYPES.items()}
 _TYPE_STRINGS = {"fp32": "tensor(float)", "fp16": "tensor(float16)", "bf16": "tensor(bfloat16)"}
 OLDEST = 7
 """Opsets before it broadcast by attribute: they are refused."""
+NEWEST = 24
+"""No opset is raised beyond it: runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
 FLOW = {"If", "Loop", "Scan"}
 """Ops whose bodies are read as part of the graph around them."""
 QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
@@ -140,9 +142,8 @@ def signature(domain: str, op_type: str, opset: int) -> Signature | None:
 
 
 def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
-    """The lowest opset from `opset` on at which the op's first result may be in `fmt`; `opset` where none does."""
-    newest = onnx.defs.onnx_opset_version()
-    for version in range(opset, newest + 1):
+    """The lowest opset from `opset` to NEWEST at which the op's first result may be in `fmt`; `opset` where none does."""
+    for version in range(opset, NEWEST + 1):
         found = signature("", op_type, version)
         if found is not None and found.allows(found.output(0), fmt):
             return version

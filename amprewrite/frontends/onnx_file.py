@@ -197,7 +197,7 @@ class _Reader:
         huge = bool(floats) and self.facing.is_huge(node, op, kind, operands)
         if pinned is None:
             pinned = self.facing.pin_ranges(node, floats, operands, huge)
-        module, source = _provenance(node)
+        module, source = provenance(node)
         shown = floats[0] if floats else results[0] if results else None
         numel = sum(map(elements, floats)) * self.turns
         dtype = "fp32" if floats else format_of(shown)
@@ -378,7 +378,7 @@ def _shape(value: ir.Value) -> tuple[int | str, ...]:
     return tuple(dim if isinstance(dim, int) else str(dim.value or "?") for dim in (value.shape or ()))
 
 
-def _provenance(node: ir.Node) -> tuple[str, str]:
+def provenance(node: ir.Node) -> tuple[str, str]:
     """Module path and source line that torch's exporter left on the node."""
     module = ""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
