@@ -27,7 +27,7 @@ REGION = "onnx"
 """Name of the one region of a plan of an ONNX file."""
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
 """Reasons of colours that the user chose node by node."""
-SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE)
+SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE, Reason.CANCELS)
 """Facts that a given plan of the very graph may overrule: whoever wrote it has seen them."""
 
 

@@ -96,6 +96,7 @@ class _Reader:
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
         graph = self.model.graph
+        self.facing.find_cancelling(graph)
         for value in graph.inputs:
             pinned = (Colour.HIGH, Reason.BOUNDARY, "input") if self.keep_io or not _is_fp32(value) else None
             self.add_value(value, "input", pinned=pinned or self.facing.pin_value(value), kind=OpKind.CLEAR)
