@@ -18,7 +18,7 @@ import onnx_ir.passes.common as ir_passes
 from amprewrite.colour import OpKind
 from amprewrite.errors import CaptureError, PolicyError, one_line
 from amprewrite.formats import Format
-from amprewrite.onnx_ops import FLOW, OLDEST, format_of, op_of, opset_taking
+from amprewrite.onnx_ops import FLOW, OLDEST, fill_types, format_of, op_of, opset_taking
 from amprewrite.onnx_run import is_large
 from amprewrite.oplists import OpLists
 
@@ -110,6 +110,9 @@ def infer_types(model: ir.Model) -> list[str]:
         if found.HasField("shape"):
             dims = found.shape.dim
             value.shape = ir.Shape([d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims])
+    for node in model.graph:  # behind ops that onnx does not know
+        if node.op_type not in FLOW:
+            fill_types(node, model.opset_imports[""])
     return []
 
 

@@ -99,7 +99,7 @@ def test_a_plan_cannot_ask_for_a_kernel_that_is_not_there():
     quantised = gemm_chain(node("QuantizeLinear", ["h", "s"], ["q"]), node("DequantizeLinear", ["q", "s"], ["mid"], name="dq"),
                            inits=[const("s", 0.02)])  # fmt: skip
     plan = rewrite_onnx(quantised.model).plan.edit({"dq": "low"})
-    with pytest.raises(PlanError, match="dq is low in the plan, but cannot be: .*quantised"):
+    with pytest.raises(PlanError, match=r"dq is low in the plan, but cannot be: .*quantised"):
         rewrite_onnx(quantised.model, plan=plan)
 
 
