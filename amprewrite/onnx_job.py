@@ -85,7 +85,7 @@ class OnnxResult:
 
     @property
     def model(self) -> onnx.ModelProto:
-        """The model as a protobuf."""
+        """The model as a protobuf; one beyond 2 GB refers to the data beside `path`."""
         return ir.to_proto(self.ir_model)
 
 
@@ -183,7 +183,7 @@ class Job:
             plan = CastPlan(low, (region,), notes=tuple(self.notes), lists=name)
             if order.target is not None:
                 made.keep({} if order.plan_target is None else {order.plan_target: plan.to_json()})
-                if made.outside:
+                if is_large(model):
                     model = ir.load(order.target)  # the data that it was made from may just have been replaced
         return OnnxResult(plan, replace(report, notes=plan.notes), order.target, order.plan_target, model)
 
