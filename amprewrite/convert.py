@@ -13,6 +13,7 @@ from amprewrite.onnx_job import Job, OnnxReport, OnnxResult, Order
 from amprewrite.onnx_load import Source, load
 from amprewrite.onnx_ops import VOCABULARY
 from amprewrite.onnx_plans import REGION
+from amprewrite.onnx_run import runtime
 from amprewrite.onnx_samples import read_feeds
 from amprewrite.oplists import OpLists, find_op
 from amprewrite.plan import CastPlan
@@ -63,6 +64,8 @@ def rewrite_onnx(
     order = _order(out, plan_path, external_data, verify, max_rel_err)
     if plan is not None and overrides:
         raise PolicyError("plan= and overrides= both say what runs where; put the overrides into the plan with plan.edit")
+    if calibration is not None:
+        runtime()
     job = Job(load(model), policy, keep_io)
     job.given = plan
     job.prepare()
