@@ -10,6 +10,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").i
 
 from amprewrite.debug import debug  # noqa: E402
 from amprewrite.errors import (  # noqa: E402
+    AccuracyError,
     AmpRewriteError,
     AmpRewriteWarning,
     CaptureError,
@@ -44,6 +45,7 @@ def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccuracyError",
     "AmpRewriteError",
     "AmpRewriteWarning",
     "CaptureError",

@@ -65,6 +65,7 @@ class Reason(Enum):
     REFUSED = "its op refused low inputs when tried"
     CONSTANT = "a constant it uses does not fit the low format"
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
+    CANCELS = "rounding it would be magnified by a difference"
     TIED = "it shares memory with a node of that colour"
     WRITES_STATE = "it writes in place to a model input, parameter or buffer"
     ASKED = "an override asks for it"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AmpRewriteError(Exception):
     """Base of all errors that amprewrite raises on purpose."""
@@ -31,5 +33,18 @@ class EmitError(AmpRewriteError):
     """The rewritten graph cannot be written in the form asked for."""
 
 
+class AccuracyError(EmitError):
+    """The rewritten model is valid, but its error is larger than asked for. `result` holds it; nothing was written."""
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
 class AmpRewriteWarning(UserWarning):
     """Something runs other than asked, and the message says what and why."""
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """What a foreign error says, on one line of at most `most` characters."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

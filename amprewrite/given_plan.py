@@ -48,7 +48,7 @@ def _check_colours(region: RegionPlan, program: Program) -> None:
         node = program.graph[planned.name]
         if (planned.colour is Colour.PLAIN) != (not node.carries_fp32):
             raise PlanError(f"{planned.name} is {planned.colour.value} in the plan, but it carries {node.dtype or 'no tensor'}")
-        if planned.colour is Colour.LOW and node.role != "op":
+        if planned.colour is Colour.LOW and node.role != "op" and node.pinned is not None:
             raise PlanError(f"{planned.name} is a model {node.role}: it cannot be low, only its copies can")
 
 

@@ -13,12 +13,19 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.formats import FORMATS, Format
+from amprewrite.onnx_contrib import CONTRIB, DOMAIN
 
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 FLOATS = {dtype: name for name, dtype in DTYPES.items()}
 _TYPE_STRINGS = {"fp32": "tensor(float)", "fp16": "tensor(float16)", "bf16": "tensor(bfloat16)"}
+_FIXED = {
+    "tensor(float)": ir.DataType.FLOAT, "tensor(int32)": ir.DataType.INT32, "tensor(int64)": ir.DataType.INT64,
+    "tensor(bool)": ir.DataType.BOOL,
+}  # fmt: skip
 OLDEST = 7
 """Opsets before it broadcast by attribute: they are refused."""
+NEWEST = 24
+"""No opset is raised beyond it: runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
 FLOW = {"If", "Loop", "Scan"}
 """Ops whose bodies are read as part of the graph around them."""
 QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
@@ -70,6 +77,8 @@ SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
 
 def op_of(node: ir.Node) -> str:
     """Vocabulary name of a node; the op type, with its domain, where there is none."""
+    if node.domain == DOMAIN and node.op_type in CONTRIB:
+        return CONTRIB[node.op_type].name
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}::{node.op_type}"
     if node.op_type == "Pow" and len(node.inputs) == 2 and node.inputs[1] is not None:
@@ -129,6 +138,8 @@ class Signature:
 @cache
 def signature(domain: str, op_type: str, opset: int) -> Signature | None:
     """The signature of an op at an opset; None for an op that onnx does not know."""
+    if domain == DOMAIN:
+        return _contrib_signature(op_type)
     try:
         schema = onnx.defs.get_schema(op_type, opset, "" if domain == "ai.onnx" else domain)
     except onnx.defs.SchemaError:
@@ -139,10 +150,39 @@ def signature(domain: str, op_type: str, opset: int) -> Signature | None:
     return Signature(tuple(i.type_str for i in schema.inputs), tuple(o.type_str for o in schema.outputs), takes, variadic)
 
 
+def _contrib_signature(op_type: str) -> Signature | None:
+    row = CONTRIB.get(op_type)
+    if row is None:
+        return None
+    words = {"U": _TYPE_STRINGS["fp32"], "I": "tensor(int32)"}
+    own = frozenset(_TYPE_STRINGS[name] for name in ("fp32", "fp16", *(("bf16",) if row.bf16 else ())))
+    inputs, outputs = (tuple(words.get(letter, letter) for letter in letters) for letters in (row.inputs, row.outputs))
+    return Signature(inputs, outputs, (("T", own), ("M", own)), False)
+
+
+def fill_types(node: ir.Node, opset: int) -> None:
+    """Give results without a type the one that the schema says: that of an operand of the same type variable, or a fixed one."""
+    if all(value.type is not None for value in node.outputs):
+        return
+    if node.op_type == "Cast" and not node.domain:
+        node.outputs[0].type = ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
+    sig = signature(node.domain, node.op_type, opset)
+    if sig is None:
+        return
+    known = {sig.input(index): v.type for index, v in enumerate(node.inputs) if v is not None and v.type is not None}
+    for index, value in enumerate(node.outputs):
+        spelled = sig.output(index)
+        if value.type is not None:
+            continue
+        if isinstance(known.get(spelled), ir.TensorType):
+            value.type = known[spelled]
+        elif spelled in _FIXED:
+            value.type = ir.TensorType(_FIXED[spelled])
+
+
 def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
-    """The lowest opset from `opset` on at which the op's first result may be in `fmt`; `opset` where none does."""
-    newest = onnx.defs.onnx_opset_version()
-    for version in range(opset, newest + 1):
+    """The lowest opset from `opset` to NEWEST at which the op's first result may be in `fmt`; `opset` where none does."""
+    for version in range(opset, NEWEST + 1):
         found = signature("", op_type, version)
         if found is not None and found.allows(found.output(0), fmt):
             return version

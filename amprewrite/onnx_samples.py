@@ -1,31 +1,34 @@
-"""Sample runs of an ONNX model in ONNX Runtime: inputs to run it on, and the magnitudes seen at every value.
+"""Sample runs of an ONNX model: inputs to run it on, and the magnitudes seen at every value.
 
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for what feeds a table.
-2. The fp32 model runs with its inner values as extra outputs, a few hundred MB of them at a time.
-3. Of every floating value the least and the largest magnitude is kept, over all samples; nothing else.
+2. The fp32 model runs with its inner values as extra outputs, a GB of them at a time.
+3. Of every floating value the least and the largest magnitude is kept, over all samples, and of the first few samples the
+   inputs and outputs, to measure errors on. Samples are taken one at a time: any number of them needs the memory of one.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
-from amprewrite.errors import CaptureError, PolicyError
+from amprewrite.errors import PolicyError, one_line
+from amprewrite.onnx_run import Runnable
 
 Feed = dict[str, np.ndarray]
 CHUNK = 2**28
 """Elements of inner values that one run may hold."""
-MOST_BYTES = 1_800_000_000
-"""Models with more weights than this do not fit one protobuf and are not run from memory."""
 SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
 """Tries for (first dim, other dims) where a model leaves them open."""
+KEPT = 8
+"""Samples on which errors are measured, at most."""
+KEPT_BYTES = 2**28
+"""Bytes of inputs and outputs of those samples, beyond the first."""
+TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of such"
 
 
 @dataclass(frozen=True)
@@ -44,74 +47,72 @@ class Samples:
     """What sample runs showed."""
 
     feeds: list[Feed] = field(default_factory=list)
+    """The first of them."""
     outputs: list[list[np.ndarray]] = field(default_factory=list)
-    """Of the fp32 model, one list a feed."""
+    """What the fp32 model gave for those, one list a feed."""
     ranges: dict[str, Range] = field(default_factory=dict)
+    seen: int = 0
+    """How many there were in all."""
     made_up: bool = True
     problem: str = ""
     """Why there are none."""
 
 
-def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> Any:
-    """An ONNX Runtime session on CUDA where it is there, else on the CPU. CaptureError with an install hint without a runtime."""
+# -- the caller's samples --------------------------------------------------------------
+def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
+    """The caller's samples one after another, each checked against the model's inputs as it is taken.
+
+    Args:
+        calibration: a mapping of input names to arrays is one sample, and so is an .npz file; any iterable of these is many.
+
+    Raises:
+        PolicyError: not such a thing, an unreadable file, or a sample whose names, dtypes or shapes are not the model's.
+    """
+    if isinstance(calibration, Mapping | str | Path):
+        calibration = (calibration,)
+    elif not isinstance(calibration, Iterable) or isinstance(calibration, bytes | np.ndarray):
+        raise PolicyError(f"calibration= takes {TAKES}, not {type(calibration).__name__}")
+    return _each_checked(model, calibration)
+
+
+def _each_checked(model: ir.Model, samples: Iterable[Any]) -> Iterator[Feed]:
+    for index, sample in enumerate(samples):
+        where = f"calibration sample {index}"
+        if isinstance(sample, str | Path):
+            where, sample = f"calibration file {sample}", _read_npz(sample)
+        yield _checked(model, sample, where)
+
+
+def _read_npz(path: str | Path) -> Feed:
     try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise CaptureError(
-            "ONNX Runtime is not installed, so the file cannot be run; "
-            "pip install 'amprewrite[onnx]' for the CPU, 'amprewrite[onnx-gpu]' for CUDA"
-        ) from error
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    levels = (
-        ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
-        ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-        ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-        ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-    )
-    if level is not None:
-        options.graph_optimization_level = levels[level]
-    known = ort.get_available_providers()
-    providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
-    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
-    return ort.InferenceSession(source, options, providers=providers)
+        archive = np.load(path)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a bare array; save the inputs by name with numpy.savez")
+        with archive:
+            return dict(archive)
+    except Exception as error:  # numpy, zipfile and zlib have each their own for a damaged file
+        raise PolicyError(f"calibration file {path} cannot be read as .npz: {one_line(error)}") from error
 
 
-def read_feeds(model: ir.Model, calibration: Any) -> list[Feed]:
-    """The caller's samples: a mapping, several of them, or the path of an .npz file. PolicyError where one does not fit."""
-    if isinstance(calibration, str | Path):
-        try:
-            with np.load(calibration) as archive:
-                calibration = dict(archive)
-        except (OSError, ValueError) as error:
-            raise PolicyError(f"calibration={str(calibration)!r} cannot be read as .npz: {error}") from error
-    samples = [calibration] if isinstance(calibration, Mapping) else calibration
-    if not isinstance(samples, Iterable) or isinstance(samples, bytes):
-        wanted = "a mapping of input names to arrays, several, or an .npz path"
-        raise PolicyError(f"calibration= takes {wanted}, not {type(samples).__name__}")
-    feeds = [_checked(model, sample, index) for index, sample in enumerate(samples)]
-    if not feeds:
-        raise PolicyError("calibration= holds no sample; leave it out to run on made-up inputs")
-    return feeds
-
-
-def _checked(model: ir.Model, sample: Any, index: int) -> Feed:
+def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
     inputs = {str(value.name): value for value in model.graph.inputs}
     if not isinstance(sample, Mapping):
-        raise PolicyError(f"calibration sample {index} is a {type(sample).__name__}; give a mapping with {', '.join(inputs)}")
+        raise PolicyError(f"{where} is a {type(sample).__name__}; give a mapping with {', '.join(inputs)}")
     if set(sample) != set(inputs):
         given = ", ".join(map(str, sample)) or "nothing"
-        raise PolicyError(f"calibration sample {index} has {given}; the model's inputs are {', '.join(inputs)}")
+        raise PolicyError(f"{where} has {given}; the model's inputs are {', '.join(inputs)}")
     feed: Feed = {}
     for name, value in inputs.items():
         array = np.asarray(sample[name])
         wanted = value.dtype.numpy() if value.dtype is not None else array.dtype
         if array.dtype != wanted:
-            raise PolicyError(f"calibration sample {index}: {name} is {array.dtype}, the model wants {wanted}")
+            raise PolicyError(f"{where}: {name} is {array.dtype}, the model wants {wanted}")
         dims = list(value.shape) if value.shape is not None else list(array.shape)
         if len(dims) != array.ndim or any(isinstance(d, int) and d != have for d, have in zip(dims, array.shape, strict=True)):
-            raise PolicyError(f"calibration sample {index}: {name} has shape {list(array.shape)}, the model wants {dims}")
+            shown = [dim if isinstance(dim, int) else str(dim.value or "any") for dim in dims]
+            raise PolicyError(f"{where}: {name} has shape {list(array.shape)}, the model wants [{', '.join(map(str, shown))}]")
+        if not array.size:
+            raise PolicyError(f"{where}: {name} is empty (shape {list(array.shape)}), so it shows no range; give at least one element")
         feed[name] = array
     return feed
 
@@ -164,33 +165,67 @@ def _rows_indexed(value: ir.Value) -> int:
 
 
 # -- runs ------------------------------------------------------------------------------
-def observe(model: ir.Model, feeds: Sequence[Feed] | None, wanted: Iterable[ir.Value]) -> Samples:
-    """Run the fp32 model and keep the magnitudes of the `wanted` values. `feeds` None: on made-up inputs."""
-    samples = Samples(made_up=feeds is None)
-    if weight_bytes(model) > MOST_BYTES:
-        samples.problem = "the model is too large to be run from memory"
-        return samples
-    proto = ir.to_proto(model)
-    chunks = list(_chunks(wanted))
-    tries: Iterator[list[Feed]] = ([feed] for feed in made_up_feeds(model)) if feeds is None else iter([list(feeds)])
-    for tried in tries:
-        try:
-            _run(proto, chunks, tried, samples)
-        except CaptureError as error:
-            samples.problem = str(error)
+def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value]) -> Samples:
+    """Run the fp32 model and keep the magnitudes of the `wanted` values. `feeds` None: on made-up inputs.
+
+    PolicyError where the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
+    """
+    with Runnable(model) as runnable:
+        observer = _Observer(runnable, wanted)
+        if feeds is not None:
+            samples = Samples(made_up=False)
+            for feed in feeds:
+                problem = observer.run(feed, samples)
+                if problem:
+                    raise PolicyError(f"the fp32 model does not run on the calibration data: {problem}")
+            if not samples.seen:
+                raise PolicyError("calibration= holds no sample; leave it out to run on made-up inputs")
             return samples
-        except Exception as error:
-            samples.problem = " ".join(str(error).split())[:200]
-            continue
-        samples.feeds, samples.problem = tried, ""
+        samples = Samples(problem="its inputs are of unknown kind")
+        for feed in made_up_feeds(model):
+            samples.problem = observer.run(feed, samples)
+            if not samples.problem:
+                break
         return samples
-    if feeds is not None:
-        raise PolicyError(f"the fp32 model does not run on the calibration data: {samples.problem}")
-    return samples
 
 
-def weight_bytes(model: ir.Model) -> int:
-    return sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value is not None)
+class _Observer:
+    """Sessions of one model that give its own outputs and, a chunk each, the inner values to look at."""
+
+    def __init__(self, runnable: Runnable, wanted: Iterable[ir.Value]) -> None:
+        self.runnable, self.own = runnable, runnable.outputs
+        self.chunks = [[str(value.name) for value in chunk if value.name not in self.own] for chunk in _chunks(wanted)]
+        self.sessions: list[Any] = []
+
+    def run(self, feed: Feed, samples: Samples) -> str:
+        """Take one sample in; what went wrong, "" where nothing did."""
+        ranges: dict[str, Range] = {}
+        outputs: list[np.ndarray] = []
+        try:
+            self.sessions = self.sessions or [self.runnable.session(chunk) for chunk in self.chunks]
+            for index, (chunk, runner) in enumerate(zip(self.chunks, self.sessions, strict=True)):
+                names = [*chunk, *(self.own if index == 0 else ())]
+                if not names:
+                    continue
+                found = runner.run(names, feed)
+                outputs = outputs or found[len(chunk) :]
+                for name, array in zip(names, found, strict=True):
+                    if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.size:
+                        ranges[name] = _range(array)
+        except Exception as error:
+            return one_line(error)
+        for name, seen in ranges.items():
+            samples.ranges[name] = samples.ranges[name] | seen if name in samples.ranges else seen
+        samples.seen += 1
+        held = sum(_bytes(feed.values()) + _bytes(kept) for feed, kept in zip(samples.feeds, samples.outputs, strict=True))
+        if not samples.feeds or (len(samples.feeds) < KEPT and held + _bytes(feed.values()) + _bytes(outputs) <= KEPT_BYTES):
+            samples.feeds.append(feed)
+            samples.outputs.append(outputs)
+        return ""
+
+
+def _bytes(arrays: Iterable[Any]) -> int:
+    return sum(getattr(array, "nbytes", 0) for array in arrays)
 
 
 def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
@@ -210,26 +245,6 @@ def elements(value: ir.Value) -> int:
     """Elements of a value; open dims count 64."""
     dims = (dim if isinstance(dim, int) else 64 for dim in (value.shape or ()))
     return int(np.prod([*dims, 1], dtype=np.int64))
-
-
-def _run(proto: onnx.ModelProto, chunks: list[list[ir.Value]], feeds: list[Feed], samples: Samples) -> None:
-    outputs: list[list[np.ndarray]] = [[] for _ in feeds]
-    ranges: dict[str, Range] = {}
-    own = [value.name for value in proto.graph.output]
-    for first, chunk in zip(itertools.chain((True,), itertools.repeat(False)), chunks, strict=False):
-        names = [str(value.name) for value in chunk if value.name not in own]
-        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-        runner = session(proto, 0)
-        del proto.graph.output[len(own) :]
-        for index, feed in enumerate(feeds):
-            found = dict(zip(own + names, runner.run(own + names, feed), strict=True))
-            if first:
-                outputs[index] = [found[name] for name in own]
-            for name in (*names, *(own if first else ())):
-                if found[name].dtype == np.float32 and found[name].size:
-                    seen = _range(found[name])
-                    ranges[name] = ranges[name] | seen if name in ranges else seen
-    samples.outputs, samples.ranges = outputs, ranges
 
 
 def _range(array: np.ndarray) -> Range:

@@ -3,80 +3,108 @@
 ONNX Runtime's CPU provider runs chains of fp16 ops in fp32 and drops the casts between them, so its outputs hide rounding and
 overflow; for bf16 it has hardly any kernels at all. Here the file itself is made explicit:
 
-1. Low constants become fp32 constants of the same values, low inputs and outputs fp32 ones.
-2. Behind every low result stand a cast down and a cast up.
+1. A low value keeps its name and becomes fp32, so that its readers compute in fp32.
+2. Its maker writes a raw value instead; a cast down and a cast up lie between the two. What is low by itself (a constant, a
+   cast, a fill) needs the cast up alone.
 3. ONNX Runtime runs that, unoptimised, so that nothing is fused away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from amprewrite.onnx_ops import format_of
-from amprewrite.onnx_samples import Feed, session
+from amprewrite.onnx_run import session_of
+from amprewrite.onnx_samples import Feed
 
-LOW = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-_CARRIES = {"Constant", "If", "Loop", "Scan", "Identity", "Reshape", "Transpose"}
+LOW = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
+FP32 = onnx.TensorProto.FLOAT
+_CARRIES = {"If", "Loop", "Scan", "Identity", "Reshape", "Transpose"}
 """Ops that round nothing."""
+_AIMED = {"Cast", "Constant", "ConstantOfShape"}
+"""Ops whose result is low by itself: an attribute of theirs says so. A dtype attribute does the same for any op."""
 
 
-def strict_outputs(model: ir.Model, feeds: Sequence[Feed]) -> list[list[np.ndarray]]:
-    """Outputs of the rewritten model under true rounding, one list a feed."""
-    runner = session(ir.to_proto(strict_model(model)), 0)
-    floats = {str(v.name) for v in model.graph.inputs if format_of(v) in LOW}
-    return [runner.run(None, {k: a.astype(np.float32) if k in floats else a for k, a in feed.items()}) for feed in feeds]
+def strict_outputs(
+    model: ir.Model, feeds: Sequence[Feed], proto: onnx.ModelProto | None = None, folder: Path | None = None
+) -> list[list[np.ndarray]]:
+    """Outputs of the rewritten model under true rounding, one list a feed.
+
+    `proto` is the model as it was written, with its external data in `folder`; None: all of it is in memory.
+    """
+    strict, low_inputs = strict_model(model, ir.to_proto(model) if proto is None else proto)
+    runner = session_of(strict, folder)
+    return [runner.run(None, dict(_raised(name, array, low_inputs) for name, array in feed.items())) for feed in feeds]
 
 
-def strict_model(model: ir.Model) -> ir.Model:
-    """An all-fp32 model that rounds as the low one would."""
-    strict = model.clone()
-    for graph in strict.graphs():
-        for value in (*graph.inputs, *graph.initializers.values()):
-            _raise_value(value)
-        for node in list(graph):
-            for attribute in list(node.attributes.values()):
-                if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in LOW.values():
-                    node.attributes[attribute.name] = ir.AttrTensor(attribute.name, _raised(attribute.as_tensor()))
-            for value in node.outputs:
-                low = format_of(value)
-                if low not in LOW:
-                    continue
-                value.type = ir.TensorType(ir.DataType.FLOAT)
-                if node.op_type == "Cast":
-                    node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
-                if node.op_type not in _CARRIES:
-                    _round(graph, node, value, LOW[low])
-    return strict
+def _raised(name: str, array: np.ndarray, low_inputs: set[str]) -> tuple[str, np.ndarray]:
+    return (_raw(name), array.astype(np.float32)) if name in low_inputs else (name, array)
 
 
-def _raise_value(value: ir.Value) -> None:
-    if format_of(value) in LOW:
-        value.type = ir.TensorType(ir.DataType.FLOAT)
-        if value.const_value is not None:
-            value.const_value = _raised(value.const_value)
+def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
+    """An all-fp32 model that rounds as the low one would, and which inputs of it have a new name. `proto` is left alone."""
+    strict = onnx.ModelProto()
+    strict.CopyFrom(proto)
+    rounding: list[onnx.NodeProto] = []
+    low_inputs = set()
+    for value, declared in zip(model.graph.inputs, strict.graph.input, strict=True):
+        low = LOW.get(format_of(value))
+        if low is not None:
+            low_inputs.add(declared.name)
+            rounding += _round(declared.name, low)
+            declared.name = _raw(declared.name)
+    _open_graph(model.graph, strict.graph, rounding)
+    return strict, low_inputs
 
 
-def _raised(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    return ir.tensor(np.ascontiguousarray(tensor.numpy().astype(np.float32)), name=tensor.name)
+def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, first: Sequence[onnx.NodeProto] = ()) -> None:
+    """Edit the protobuf of a graph, bodies included: it holds the same nodes in the same order as `graph`."""
+    nodes = list(first)
+    for tensor in proto.initializer:
+        if tensor.data_type in LOW.values():
+            nodes.append(_cast(_raw(tensor.name), tensor.name, FP32))
+            tensor.name = _raw(tensor.name)
+    for node, written in zip(graph, proto.node, strict=True):
+        for attribute in written.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _open_graph(node.attributes[attribute.name].as_graph(), attribute.g)
+        nodes.append(written)
+        for place, value in enumerate(node.outputs):
+            low = LOW.get(format_of(value))
+            if low is None or not value.name or node.op_type in _CARRIES:
+                continue
+            written.output[place] = _raw(value.name)
+            aimed = node.op_type in _AIMED or "dtype" in node.attributes
+            nodes += [_cast(_raw(value.name), value.name, FP32)] if aimed else _round(value.name, low)
+    for declared in (*proto.input, *proto.output):
+        if declared.type.tensor_type.elem_type in LOW.values():
+            declared.type.tensor_type.elem_type = FP32
+    kept = [onnx.NodeProto() for _ in nodes]
+    for copy, each in zip(kept, nodes, strict=True):
+        copy.CopyFrom(each)
+    del proto.node[:]
+    proto.node.extend(kept)
+    del proto.value_info[:]
 
 
-def _round(graph: ir.Graph, node: ir.Node, value: ir.Value, low: ir.DataType) -> None:
-    down = ir.node("Cast", [value], {"to": int(low)})
-    up = ir.node("Cast", [down.outputs[0]], {"to": int(ir.DataType.FLOAT)})
-    down.outputs[0].name, up.outputs[0].name = f"{value.name}__down", f"{value.name}__up"
-    up.outputs[0].type, up.outputs[0].shape = value.type, value.shape
-    for use in list(value.uses()):
-        if use.node is not down:
-            use.node.replace_input_with(use.idx, up.outputs[0])
-    if value.is_graph_output():
-        for index, output in enumerate(graph.outputs):
-            if output is value:
-                graph.outputs[index] = up.outputs[0]
-        value.name, up.outputs[0].name = f"{value.name}__raw", value.name
-    graph.insert_after(node, [down, up])
+def _raw(name: str) -> str:
+    return f"{name}__raw"
+
+
+def _round(name: str, low: int) -> list[onnx.NodeProto]:
+    down = f"{name}__down"
+    return [_cast(_raw(name), down, low), _cast(down, name, FP32)]
+
+
+def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
+    node = onnx.NodeProto(op_type="Cast", input=[source], output=[result])
+    node.attribute.add(name="to", type=onnx.AttributeProto.INT, i=to)
+    return node
 
 
 def relative_error(wanted: Sequence[Sequence[np.ndarray]], got: Sequence[Sequence[np.ndarray]]) -> float:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, BertModel
 
 import amprewrite
 from amprewrite.convert import export_onnx
-from amprewrite.onnx_samples import session
+from amprewrite.onnx_run import session
 
 SENTENCES = [
     "The weather is lovely today.",

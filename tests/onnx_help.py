@@ -15,7 +15,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from amprewrite.onnx_samples import session
+from amprewrite.onnx_run import session
 
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 node = helper.make_node

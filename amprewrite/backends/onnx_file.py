@@ -9,27 +9,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from amprewrite.colour import Colour
-from amprewrite.errors import EmitError, PassError
+from amprewrite.errors import EmitError, PassError, one_line
 from amprewrite.formats import FORMATS, Format
 from amprewrite.frontends.onnx_file import Reading
 from amprewrite.onnx_ops import DTYPES, FLOATS, constant_tensor
+from amprewrite.onnx_run import is_large
 from amprewrite.onnx_weights import rounded
 from amprewrite.plan import Cast, RegionPlan
 
 CAST = "amprewrite.cast"
 """Key in metadata_props that marks the casts we inserted."""
 COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
-BIG = 1_500_000_000
-"""Bytes of weights beyond which they go into a file of their own: one protobuf holds 2 GB."""
 
 
 def apply_plan(model: ir.Model, reading: Reading, plan: RegionPlan, low: Format) -> None:
@@ -48,10 +50,9 @@ def apply_plan(model: ir.Model, reading: Reading, plan: RegionPlan, low: Format)
             made.append(_insert_cast(model, reading, cast, names))
     _tidy(model)
     _annotate(reading, plan)
-    kept = {node for graph in model.graphs() for node in graph if CAST in node.metadata_props}
-    planned = sum(constant_tensor(reading.values[cast.value]) is None for cast in plan.casts)
-    if len(made) != planned or not kept.issubset(made):
-        raise PassError(f"{plan.name}: {len(made)} casts were inserted and {planned} planned; please report this model")
+    kept = [node for graph in model.graphs() for node in graph if CAST in node.metadata_props]
+    if set(kept) != set(made):
+        raise PassError(f"{plan.name}: the file has {len(kept)} casts and the plan {len(made)}; please report this model")
 
 
 class _Names:
@@ -126,7 +127,7 @@ def _insert_cast(model: ir.Model, reading: Reading, cast: Cast, names: _Names) -
     source = value
     if cast.saturate:
         bounds = [_bound(graph, names, bound, value) for bound in (-to.max, to.max)]
-        clip = ir.node("Clip", [value, *bounds], name=names.new(f"clip_{value.name}"), metadata_props={CAST: to.name})
+        clip = ir.node("Clip", [value, *bounds], name=names.new(f"clip_{value.name}"))
         source = clip.outputs[0]
         source.name, source.type, source.shape = names.new(f"{value.name}_clipped"), value.type, value.shape
         nodes.append(clip)
@@ -172,9 +173,11 @@ def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
 # -- 3. tidy --------------------------------------------------------------------------
 def _tidy(model: ir.Model) -> None:
     for graph in model.graphs():
-        first: dict[tuple[ir.Value, int], ir.Node] = {}
+        first: dict[tuple[ir.Value | None, int], ir.Node] = {
+            (node.inputs[0], node.attributes["to"].as_int()): node for node in graph if CAST in node.metadata_props
+        }
         for node in list(graph):
-            if node.op_type != "Cast" or node.domain or node.inputs[0] is None:
+            if CAST in node.metadata_props or node.op_type != "Cast" or node.domain or node.inputs[0] is None:
                 continue
             source, result = node.inputs[0], node.outputs[0]
             to = node.attributes["to"].as_int()
@@ -205,30 +208,84 @@ def _annotate(reading: Reading, plan: RegionPlan) -> None:
 
 
 # -- files ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Written:
+    """A model as files in a folder of their own, and where they are to go."""
+
+    path: Path
+    target: Path | None
+    proto: onnx.ModelProto
+    """The model; without its weights where they lie outside."""
+    outside: bool
+    """Whether weights are in a file of their own."""
+
+    def keep(self, texts: Mapping[Path, str]) -> None:
+        """Move the files into place, and `texts` with them: all of them, or none. EmitError where that fails."""
+        assert self.target is not None
+        names = (f"{self.target.name}.data", self.target.name)  # the model last: it never stands without its weights
+        moves = {self.path.with_name(n): self.target.with_name(n) for n in names if self.path.with_name(n).exists()}
+        scratch: list[Path] = []
+        try:
+            for target, text in texts.items():
+                scratch.append(target.with_name(f".{target.name}.{self.path.parent.name[-8:]}"))
+                scratch[-1].write_text(text, encoding="utf-8")
+                moves[scratch[-1]] = target
+            _move_all(moves, self.path.parent)
+        except OSError as error:
+            raise EmitError(f"{self.target} cannot be replaced: {error}; give another path") from error
+        finally:
+            for path in scratch:
+                path.unlink(missing_ok=True)
+
+
+def _move_all(moves: Mapping[Path, Path], scratch: Path) -> None:
+    """Move files to their targets; where one fails, put back what was there."""
+    undo: list[tuple[Path, Path | None]] = []
+    try:
+        for number, (source, target) in enumerate(moves.items()):
+            before = scratch / f"{number}.before" if target.exists() else None
+            if before is not None:
+                _link(target, before)
+            undo.append((target, before))
+            source.replace(target)
+    except OSError:
+        for target, before in reversed(undo):
+            if before is None:
+                target.unlink(missing_ok=True)
+            else:
+                shutil.move(before, target)
+        raise
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another device, or a file system without links
+        shutil.copy2(source, target)
+
+
 @contextlib.contextmanager
-def written(model: ir.Model, path: Path, external_data: bool | str) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """The model as files in a folder beside `path`, and what moves them into place: nothing stays if it is not called."""
-    size = sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value is not None)
-    outside = size > BIG if external_data == "auto" else bool(external_data)
-    data = f"{path.name}.data"
+def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
+    """The model as files in a folder beside `target`, gone afterwards; `keep` moves them into place. EmitError where that fails."""
+    outside = is_large(model) if external_data == "auto" else bool(external_data)
+    path = target or Path(tempfile.gettempdir()) / "model.onnx"
+    if is_large(model) and not outside:
+        raise EmitError(f"{path} cannot be written: its weights do not fit one file; leave external_data= out")
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
         raise EmitError(f"{path} cannot be written: {error}; give another path") from error
     try:
+        made = folder / path.name
         try:
-            ir.save(model, folder / path.name, external_data=data if outside else None)
+            if outside:
+                ir.save(model, made, external_data=f"{path.name}.data")
+                proto = onnx.load(str(made), load_external_data=False)
+            else:
+                proto = ir.to_proto(model)
+                made.write_bytes(proto.SerializeToString())
         except (OSError, ValueError) as error:
-            raise EmitError(f"{path} cannot be written: {error}; free some space or give another path") from error
-
-        def keep() -> None:
-            try:
-                for name in (data, path.name):
-                    if (folder / name).exists():
-                        (folder / name).replace(path.parent / name)
-            except OSError as error:
-                raise EmitError(f"{path} cannot be replaced: {error}; give another path") from error
-
-        yield folder / path.name, keep
+            raise EmitError(f"{path} cannot be written: {one_line(error)}; free some space or give another path") from error
+        yield Written(made, target, proto, outside)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,7 @@ import io
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
@@ -17,9 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32
-from amprewrite.onnx_samples import MOST_BYTES, Feed, session, weight_bytes
+from amprewrite.onnx_run import has_runtime, is_large, session
+from amprewrite.onnx_samples import Feed
+from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy
-from amprewrite.rewritten import Rewritten, plain_of, session_of
+from amprewrite.rewrite import warm
+from amprewrite.rewritten import Rewritten, plain_of, rewritten, session_of
 from amprewrite.strict_onnx import relative_error
 
 AGREES = 1e-2
@@ -41,10 +45,9 @@ def exported(
     notes: tuple[str, ...] = ()
     if plain.training:
         notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
-    if session.options.given is not None:
-        notes += ("the plan given to rewrite names nodes of PyTorch graphs; the export decides by lists and overrides",)
     if policy.low is FP32:
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
+    policy = replace(policy, overrides=tuple(o for o in policy.overrides if o.scope != "node"))  # torch_plan has those
     model = _export(plain, args, kwargs, opset, dynamic_shapes)
     feed = _feed(model, plain, args, kwargs)
     if feed and not _agrees(model, feed, plain, args, kwargs):
@@ -55,6 +58,25 @@ def exported(
         else:
             notes += ("the fp32 export does not compute what the model does on the example inputs",)
     return model, feed, policy, notes
+
+
+def torch_plan(
+    amp: Rewritten, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: CastPlan | None
+) -> tuple[CastPlan, bool] | None:
+    """What PyTorch nodes the user chose colours for: a plan, and whether only nodes that an override names count.
+
+    `plan` goes before one that was given to `rewrite`, and that before `node:` overrides; None where there is none of them.
+    """
+    options = session_of(amp).options
+    given = plan if plan is not None else options.given
+    if given is not None:
+        return given, False
+    if not any(override.scope == "node" for override in options.overrides):
+        return None
+    twin = rewritten(plain_of(amp), options)  # captured for these inputs, as a call would do; `amp` itself stays as it is
+    with torch.no_grad():
+        warm(twin, tuple(args or ()), dict(kwargs or {}))
+    return twin.plan, True
 
 
 def _export(
@@ -97,7 +119,7 @@ def _export(
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the file gives what the model gives; True, too, where one of them cannot be run here or results differ in number."""
-    if weight_bytes(model) > MOST_BYTES:
+    if is_large(model) or not has_runtime():
         return True
     try:
         got = session(ir.to_proto(model), 0).run(None, feed)

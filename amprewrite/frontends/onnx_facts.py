@@ -3,7 +3,9 @@
 1. A constant that the low format would lose keeps the ops that read it high, and those that divide by, or scale, the result.
 2. A tensor that comes near the end of the low format's range in a sample run, or stays below its normal range, is neither
    made nor read low.
-3. An op that the fp16 lists deny for its range alone is taken as in bf16 where sample runs show the range kept.
+3. A difference that is far smaller than what it is taken of magnifies their rounding: it is not made of low values.
+4. An op that lists deny for what large values do is let be where those are seen not to occur: an op that the fp16 lists deny
+   for its range alone, and an exp of small numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.formats import Format
 from amprewrite.onnx_ops import SIDE_FOLLOWS, Signature, constant_tensor, format_of, op_of
 from amprewrite.onnx_samples import Range, Samples
-from amprewrite.onnx_weights import Facts, Loss, facts, loss_of
+from amprewrite.onnx_weights import MASK, Facts, Loss, facts, loss_of
 from amprewrite.op_graph import Demand, Operand
 from amprewrite.oplists import OpLists, find_op
 
 Pin = tuple[Colour, Reason, str]
+MAGNIFIES = 16
+"""Ratio of operand to difference, at the largest, from which on rounding counts as magnified: four bits are lost then."""
+EXP_MOST = 8.0
+"""An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
 HEADROOM = 4
 """How many times larger than in the sample run a value may get before it leaves the range."""
 FILLS = {"where", "clamp", "maximum", "minimum", "constant_pad_nd"}
@@ -46,6 +52,8 @@ class Facing:
         self.small: set[str] = set()
         """Vertices whose value hangs on a constant that the low format would flush."""
         self.looked_at: dict[ir.Value, Facts] = {}
+        self.cancels: dict[ir.Value, str] = {}
+        """Values that a difference is made of, and the difference, with the reason why they must not be low."""
 
     # -- vertices as they are met -----------------------------------------------------
     def meet(self, name: str, value: ir.Value, huge: bool) -> None:
@@ -95,7 +103,44 @@ class Facing:
 
     def pin_value(self, value: ir.Value) -> Pin | None:
         text = self.too_far(value)
-        return (Colour.HIGH, Reason.OUT_OF_RANGE, text) if text else None
+        if text:
+            return Colour.HIGH, Reason.OUT_OF_RANGE, text
+        return (Colour.HIGH, Reason.CANCELS, self.cancels[value]) if value in self.cancels else None
+
+    def find_cancelling(self, graph: ir.Graph) -> None:
+        """Look for differences far smaller than their operands, before anything is read."""
+        for node in graph:
+            if op_of(node) not in ("add", "sub") or len(node.inputs) != 2:
+                continue
+            result = node.outputs[0]
+            seen = self.ranges.get(str(result.name))
+            if seen is None or not seen.largest:
+                continue
+            for operand in node.inputs:
+                size = 0.0 if operand is None else self._size(operand)
+                if operand is not None and MAGNIFIES * seen.largest < size < MASK:
+                    text = f"{result.name} stays within {seen.largest:.3g}, {operand.name} reaches {size:.3g}"
+                    self.cancels.setdefault(result, text)
+                    self._keep_exact(operand, text)
+
+    def _size(self, value: ir.Value) -> float:
+        """Largest magnitude, or 0 where it is unknown or the value rounds to itself."""
+        if constant_tensor(value) is not None:
+            return self.facts(value).largest if format_of(value) == "fp32" and self.facts(value).error else 0.0
+        seen, maker = self.ranges.get(str(value.name)), value.producer()
+        if seen is None or (maker is not None and maker.op_type == "Cast" and self.pin_cast(maker) is None):
+            return 0.0
+        return seen.largest
+
+    def _keep_exact(self, value: ir.Value | None, text: str) -> None:
+        """Pin a value, and what it is a view of."""
+        while value is not None and value not in self.cancels and constant_tensor(value) is None:
+            self.cancels[value] = text
+            maker = value.producer()
+            row = find_op(op_of(maker)) if maker is not None else None
+            if maker is None or row is None or row.kind is not OpKind.CLEAR:
+                return
+            value = maker.inputs[0]
 
     def pin_far(self, operands: tuple[Operand, ...]) -> Pin | None:
         for operand in operands:
@@ -115,10 +160,12 @@ class Facing:
         row = find_op(op)
         assert row is not None
         kind = self.lists.kind(row.name)
-        movable = self.lists.rule == "cost" and kind is OpKind.DENY and row.fp16 is OpKind.DENY and row.kind is not OpKind.DENY
-        if movable and self.low.name == "fp16" and row.name not in self.asked_ops and self._in_range(op, node):
-            return row.kind
-        return kind
+        if kind is not OpKind.DENY or self.lists.rule != "cost" or row.name in self.asked_ops:
+            return kind
+        if row.fp16 is OpKind.DENY and row.kind is not OpKind.DENY:
+            return row.kind if self.low.name == "fp16" and self._in_range(op, node) else kind
+        small_exp = op == "exp" and self._in_range(op, node) and self.ranges[str(node.outputs[0].name)].largest <= EXP_MOST
+        return OpKind.INFER if small_exp else kind
 
     def _in_range(self, op: str, node: ir.Node) -> bool:
         read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
@@ -137,6 +184,8 @@ class Facing:
         if source in ("fp32", self.low.name, "bool"):
             return None
         seen = self.ranges.get(str(result.name))
+        if source == "fp16" or (source == "bf16" and seen is not None and not self.too_far(result)):
+            return None  # one low format into the other
         if source.startswith(("int", "uint")) and seen is not None and seen.largest * HEADROOM <= 2 / self.low.eps:
             return None  # such integers are exact
         return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"

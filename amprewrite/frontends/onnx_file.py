@@ -22,7 +22,7 @@ import onnx_ir as ir
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.formats import FP32, Format
 from amprewrite.frontends.onnx_facts import Facing
-from amprewrite.onnx_ops import FLOW, QUANTISED, Signature, constant_tensor, format_of, op_of, signature
+from amprewrite.onnx_ops import FLOW, QUANTISED, Signature, constant_tensor, fill_types, format_of, op_of, signature
 from amprewrite.onnx_samples import Samples, elements
 from amprewrite.onnx_weights import Loss
 from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
@@ -96,6 +96,7 @@ class _Reader:
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
         graph = self.model.graph
+        self.facing.find_cancelling(graph)
         for value in graph.inputs:
             pinned = (Colour.HIGH, Reason.BOUNDARY, "input") if self.keep_io or not _is_fp32(value) else None
             self.add_value(value, "input", pinned=pinned or self.facing.pin_value(value), kind=OpKind.CLEAR)
@@ -163,19 +164,9 @@ class _Reader:
         self.reading.slots.setdefault((reader, made), []).append(slot)
         return made
 
-    def infer(self, node: ir.Node) -> None:
-        """Fill in a missing result type from the schema: the type of an operand of the same type variable."""
-        if all(value.type is not None for value in node.outputs):
-            return
-        sig = signature(node.domain, node.op_type, self.opset)
-        known = {sig.input(i): v.type for i, v in enumerate(node.inputs) if v is not None and v.type is not None} if sig else {}
-        for index, value in enumerate(node.outputs):
-            if value.type is None and sig is not None and isinstance(known.get(sig.output(index)), ir.TensorType):
-                value.type = known[sig.output(index)]
-
     # -- nodes -----------------------------------------------------------------------------
     def read_node(self, node: ir.Node) -> None:
-        self.infer(node)
+        fill_types(node, self.opset)
         sig = signature(node.domain, node.op_type, self.opset)
         op = op_of(node)
         row = find_op(op)
@@ -197,7 +188,7 @@ class _Reader:
         huge = bool(floats) and self.facing.is_huge(node, op, kind, operands)
         if pinned is None:
             pinned = self.facing.pin_ranges(node, floats, operands, huge)
-        module, source = _provenance(node)
+        module, source = provenance(node)
         shown = floats[0] if floats else results[0] if results else None
         numel = sum(map(elements, floats)) * self.turns
         dtype = "fp32" if floats else format_of(shown)
@@ -378,7 +369,7 @@ def _shape(value: ir.Value) -> tuple[int | str, ...]:
     return tuple(dim if isinstance(dim, int) else str(dim.value or "?") for dim in (value.shape or ()))
 
 
-def _provenance(node: ir.Node) -> tuple[str, str]:
+def provenance(node: ir.Node) -> tuple[str, str]:
     """Module path and source line that torch's exporter left on the node."""
     module = ""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
@@ -397,13 +388,13 @@ def flops(node: ir.Node) -> int:
     if len(shapes) < 2 or not shapes[0] or not shapes[1]:
         return 0
     result = elements(node.outputs[0])
-    if node.op_type == "MatMul":
+    if node.op_type in ("MatMul", "FusedMatMul"):
         return 2 * result * shapes[0][-1]
-    if node.op_type == "Gemm":
+    if node.op_type in ("Gemm", "FusedGemm"):
         transposed = "transA" in node.attributes and node.attributes["transA"].as_int()
         return 2 * result * shapes[0][0 if transposed else -1]
     weight = node.inputs[1]
-    if node.op_type in ("Conv", "ConvTranspose") and weight is not None and node.inputs[0] is not None:
+    if node.op_type in ("Conv", "ConvTranspose", "FusedConv") and weight is not None and node.inputs[0] is not None:
         moved = elements(node.inputs[0]) if node.op_type == "ConvTranspose" else result
         return 2 * moved * elements(weight) // max(shapes[1][0], 1)
     return 0

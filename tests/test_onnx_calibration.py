@@ -1,0 +1,143 @@
+"""Calibration data of the user: what is taken, one sample at a time, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+
+import numpy as np
+import pytest
+from onnx_help import I64, colours, const, gemm_chain, net, node, noise, value, weight
+
+from amprewrite import PolicyError
+from amprewrite.convert import rewrite_onnx
+from amprewrite.onnx_samples import KEPT
+
+
+def squares(scale: float = 1.0):
+    """A square of Gemm results: large inputs take it out of fp16's range."""
+    given = gemm_chain(node("Pow", ["h", "two"], ["mid"], name="pow"), inits=[const("two", 2.0)])
+    given.feed["x"] *= scale
+    return given
+
+
+def test_every_form_is_taken_and_gives_the_same_file(tmp_path):
+    given = squares()
+    np.savez(tmp_path / "c.npz", **given.feed)
+    forms = [given.feed, [given.feed], tmp_path / "c.npz", str(tmp_path / "c.npz"), [tmp_path / "c.npz"], (f for f in [given.feed])]
+    made = [rewrite_onnx(given.model, calibration=form) for form in forms]
+    assert len({result.model.SerializeToString(deterministic=True) for result in made}) == 1
+    assert {result.report.samples for result in made} == {1}
+
+
+def test_ranges_are_those_of_all_samples():
+    given = squares()
+    far = {"x": given.feed["x"] * 200}
+    assert colours(rewrite_onnx(given.model, calibration=given.feed).model)["pow"] == "low"
+    for samples in ([given.feed, far], [far, given.feed], [given.feed] * KEPT + [far]):
+        result = rewrite_onnx(given.model, calibration=iter(samples))
+        assert colours(result.model)["pow"] == "high"
+        assert result.report.samples == len(samples)
+
+
+def test_any_number_of_samples_needs_the_memory_of_a_few():
+    nodes = [node("MatMul", ["x", "w"], ["h"], name="a"), node("Relu", ["h"], ["out"])]
+    given = net(nodes, [value("x", "n", 16)], [value("out", "n", 16)], [weight("w", 16, 16)], {})
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        result = rewrite_onnx(given.model, calibration=({"x": np.full((4000, 16), 0.01 * n, np.float32)} for n in range(count)))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert result.report.samples == count
+        return most
+
+    peak(1)  # imports
+    assert peak(20 * KEPT) <= 1.2 * peak(KEPT)
+
+
+def test_calibration_is_read_only_once_and_not_ahead():
+    given = squares()
+    taken = []
+
+    def samples():
+        for number in range(3):
+            taken.append(number)
+            yield given.feed
+
+    rewrite_onnx(given.model, calibration=samples())
+    assert taken == [0, 1, 2]
+
+
+def test_an_error_of_the_users_own_generator_is_not_hidden():
+    def samples():
+        yield squares().feed
+        raise KeyError("my loader")
+
+    with pytest.raises(KeyError, match="my loader"):
+        rewrite_onnx(squares().model, calibration=samples())
+
+
+def damaged(tmp_path):
+    path = tmp_path / "damaged.npz"
+    np.savez(path, x=noise(4, 16))
+    path.write_bytes(path.read_bytes()[:100])
+    return path
+
+
+def bare(tmp_path):
+    np.save(tmp_path / "bare.npy", noise(4, 16))
+    return tmp_path / "bare.npy"
+
+
+REFUSED = [
+    pytest.param(lambda tmp: {"y": noise(4, 16)}, "sample 0 has y; the model's inputs are x", id="another name"),
+    pytest.param(lambda tmp: {}, "sample 0 has nothing; the model's inputs are x", id="no name"),
+    pytest.param(lambda tmp: {"x": noise(4, 16), "y": noise(1)}, "sample 0 has x, y", id="a name too many"),
+    pytest.param(lambda tmp: {"x": noise(4, 15)}, "x has shape [4, 15], the model wants [4, 16]", id="another shape"),
+    pytest.param(lambda tmp: {"x": noise(4)}, "x has shape [4], the model wants [4, 16]", id="another rank"),
+    pytest.param(lambda tmp: {"x": noise(4, 16).astype(np.float64)}, "x is float64, the model wants float32", id="another dtype"),
+    pytest.param(lambda tmp: [{"x": noise(4, 16)}, {"x": np.ones(64, int)}], "sample 1: x is int64", id="the second of two"),
+    pytest.param(lambda tmp: [], "holds no sample", id="none"),
+    pytest.param(lambda tmp: [noise(4, 16)], "sample 0 is a ndarray; give a mapping with x", id="a bare array"),
+    pytest.param(lambda tmp: noise(4, 16), "not ndarray", id="an array"),
+    pytest.param(lambda tmp: 3, "not int", id="a number"),
+    pytest.param(lambda tmp: b"x", "not bytes", id="bytes"),
+    pytest.param(lambda tmp: tmp / "none.npz", "cannot be read as .npz", id="no file"),
+    pytest.param(damaged, "cannot be read as .npz", id="a damaged file"),
+    pytest.param(bare, "it holds a bare array", id="an npy file"),
+]
+
+
+@pytest.mark.parametrize(("calibration", "says"), REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path, calibration, says):
+    with pytest.raises(PolicyError, match=re.escape(says)) as caught:
+        rewrite_onnx(squares().model, tmp_path / "out.onnx", calibration=calibration(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_an_empty_batch_shows_nothing_and_is_refused():
+    nodes = [node("MatMul", ["x", "w"], ["out"], name="a")]
+    given = net(nodes, [value("x", "batch", 16)], [value("out", "batch", 16)], [weight("w", 16, 16)], {})
+    with pytest.raises(PolicyError, match=r"x is empty \(shape \[0, 16\]\)"):
+        rewrite_onnx(given.model, calibration={"x": noise(0, 16)})
+    with pytest.raises(PolicyError, match=r"x has shape \[3, 15\], the model wants \[batch, 16\]"):
+        rewrite_onnx(given.model, calibration={"x": noise(3, 15)})
+
+
+def test_a_sample_on_which_the_model_fails_is_named():
+    nodes = [node("Gather", ["table", "ids"], ["e"]), node("MatMul", ["e", "w"], ["out"])]
+    given = net(nodes, [value("ids", 3, dtype=I64)], [value("out", 3, 16)], [weight("table", 9, 16), weight("w", 16, 16)], {})
+    with pytest.raises(PolicyError, match=r"does not run on the calibration data: .*indices"):
+        rewrite_onnx(given.model, calibration={"ids": np.array([1, 2, 99])})
+
+
+def test_nan_and_infinity_of_the_fp32_model_are_no_range():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"], name="a"), node("Log", ["h"], ["l"], name="log"), node("Where", ["m", "l", "h"], ["s"]),
+        node("MatMul", ["s", "w"], ["out"], name="b"),
+    ]  # fmt: skip
+    given = net(nodes, [value("x", 4, 16)], [value("out", 4, 16)], [weight("w", 16, 16), const("m", False, bool)], {"x": noise(4, 16)})
+    low = colours(rewrite_onnx(given.model, calibration=given.feed).model)
+    assert low["a"] == low["b"] == "low"

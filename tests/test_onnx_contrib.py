@@ -1,0 +1,74 @@
+"""Ops of ONNX Runtime's own domain: known ones are classified, all others are walls that are listed."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime.capi.onnxruntime_pybind11_state as runtime
+import pytest
+from onnx_help import F16, colours, const, net, node, noise, run, value, weight
+
+from amprewrite.convert import rewrite_onnx
+from amprewrite.onnx_contrib import CONTRIB, DOMAIN
+from amprewrite.onnx_ops import signature
+from amprewrite.oplists import find_op
+
+SCHEMAS = {schema.name: schema for schema in runtime.get_all_operator_schema() if schema.domain == DOMAIN}
+
+
+@pytest.mark.parametrize("op_type", CONTRIB)
+def test_rows_are_what_onnx_runtime_registers(op_type):
+    row, schema = CONTRIB[op_type], SCHEMAS[op_type]
+    sig = signature(DOMAIN, op_type, 1)
+    allowed = {constraint.type_param_str: set(constraint.allowed_type_strs) for constraint in schema.type_constraints}
+    assert find_op(row.name) is not None
+    assert len(row.inputs) == len(schema.inputs)
+    assert len(row.outputs) == len(schema.outputs)
+    for ours, theirs in [*zip(sig.inputs, schema.inputs, strict=True), *zip(sig.outputs, schema.outputs, strict=True)]:
+        types = allowed.get(theirs.typeStr, {theirs.typeStr})
+        if ours.startswith("tensor("):
+            assert not types & {"tensor(float16)", "tensor(bfloat16)"}, theirs.name
+        else:
+            assert {"tensor(float)", "tensor(float16)"} <= types, theirs.name
+            assert ("tensor(bfloat16)" in types) == row.bf16, theirs.name
+    own = {theirs.typeStr for letter, theirs in zip(row.inputs, schema.inputs, strict=True) if letter == "T"}
+    assert own == {"T"}
+
+
+def fused_block():
+    nodes = [
+        node("FusedMatMul", ["x", "w0"], ["h"], name="mm", domain=DOMAIN, alpha=0.5),
+        node("BiasGelu", ["h", "b0"], ["g"], name="gelu", domain=DOMAIN),
+        node("MatMul", ["g", "w1"], ["d"], name="down"),
+        node("SkipLayerNormalization", ["d", "x", "gamma", "beta"], ["n", "", "", "s"], name="norm", domain=DOMAIN),
+        node("Add", ["n", "s"], ["out"], name="add"),
+    ]
+    inits = [
+        weight("w0", 16, 32), const("b0", np.zeros(32)), weight("w1", 32, 16), const("gamma", np.ones(16)), const("beta", np.zeros(16)),
+    ]  # fmt: skip
+    return net(nodes, [value("x", 2, 4, 16)], [value("out", 2, 4, 16)], inits, {"x": noise(2, 4, 16)}, domains=[DOMAIN])
+
+
+def test_fused_ops_run_low_though_onnx_cannot_infer_their_types():
+    given = fused_block()
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    low = colours(result.model)
+    assert low["mm"] == low["gelu"] == low["down"] == "low"
+    assert all(t.data_type == F16 for t in result.model.graph.initializer if t.name in ("w0", "b0", "w1"))
+    forced = rewrite_onnx(given.model, calibration=given.feed, overrides={"node:norm": "low", "node:add": "low"})
+    assert set(colours(forced.model).values()) == {"low"}
+    assert not [note for note in result.report.notes if "on no list" in note]
+    np.testing.assert_allclose(run(result.model, given.feed)[0], run(given.model, given.feed)[0], atol=1e-2)
+    assert result.report.strict_error < 2e-3
+
+
+def test_what_has_no_row_is_a_wall_and_is_listed():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"], name="a"),
+        node("Inverse", ["h"], ["i"], name="inverse", domain=DOMAIN),
+        node("MatMul", ["i", "w"], ["out"], name="b"),
+    ]
+    given = net(nodes, [value("x", 8, 8)], [value("out", 8, 8)], [weight("w", 8, 8)], {"x": noise(8, 8)}, domains=[DOMAIN])
+    given.model.graph.value_info.append(value("i", 8, 8))
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert colours(result.model)["inverse"] == "high"
+    assert any(note.startswith("com.microsoft::Inverse is on no list") for note in result.report.notes)
