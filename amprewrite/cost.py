@@ -1,38 +1,144 @@
-"""Seconds that a node or a cast takes, on a roofline: launch cost plus bytes moved over bandwidth.
+"""What a plan costs, on a roofline: a launch, and the longer of arithmetic and memory traffic (Williams et al. 2009).
 
-Matmuls and convolutions are not priced: the lists fix their colour. What is left for the planner is bound by memory,
-so bytes and launches are the whole story. A step of training pays every forward cast a second time in backward.
+An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in; a step of training takes three times that (gradients of
+two operands, or saved values read again). A cast takes a launch and its bytes; in training the gradient is cast back, once
+for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: forward costs nothing, and
+its gradient is cast. Low copies of parameters are kept between calls without gradients, so there they cost nothing.
+
+Prices are whole ticks of 0.1 ns: sums are exact, and what is cheapest depends on no rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from amprewrite.colour import OpKind
-from amprewrite.devices import Device
+from amprewrite.colour import Colour, OpKind
+from amprewrite.devices import Device, fp32_rate
 from amprewrite.formats import FP32, Format
-from amprewrite.op_graph import OpNode
+from amprewrite.op_graph import OpGraph, OpNode, resolved, wanted
+from amprewrite.oplists import find_op
 
+TICK = 1e-10
+"""Seconds."""
 RISK = 0.02
 """Share of a launch that running a rounding op low must save before it is preferred: ties go to accuracy."""
-FREE_PROMOTION = 0.1
-"""Share of a cast that a low operand beside a high one costs: nothing forward, a cast of its gradient in backward."""
+_CONVERSIONS = frozenset({"to", "type", "type_as", "float"})
+"""Priced as casts where they meet another format; the rewrite drops them elsewhere."""
+
+
+class Timings(Protocol):
+    """Measured seconds, forward; None where there is no measurement."""
+
+    def op(self, node: OpNode, fmt: Format) -> float | None: ...
+
+    def cast(self, numel: int, fmt: Format) -> float | None: ...
 
 
 @dataclass(frozen=True)
 class CostModel:
+    """Prices on a device. All results are in ticks of 0.1 ns."""
+
     device: Device
     low: Format
     training: bool
+    cached_weights: bool = True
+    timings: Timings | None = None
 
-    def op(self, node: OpNode, fmt: Format) -> float:
-        """Seconds that the op takes with its result in `fmt`, beyond what it takes in any format."""
-        seconds = 2 * node.numel * fmt.bytes / self.device.bandwidth
+    def op(self, node: OpNode, fmt: Format, read: int) -> int:
+        """The op in `fmt`, reading `read` elements in that format."""
+        seconds = self._seconds(node, fmt, read)
         if fmt is not FP32 and node.kind is not OpKind.CLEAR:
             seconds += RISK * self.device.launch
-        return seconds * (3 if self.training else 1)
+        return _ticks(seconds * (3 if self.training else 1))
 
-    def cast(self, node: OpNode) -> float:
-        """Seconds that one copy of the node's result in the other format takes."""
-        seconds = self.device.launch + node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
-        return seconds * (2 if self.training else 1)
+    def _seconds(self, node: OpNode, fmt: Format, read: int) -> float:
+        if moves_nothing(node):
+            return 0.0
+        measured = self.timings.op(node, fmt) if self.timings is not None else None
+        if measured is not None:
+            return measured
+        moved = (read + node.numel) * fmt.bytes / self.device.bandwidth
+        if not node.flops:
+            return self.device.launch + moved
+        rate = fp32_rate(self.device, node.op.startswith("conv")) if fmt is FP32 else fmt.name
+        return self.device.launch + max(moved, node.flops / self.device.rate(rate))
+
+    def cast(self, node: OpNode) -> int:
+        """One copy of the node's result in the other format, forward."""
+        if node.role == "parameter" and self.cached_weights and not self.training:
+            return 0
+        measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
+        moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
+        return _ticks(self.device.launch + moved if measured is None else measured)
+
+    def gradient_cast(self, node: OpNode) -> int:
+        """The gradient of the node's result on its way back from readers in the other format; none outside training."""
+        return self.cast(node) if self.training and node.role not in ("constant", "buffer") else 0
+
+
+def moves_nothing(node: OpNode) -> bool:
+    """Whether the op is a view or a conversion, or none at all."""
+    row = find_op(node.op)
+    return node.role != "op" or node.op in _CONVERSIONS or (row is not None and row.view)
+
+
+def elements_read(graph: OpGraph, node: OpNode) -> int:
+    """Elements of fp32 operands that the op reads; a lookup in a table reads what it gives."""
+    total = 0
+    for operand in node.operands:
+        maker = graph[operand.value]
+        lookup = node.kind is OpKind.CLEAR and maker.role == "parameter"
+        total += min(maker.numel, node.numel) if lookup else maker.numel
+    return total
+
+
+def takes_gradient(reader: OpNode) -> bool:
+    """Whether a gradient may come back from this reader."""
+    return reader.carries_fp32 or reader.role == "output"
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one colouring of a graph costs, in ticks of 0.1 ns."""
+
+    ops: int
+    casts: int
+    """Time of all casts, those of gradients with them."""
+    copies: int
+    """How many copies the forward pass makes."""
+
+    @property
+    def total(self) -> int:
+        return self.ops + self.casts
+
+
+def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:
+    """The price of a colouring, from the casts that it really needs."""
+    ops = sum(
+        model.op(node, model.low if colours[node.name] is Colour.LOW else FP32, elements_read(graph, node))
+        for node in graph
+        if node.role == "op"
+    )
+    forward: dict[tuple[str, int], None] = {}
+    backward: dict[tuple[str, int], None] = {}
+    for node in graph:
+        for operand, _ in resolved(node, colours[node.name], colours, graph.nodes):
+            forward[operand.value, operand.epoch] = None
+        for value, epoch in _gradients_cast(node, colours):
+            backward[value, epoch] = None
+    casts = sum(model.cast(graph[value]) for value, _ in forward) + sum(model.gradient_cast(graph[value]) for value, _ in backward)
+    return Price(ops, casts, len(forward))
+
+
+def _gradients_cast(node: OpNode, colours: Mapping[str, Colour]) -> Iterator[tuple[str, int]]:
+    """Operands whose gradient comes back in another format than theirs: (value, epoch)."""
+    if takes_gradient(node):
+        for operand, want in wanted(node, colours[node.name]):
+            if want is not colours[operand.value]:
+                yield operand.value, operand.epoch
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds / TICK)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch.fx
 
 from amprewrite.colour import Colour, Reason
+from amprewrite.cost import CostModel, Timings
+from amprewrite.devices import Device, device_row
 from amprewrite.op_graph import OpGraph
 from amprewrite.oplists import OpLists
 from amprewrite.plan import Cast, NodePlan, RegionPlan
@@ -37,6 +39,10 @@ class Program:
     scale_loss: bool = False
     """Whether loss scaling is built into the graph."""
     device: str = "cpu"
+    planned_for: Device | None = None
+    """The device to plan for; None: the one at hand."""
+    timings: Timings | None = None
+    """Measured prices; None: the device table's."""
     paints: dict[str, Paint] = field(default_factory=dict)
     casts: tuple[Cast, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
@@ -56,6 +62,12 @@ class Program:
     @property
     def colours(self) -> dict[str, Colour]:
         return {name: paint.colour for name, paint in self.paints.items()}
+
+    @property
+    def costs(self) -> CostModel:
+        """The prices that this program is planned with."""
+        row = self.planned_for or device_row(self.device)
+        return CostModel(row, self.policy.low, self.training, self.policy.cache_weights, self.timings)
 
     def region_plan(self) -> RegionPlan:
         """Freeze what was decided."""
