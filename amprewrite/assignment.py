@@ -29,20 +29,20 @@ from amprewrite.colour import Colour
 from amprewrite.cost import CostModel, elements_read, takes_gradient
 from amprewrite.formats import FP32
 from amprewrite.min_cut import INFINITE, SINK, SOURCE, Contradiction, Network, min_cut
-from amprewrite.op_graph import OpGraph, OpNode, anchor, promoted, wanted
+from amprewrite.op_graph import OpGraph, OpNode, anchor, wanted
 
 Side = npt.NDArray[np.bool_]
 Key = tuple[str, int]
 """A value and the epoch in which it is read."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Copies:
-    """Vertices of those who read a value, by what they need when they run low or high."""
+    """Vertices of those who read a value, by what they need when they run low or high; some stand there twice."""
 
-    low: set[int] = field(default_factory=set)
-    high: set[int] = field(default_factory=set)
-    gradient: set[int] = field(default_factory=set)
+    low: list[int] = field(default_factory=list)
+    high: list[int] = field(default_factory=list)
+    gradient: list[int] = field(default_factory=list)
     """Readers whose gradient comes back high when they run high: those in `high` and those that promote."""
 
 
@@ -120,40 +120,46 @@ class _Search:
 
     def _read(self, node: OpNode) -> None:
         """Note what a node needs of its operands."""
-        own, mixing = self._end(node.name), promoted(node)
+        own, mixing = self._end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
+        graded = takes_gradient(node)
         for operand, want in wanted(node, Colour.LOW):
             end = SINK if want is Colour.HIGH else own
             key = (operand.value, operand.epoch)
-            copies = self.copies.setdefault(key, _Copies())
+            copies = self.copies.get(key)
+            if copies is None:
+                copies = self.copies[key] = _Copies()
             if end != SINK:
-                copies.low.add(end)
-            if end != SOURCE and takes_gradient(node):
-                copies.gradient.add(end)
-            alone = mixer is not None and not mixer.others and mixer.anchor == key
-            if end != SOURCE and (operand not in mixing or alone):
-                copies.high.add(end)
+                copies.low.append(end)
+            if end == SOURCE:
+                continue
+            if graded:
+                copies.gradient.append(end)
+            if operand not in mixing or (mixer is not None and not mixer.others and mixer.anchor == key):
+                copies.high.append(end)
         if mixer is not None and mixer.others:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
         """None where an operand is sure to be high when the op is, or the op never is."""
-        ends = {operand: self._end(operand.value) for operand in promoted(node)}
-        if own == SOURCE or SINK in ends.values() or own in ends.values():
+        ends = [self._end(operand.value) for operand in node.promoted]
+        if own == SOURCE or SINK in ends or own in ends:
             return None
         cast = anchor(node, self.graph.nodes)
         assert cast is not None
-        others = tuple(dict.fromkeys(end for end in ends.values() if end not in (SOURCE, ends[cast])))
+        others = tuple(dict.fromkeys(end for end in ends if end not in (SOURCE, self._end(cast.value))))
         return _Mixer(own, (cast.value, cast.epoch), others)
 
     def _price_copies(self, key: Key, copies: _Copies, is_anchor: bool) -> None:
-        node = self.graph[key[0]]
-        maker, forward, backward = self._end(node.name), self.model.cast(node), self.model.gradient_cast(node)
-        if maker != SOURCE:
-            self._low_copy(maker, copies.low - {maker}, forward + backward)
-        if maker == SINK:
+        maker = self._end(key[0])
+        low = {reader for reader in copies.low if reader != maker} if maker != SOURCE else set()
+        high = {reader for reader in copies.high if reader != maker} if maker != SINK else set()
+        gradient = {reader for reader in copies.gradient if reader != maker} if maker != SINK else set()
+        if not (low or high or gradient or is_anchor):
             return
-        high, gradient = copies.high - {maker}, copies.gradient - {maker}
+        node = self.graph[key[0]]
+        forward, backward = self.model.cast(node), self.model.gradient_cast(node)
+        self._low_copy(maker, low, forward + backward)
         if is_anchor or high != gradient or not backward:
             self.high_copies[key] = self._high_copy(maker, high, forward, is_anchor)
             self._high_copy(maker, gradient, backward)
@@ -210,8 +216,8 @@ class _Search:
         for key in {mixer.anchor for mixer in self.mixers}:
             copy = self.high_copies[key]
             if copy != SINK:
-                readers = self.copies[key].high - {self._end(key[0])}
-                side[copy] = side[self._end(key[0])] and all(side[reader] for reader in readers)
+                maker = self._end(key[0])
+                side[copy] = side[maker] and all(side[reader] for reader in self.copies[key].high)
         tails, heads, capacities = self._columns
         cut = side[tails] & ~side[heads]
         cost = int(capacities[cut].sum())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from amprewrite.colour import Colour, OpKind
@@ -80,8 +81,13 @@ class CostModel:
 
 def moves_nothing(node: OpNode) -> bool:
     """Whether the op is a view or a conversion, or none at all."""
-    row = find_op(node.op)
-    return node.role != "op" or node.op in _CONVERSIONS or (row is not None and row.view)
+    return node.role != "op" or _is_view(node.op)
+
+
+@cache
+def _is_view(op: str) -> bool:
+    row = find_op(op)
+    return op in _CONVERSIONS or (row is not None and row.view)
 
 
 def elements_read(graph: OpGraph, node: OpNode) -> int:

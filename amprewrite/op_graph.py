@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import networkx as nx
 
@@ -76,6 +77,11 @@ class OpNode:
     def carries_fp32(self) -> bool:
         return self.dtype == "fp32"
 
+    @cached_property
+    def promoted(self) -> tuple[Operand, ...]:
+        """Operands with dims that the op's kernel promotes itself where their formats differ."""
+        return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
+
 
 @dataclass
 class OpGraph:
@@ -123,17 +129,12 @@ class OpGraph:
         return groups
 
 
-def promoted(node: OpNode) -> tuple[Operand, ...]:
-    """Operands with dims that the op's kernel promotes itself where their formats differ."""
-    return tuple(o for o in node.operands if o.demand is Demand.PROMOTE and not o.scalar)
-
-
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
     """For each operand that has to fit a node run in `colour`: the colour that its kernel computes in.
 
     0-dim operands of a promoting op fit as they are, unless all of them are 0-dim.
     """
-    free_scalars = bool(promoted(node))
+    free_scalars = bool(node.promoted)
     for operand in node.operands:
         if operand.demand is Demand.ANY or (operand.demand is Demand.PROMOTE and operand.scalar and free_scalars):
             continue
@@ -143,7 +144,7 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
     """The operand of a promoting op that is cast where it runs high and all arrive low: the smallest, the first on a tie."""
-    return min(promoted(node), key=lambda o: nodes[o.value].numel, default=None)
+    return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 
 
 def resolved(
@@ -154,8 +155,8 @@ def resolved(
     A promoting op that runs high keeps low operands as they are beside a high one with dims; where all are low its anchor is
     cast, and promotion does the rest.
     """
-    mixing = promoted(node)
-    promotes = any(colours[o.value] is not Colour.LOW for o in mixing)
+    mixing = node.promoted
+    promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)
     cast = None if promotes else anchor(node, nodes)
     for operand, want in wanted(node, colour):
         have = colours[operand.value]

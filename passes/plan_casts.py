@@ -11,7 +11,7 @@ from __future__ import annotations
 from amprewrite.colour import Colour
 from amprewrite.errors import PassError
 from amprewrite.formats import FP32
-from amprewrite.op_graph import promoted, resolved
+from amprewrite.op_graph import resolved
 from amprewrite.pass_base import Pass
 from amprewrite.plan import Cast
 from amprewrite.program import Program
@@ -56,7 +56,7 @@ def plan_casts(program: Program) -> tuple[Cast, ...]:
 def _join_copies(program: Program, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
     """Let promoting ops that run high read the high copy of a low operand, where there is one."""
     for node in program.graph:
-        for operand in promoted(node) if colours[node.name] is Colour.HIGH else ():
+        for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
             readers = users.get((operand.value, FP32.name, operand.epoch))
             if colours[operand.value] is Colour.LOW and readers is not None and node.name not in readers:
                 readers.append(node.name)

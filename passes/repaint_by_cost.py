@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from amprewrite.assignment import Contradiction, cheapest
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.cost import TICK
@@ -42,10 +44,22 @@ class RepaintByCost(Pass):
 def _give_reason(program: Program, node: OpNode) -> None:
     """Name the neighbour that the colour agrees with."""
     colour = program.paints[node.name].colour
-    near = [*(operand.value for operand in node.operands), *(reader.name for reader in program.graph.readers(node.name))]
-    ally = next((name for name in near if program.paints[name].colour is colour), "")
+    ally, beside_low = "", False
+    for name in _near(program, node):
+        beside = program.paints[name].colour
+        beside_low = beside_low or beside is Colour.LOW
+        if beside is colour and not ally:
+            ally = name
+        if ally and beside_low:
+            break
     if colour is Colour.LOW:
         reason = Reason.ON_INTERNALLIST if node.kind is OpKind.INTERNAL and ally else Reason.CHEAPER_LOW
     else:
-        reason = Reason.CHEAPER_HIGH if any(program.paints[name].colour is Colour.LOW for name in near) else Reason.NOT_REACHED
+        reason = Reason.CHEAPER_HIGH if beside_low else Reason.NOT_REACHED
     program.paint(node.name, colour, reason, because_of=ally)
+
+
+def _near(program: Program, node: OpNode) -> Iterator[str]:
+    for operand in node.operands:
+        yield operand.value
+    yield from program.graph.digraph.successors(node.name)
