@@ -6,7 +6,7 @@ via graph cuts?", 2004: unary terms, and w·a·(1−b)):
 1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ties share a vertex.
 2. A value that is read in the other format pays one copy, however many read it: an extra vertex "a low copy exists" or
    "every reader is low" with infinite arcs from or to the readers, and one arc of the copy's price to or from the maker.
-   The gradient cast of a value with high readers hangs on a vertex of its own where some of them promote.
+   What it pays besides (`CostModel.crossing`) hangs on a vertex of its own where other readers cause it than the copy.
 3. The exception: a promoting op that runs high pays a copy of its anchor, but only where all its operands are low. That is
    a product of three labels with a positive price, and no cut. Two lower bounds of it are cuts: nothing at all, exact but
    where it has to be paid; and the anchor's copy for a high op, plus one for each other low operand, minus one for each
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from amprewrite.colour import Colour
-from amprewrite.cost import CostModel, elements_read, takes_gradient
+from amprewrite.cost import CostModel, elements_read
 from amprewrite.formats import FP32
 from amprewrite.min_cut import INFINITE, SINK, SOURCE, Contradiction, Network, min_cut
 from amprewrite.op_graph import OpGraph, OpNode, anchor, wanted
@@ -42,8 +42,8 @@ class _Copies:
 
     low: list[int] = field(default_factory=list)
     high: list[int] = field(default_factory=list)
-    gradient: list[int] = field(default_factory=list)
-    """Readers whose gradient comes back high when they run high: those in `high` and those that promote."""
+    crossing: list[int] = field(default_factory=list)
+    """Readers that make the value pay for `CostModel.crossing` when they run high; those that promote among them."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,6 @@ class _Search:
         """Note what a node needs of its operands."""
         own, mixing = self._end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
-        graded = takes_gradient(node)
         for operand, want in wanted(node, Colour.LOW):
             end = SINK if want is Colour.HIGH else own
             key = (operand.value, operand.epoch)
@@ -133,8 +132,8 @@ class _Search:
                 copies.low.append(end)
             if end == SOURCE:
                 continue
-            if graded:
-                copies.gradient.append(end)
+            if self.model.crosses(node, operand, Colour.HIGH):
+                copies.crossing.append(end)
             if operand not in mixing or (mixer is not None and not mixer.others and mixer.anchor == key):
                 copies.high.append(end)
         if mixer is not None and mixer.others:
@@ -154,17 +153,17 @@ class _Search:
         maker = self._end(key[0])
         low = {reader for reader in copies.low if reader != maker} if maker != SOURCE else set()
         high = {reader for reader in copies.high if reader != maker} if maker != SINK else set()
-        gradient = {reader for reader in copies.gradient if reader != maker} if maker != SINK else set()
-        if not (low or high or gradient or is_anchor):
+        crossing = {reader for reader in copies.crossing if reader != maker} if maker != SINK else set()
+        if not (low or high or crossing or is_anchor):
             return
         node = self.graph[key[0]]
-        forward, backward = self.model.cast(node), self.model.gradient_cast(node)
-        self._low_copy(maker, low, forward + backward)
-        if is_anchor or high != gradient or not backward:
+        forward, beyond = self.model.cast(node), self.model.crossing(node)
+        self._low_copy(maker, low, forward + (beyond if self.model.training else 0))
+        if is_anchor or high != crossing:
             self.high_copies[key] = self._high_copy(maker, high, forward, is_anchor)
-            self._high_copy(maker, gradient, backward)
+            self._high_copy(maker, crossing, beyond)
         else:
-            self._high_copy(maker, high, forward + backward)
+            self._high_copy(maker, high, forward + beyond)
 
     def _low_copy(self, maker: int, readers: set[int], cost: int) -> None:
         if not readers or not cost:

@@ -2,15 +2,15 @@
 
 An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in; a step of training takes three times that (gradients of
 two operands, or saved values read again). A cast takes a launch and its bytes; in training the gradient is cast back, once
-for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: forward costs nothing, and
-its gradient is cast. Low copies of parameters are kept between calls without gradients, so there they cost nothing.
+for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: in training the gradient
+is cast all the same, in inference the kernel that converts as it reads is a little slower. Low copies of parameters are kept between calls without gradients, so there they cost nothing.
 
 Prices are whole ticks of 0.1 ns: sums are exact, and what is cheapest depends on no rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -18,13 +18,15 @@ from typing import Protocol
 from amprewrite.colour import Colour, OpKind
 from amprewrite.devices import Device, fp32_rate
 from amprewrite.formats import FP32, Format
-from amprewrite.op_graph import OpGraph, OpNode, resolved, wanted
+from amprewrite.op_graph import Operand, OpGraph, OpNode, resolved, wanted
 from amprewrite.oplists import find_op
 
 TICK = 1e-10
 """Seconds."""
 RISK = 0.02
 """Share of a launch that running a rounding op low must save before it is preferred: ties go to accuracy."""
+MIXING = 0.1
+"""Share of a cast that reading a low operand beside a high one costs forward: kernels that convert on the way do not vectorise."""
 _CONVERSIONS = frozenset({"to", "type", "type_as", "float"})
 """Priced as casts where they meet another format; the rewrite drops them elsewhere."""
 
@@ -74,9 +76,17 @@ class CostModel:
         moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
         return _ticks(self.device.launch + moved if measured is None else measured)
 
-    def gradient_cast(self, node: OpNode) -> int:
-        """The gradient of the node's result on its way back from readers in the other format; none outside training."""
-        return self.cast(node) if self.training and node.role not in ("constant", "buffer") else 0
+    def crossing(self, node: OpNode) -> int:
+        """What a value pays once, besides copies, for readers of the other format: its gradient's cast, or slower kernels."""
+        if not self.training:
+            return round(MIXING * self.cast(node))
+        return 0 if node.role in ("constant", "buffer") else self.cast(node)
+
+    def crosses(self, reader: OpNode, operand: Operand, want: Colour) -> bool:
+        """Whether this reader makes a value pay for `crossing` when it computes in the colour that the value has not."""
+        if self.training:
+            return reader.carries_fp32 or reader.role == "output"
+        return want is Colour.HIGH and operand in reader.promoted
 
 
 def moves_nothing(node: OpNode) -> bool:
@@ -98,11 +108,6 @@ def elements_read(graph: OpGraph, node: OpNode) -> int:
         lookup = node.kind is OpKind.CLEAR and maker.role == "parameter"
         total += min(maker.numel, node.numel) if lookup else maker.numel
     return total
-
-
-def takes_gradient(reader: OpNode) -> bool:
-    """Whether a gradient may come back from this reader."""
-    return reader.carries_fp32 or reader.role == "output"
 
 
 @dataclass(frozen=True)
@@ -127,23 +132,16 @@ def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Pr
         for node in graph
         if node.role == "op"
     )
-    forward: dict[tuple[str, int], None] = {}
-    backward: dict[tuple[str, int], None] = {}
+    copied: dict[tuple[str, int], None] = {}
+    crossed: dict[tuple[str, int], None] = {}
     for node in graph:
-        for operand, _ in resolved(node, colours[node.name], colours, graph.nodes):
-            forward[operand.value, operand.epoch] = None
-        for value, epoch in _gradients_cast(node, colours):
-            backward[value, epoch] = None
-    casts = sum(model.cast(graph[value]) for value, _ in forward) + sum(model.gradient_cast(graph[value]) for value, _ in backward)
-    return Price(ops, casts, len(forward))
-
-
-def _gradients_cast(node: OpNode, colours: Mapping[str, Colour]) -> Iterator[tuple[str, int]]:
-    """Operands whose gradient comes back in another format than theirs: (value, epoch)."""
-    if takes_gradient(node):
-        for operand, want in wanted(node, colours[node.name]):
-            if want is not colours[operand.value]:
-                yield operand.value, operand.epoch
+        colour = colours[node.name]
+        copied |= {(operand.value, operand.epoch): None for operand, _ in resolved(node, colour, colours, graph.nodes)}
+        for operand, want in wanted(node, colour):
+            if want is not colours[operand.value] and model.crosses(node, operand, want):
+                crossed[operand.value, operand.epoch] = None
+    casts = sum(model.cast(graph[value]) for value, _ in copied) + sum(model.crossing(graph[value]) for value, _ in crossed)
+    return Price(ops, casts, len(copied))
 
 
 def _ticks(seconds: float) -> int:

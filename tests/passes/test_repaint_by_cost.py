@@ -11,7 +11,7 @@ import pytest
 from chains import chain, decided, letters
 
 from amprewrite.colour import Colour, OpKind, Reason
-from amprewrite.cost import TICK, CostModel, elements_read, price
+from amprewrite.cost import MIXING, TICK, CostModel, elements_read, price
 from amprewrite.devices import CPU, CPU_BF16, H100, T4, V100
 from amprewrite.formats import FP16, FP32
 from amprewrite.op_graph import Demand, Operand, OpNode
@@ -136,21 +136,24 @@ class Exhaustive:
         return np.where(self.low[node.name], model.op(node, model.low, read), model.op(node, FP32, read))
 
     def copies(self, value: OpNode) -> np.ndarray:
-        """One copy a format and epoch; one gradient cast an epoch where some reader's gradient has the other format."""
+        """One copy a format and epoch; in training one gradient cast, in inference a share for operands that are promoted."""
         model, total = self.program.costs, np.zeros(len(self.count), np.int64)
         for epoch in {o.epoch for node in self.program.graph for o in node.operands if o.value == value.name}:
-            copied, graded = np.zeros((2, len(self.count)), bool)
+            copied, crossed = np.zeros((2, len(self.count)), bool)
             for reader in self.program.graph:
                 operand = next((o for o in reader.operands if (o.value, o.epoch) == (value.name, epoch)), None)
                 if operand is not None:
-                    fits, needs = self.needs(reader, operand)
+                    differs, needs = self.needs(reader, operand)
                     copied |= needs
-                    graded |= fits & (reader.carries_fp32 or reader.role == "output")
-            total += copied * model.cast(value) + graded * model.gradient_cast(value)
+                    if model.training:
+                        crossed |= differs & (reader.carries_fp32 or reader.role == "output")
+                    elif operand.demand is Demand.PROMOTE and not operand.scalar:
+                        crossed |= differs & self.low[value.name]
+            total += copied * model.cast(value) + crossed * model.crossing(value)
         return total
 
     def needs(self, reader: OpNode, operand: Operand) -> tuple[np.ndarray, np.ndarray]:
-        """Where an operand has another format than its reader computes in, and where it takes a cast to make it fit."""
+        """Where an operand has another format than its reader computes in, and where only a copy makes it fit."""
         is_low, runs_low = self.low[operand.value], self.low[reader.name] & (operand.demand is not Demand.HIGH)
         mixing = [o for o in reader.operands if o.demand is Demand.PROMOTE and not o.scalar]
         differs = is_low != runs_low
@@ -226,7 +229,8 @@ def test_ties_take_one_colour(seed: int) -> None:
 def test_training_prices_gradients_too() -> None:
     node = chain("relu", LISTS).graph["relu"]
     run, train = CostModel(CPU, FP16, False), CostModel(CPU, FP16, True)
-    assert (run.gradient_cast(node), train.gradient_cast(node)) == (0, run.cast(node))
+    assert (train.crossing(node), train.cast(node)) == (run.cast(node), run.cast(node))
+    assert run.crossing(node) == round(MIXING * run.cast(node))
     assert train.op(node, FP16, 64) == pytest.approx(3 * run.op(node, FP16, 64), abs=2)
 
 
