@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+import numpy as np
+
 from amprewrite.colour import Colour, OpKind
 from amprewrite.devices import Device, fp32_rate
 from amprewrite.formats import FP32, Format
-from amprewrite.op_graph import Operand, OpGraph, OpNode, resolved, wanted
+from amprewrite.op_graph import Operand, OpGraph, OpNode, anchor, wanted
 from amprewrite.oplists import find_op
 
 TICK = 1e-10
@@ -48,6 +50,11 @@ class CostModel:
     training: bool
     cached_weights: bool = True
     timings: Timings | None = None
+
+    @property
+    def place(self) -> str:
+        """Whose prices these are, in words."""
+        return f"{self.device.name} ({'modelled' if self.timings is None else 'measured'})"
 
     def op(self, node: OpNode, fmt: Format, read: int) -> int:
         """The op in `fmt`, reading `read` elements in that format."""
@@ -125,23 +132,49 @@ class Price:
         return self.ops + self.casts
 
 
+class Prices:
+    """What one graph costs on a device, ready to price one colouring after another."""
+
+    def __init__(self, graph: OpGraph, model: CostModel) -> None:
+        self.places = {node.name: place for place, node in enumerate(graph)}
+        self.low, self.high = np.zeros((2, len(self.places)), np.int64)
+        keys: dict[tuple[str, int], int] = {}
+        edges: list[tuple[int, int, int, bool, bool, bool, bool, bool]] = []
+        for node in graph:
+            place = self.places[node.name]
+            if node.role == "op":
+                read = elements_read(graph, node)
+                self.low[place], self.high[place] = model.op(node, model.low, read), model.op(node, FP32, read)
+            mixing = node.promoted
+            cast = anchor(node, graph.nodes) if mixing else None
+            for operand, want in wanted(node, Colour.LOW):
+                key = keys.setdefault((operand.value, operand.epoch), len(keys))
+                edges.append((
+                    place, self.places[operand.value], key, want is Colour.HIGH, operand in mixing, operand is cast,
+                    model.crosses(node, operand, Colour.LOW), model.crosses(node, operand, Colour.HIGH),
+                ))  # fmt: skip
+        columns = np.array(edges, np.int64).reshape(-1, 8).T
+        self.reader, self.maker, self.key = columns[:3]
+        self.always_high, self.promoted, self.anchors, self.crosses_low, self.crosses_high = columns[3:].astype(bool)
+        self.cast = np.array([model.cast(graph[value]) for value, _ in keys], np.int64)
+        self.crossing = np.array([model.crossing(graph[value]) for value, _ in keys], np.int64)
+
+    def of(self, colours: Mapping[str, Colour]) -> Price:
+        """The price of a colouring, from the casts that it really needs."""
+        low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
+        made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
+        mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0
+        differs = made_low != runs_low
+        fits = self.promoted & ~runs_low & (mixing_high[self.reader] | ~self.anchors)
+        copied = np.unique(self.key[differs & ~fits])
+        crossed = np.unique(self.key[differs & np.where(runs_low, self.crosses_low, self.crosses_high)])
+        ops = int(self.low[low].sum() + self.high[~low].sum())
+        return Price(ops, int(self.cast[copied].sum() + self.crossing[crossed].sum()), len(copied))
+
+
 def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:
-    """The price of a colouring, from the casts that it really needs."""
-    ops = sum(
-        model.op(node, model.low if colours[node.name] is Colour.LOW else FP32, elements_read(graph, node))
-        for node in graph
-        if node.role == "op"
-    )
-    copied: dict[tuple[str, int], None] = {}
-    crossed: dict[tuple[str, int], None] = {}
-    for node in graph:
-        colour = colours[node.name]
-        copied |= {(operand.value, operand.epoch): None for operand, _ in resolved(node, colour, colours, graph.nodes)}
-        for operand, want in wanted(node, colour):
-            if want is not colours[operand.value] and model.crosses(node, operand, want):
-                crossed[operand.value, operand.epoch] = None
-    casts = sum(model.cast(graph[value]) for value, _ in copied) + sum(model.crossing(graph[value]) for value, _ in crossed)
-    return Price(ops, casts, len(copied))
+    """The price of one colouring of a graph."""
+    return Prices(graph, model).of(colours)
 
 
 def _ticks(seconds: float) -> int:

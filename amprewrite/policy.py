@@ -105,6 +105,8 @@ class Policy:
 
         Raises PolicyError where two of the same rank contradict each other.
         """
+        if not self.overrides:
+            return None
         for hits in (
             [o for o in self.overrides if o.matches_node(name)],
             sorted((o for o in self.overrides if o.matches_module(module)), key=lambda o: -len(o.pattern)),

@@ -12,7 +12,7 @@ from amprewrite.cost import CostModel, Timings
 from amprewrite.devices import Device, device_row
 from amprewrite.op_graph import OpGraph
 from amprewrite.oplists import OpLists
-from amprewrite.plan import Cast, NodePlan, RegionPlan
+from amprewrite.plan import Candidate, Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
 
 
@@ -50,6 +50,8 @@ class Program:
     notes: list[str] = field(default_factory=list)
     given: RegionPlan | None = None
     """A plan to follow instead of deciding."""
+    candidates: tuple[Candidate, ...] = ()
+    """What the plan was weighed against, itself first."""
     match_given: Callable[[Program], RegionPlan] | None = None
     """Finds the plan to follow for a graph inside this one."""
     module: torch.fx.GraphModule | None = None
@@ -82,11 +84,14 @@ class Program:
                     node.flops, node.module, node.source, node.role, tuple(o.value for o in node.operands),
                 )
             )
-        return RegionPlan(self.name, tuple(nodes), self.casts, self.training, tuple(self.notes), self.entry)
+        notes, priced_on = tuple(self.notes), self.costs.place if self.candidates else ""
+        return RegionPlan(
+            self.name, tuple(nodes), self.casts, self.training, notes, self.entry, candidates=self.candidates, priced_on=priced_on
+        )
 
     def keep_high(self, name: str, why: str) -> None:
         """Remember that a node must run high whatever the lists say, and forget what was decided."""
         self.refused[name] = why
-        self.paints, self.casts = {}, ()
+        self.paints, self.casts, self.candidates = {}, (), ()
 
 

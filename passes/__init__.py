@@ -9,6 +9,7 @@ from amprewrite.passes.paint_tf import PaintTF
 from amprewrite.passes.plan_casts import PlanCasts
 from amprewrite.passes.repaint_by_cost import RepaintByCost
 from amprewrite.passes.scale_loss import ScaleLoss
+from amprewrite.passes.weigh_plans import WeighPlans
 
 DECIDE: tuple[Pass, ...] = (
     Paint(),  # what facts, overrides and lists decide; deny flows downstream
@@ -17,6 +18,7 @@ DECIDE: tuple[Pass, ...] = (
     PaintForce(),  # lists="o2", "o3": everything else low
     RepaintByCost(),  # lists="default": what is open goes where casts and bytes cost least
     PlanCasts(),  # one cast wherever two colours meet
+    WeighPlans(),  # price the plan beside those that painting rules would have made
 )
 
 APPLY: tuple[Pass, ...] = (
