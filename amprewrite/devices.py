@@ -71,8 +71,8 @@ def named_device(name: str) -> Device:
     row = NAMED.get(name.lower()) if isinstance(name, str) else None
     if row is None:
         near = difflib.get_close_matches(str(name).lower(), NAMED, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise PolicyError(f"device={name!r} is no device that amprewrite can plan for{hint}; it knows {', '.join(NAMED)}")
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise PolicyError(f"device={name!r} is no device that amprewrite can plan for; it knows {', '.join(NAMED)}.{hint}")
     return row
 
 

@@ -83,6 +83,10 @@ class Policy:
     overrides: tuple[Override, ...] = ()
     cache_weights: bool = True
     strict: bool = False
+    device: str = ""
+    """The device to plan for, by a name of `amprewrite.devices.NAMED`; "": the one at hand."""
+    measure: bool = False
+    """Time ops and casts on the device at hand instead of taking the table's prices."""
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

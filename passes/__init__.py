@@ -18,7 +18,10 @@ DECIDE: tuple[Pass, ...] = (
     PaintForce(),  # lists="o2", "o3": everything else low
     RepaintByCost(),  # lists="default": what is open goes where casts and bytes cost least
     PlanCasts(),  # one cast wherever two colours meet
-    WeighPlans(),  # price the plan beside those that painting rules would have made
+)
+
+WEIGH: tuple[Pass, ...] = (
+    WeighPlans(),  # once a plan has come through: price it beside those that painting rules would have made
 )
 
 APPLY: tuple[Pass, ...] = (
@@ -26,4 +29,4 @@ APPLY: tuple[Pass, ...] = (
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
 )
 
-__all__ = ["APPLY", "DECIDE"]
+__all__ = ["APPLY", "DECIDE", "WEIGH"]
