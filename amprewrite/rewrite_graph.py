@@ -14,6 +14,7 @@ from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_facts import example_value, tensors
 from amprewrite.frontends.fx_reader import read_graph
+from amprewrite.frontends.fx_units import gather_units
 from amprewrite.given_plan import check_casts
 from amprewrite.measure import measure
 from amprewrite.op_graph import Demand
@@ -43,6 +44,8 @@ def read_program(
     """The program of a captured graph, nothing decided yet. `names` are those of the model's positional parameters."""
     device = _device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
+    if policy.low is not FP32:
+        module = gather_units(module, lists, _copy)
     graph, fx_nodes = read_graph(module, policy.low, lists, entry, names, training)
     program = Program(
         graph, policy, lists, name=name, entry=entry, training=training, device=device, module=module, fx_nodes=fx_nodes
