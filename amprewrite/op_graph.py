@@ -6,9 +6,10 @@ Integers, booleans and other dtypes travel on no edge: nobody ever casts them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import networkx as nx
 
@@ -76,6 +77,11 @@ class OpNode:
     def carries_fp32(self) -> bool:
         return self.dtype == "fp32"
 
+    @cached_property
+    def promoted(self) -> tuple[Operand, ...]:
+        """Operands with dims that the op's kernel promotes itself where their formats differ."""
+        return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
+
 
 @dataclass
 class OpGraph:
@@ -123,26 +129,39 @@ class OpGraph:
         return groups
 
 
-def resolved(node: OpNode, colour: Colour, colours: dict[str, Colour], nodes: dict[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
+def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
+    """For each operand that has to fit a node run in `colour`: the colour that its kernel computes in.
+
+    0-dim operands of a promoting op fit as they are, unless all of them are 0-dim.
+    """
+    free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
+    for operand in node.operands:
+        if operand.demand is Demand.ANY or (operand.demand is Demand.PROMOTE and operand.scalar and free_scalars):
+            continue
+        high = operand.demand is Demand.HIGH or colour is not Colour.LOW
+        yield operand, Colour.HIGH if high else Colour.LOW
+
+
+def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
+    """The operand of a promoting op that is cast where it runs high and all arrive low: the smallest, the first on a tie."""
+    return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
+
+
+def resolved(
+    node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]
+) -> Iterator[tuple[Operand, Colour]]:
     """For each operand of `node` run in `colour`: the colour it must arrive in, where that differs from what it is.
 
-    A promoting op that runs high keeps low operands as they are beside a high one with dims; where all are low the
-    first is cast, and promotion does the rest.
+    A promoting op that runs high keeps low operands as they are beside a high one with dims; where all are low its anchor is
+    cast, and promotion does the rest.
     """
-    promoting = [o for o in node.operands if o.demand is Demand.PROMOTE]
-    anchored = any(not o.scalar and colours[o.value] is not Colour.LOW for o in promoting)
-    all_scalars = all(o.scalar for o in node.operands if o.demand in (Demand.PROMOTE, Demand.COLOUR))
-    for operand in node.operands:
+    mixing = node.promoted
+    promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)
+    cast = None if promotes else anchor(node, nodes)
+    for operand, want in wanted(node, colour):
         have = colours[operand.value]
-        if operand.demand is Demand.ANY or have is Colour.PLAIN:
+        if want is have or have is Colour.PLAIN:
             continue
-        want = Colour.HIGH if operand.demand is Demand.HIGH or colour is not Colour.LOW else Colour.LOW
-        if operand.demand is Demand.PROMOTE and not all_scalars:
-            if want is Colour.HIGH and have is Colour.LOW:
-                if anchored or operand.scalar:
-                    continue
-                anchored = True
-            elif want is Colour.LOW and operand.scalar:
-                continue
-        if want is not have:
-            yield operand, want
+        if want is Colour.HIGH and operand in mixing and operand is not cast:
+            continue
+        yield operand, want

@@ -46,6 +46,8 @@ class Op:
     """Devices whose backward adds up gradients in the low format, term by term: there it wants fp32 in training."""
     no_kernel: tuple[str, ...] = ()
     """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
+    view: bool = False
+    """Moves no bytes: its result is, as a rule, the memory of its operand."""
 
 
 def rows(kind: OpKind, why: str, *names: str, **fields: Any) -> Iterator[Op]:
@@ -358,16 +360,16 @@ CLEAR_ROWS = (
         "dsplit",
         "unbind",
         "unbind_copy",
+        view=True,
     ),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "getitem", "detach", view=True),
     *rows(
         CLEAR,
         "moves or copies numbers, rounds none",
-        "getitem",
         "setitem",
         "clone _lazy_clone",
         "contiguous",
         "copy _copy_from",
-        "detach",
         "detach_copy",
         "positive",
         "lift_fresh lift lift_fresh_copy",

@@ -82,6 +82,17 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to colour a graph, with its price."""
+
+    name: str
+    seconds: float
+    """Modelled, or measured op by op."""
+    casts: int
+    """Copies a forward pass makes."""
+
+
+@dataclass(frozen=True)
 class RegionPlan:
     """The plan of one captured graph."""
 
@@ -96,6 +107,10 @@ class RegionPlan:
     """Plans of the graphs inside this one: bodies of activation checkpoints. A CastPlan lists them as regions of their own."""
     basis: Any = field(default=None, compare=False, repr=False)
     """The undecided Program that this was decided from: what "what if" questions start from. It is no part of the JSON."""
+    candidates: tuple[Candidate, ...] = ()
+    """What was weighed, the plan itself first; empty where nothing was."""
+    priced_on: str = ""
+    """The device whose prices those are."""
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
         """This region under `name`, and its bodies after it."""
@@ -168,6 +183,28 @@ class CastPlan:
         return explain(self, name)
 
     def summary(self) -> str:
+        """Heavy ops left high, counts, and what the plan and the plans it was weighed against would take."""
+        return "\n".join([self.counts(), *self._weighed()])
+
+    def _weighed(self) -> list[str]:
+        regions = [region for region in self.regions if region.candidates]
+        if not regions:
+            return []
+        seconds: Counter[str] = Counter()
+        casts: Counter[str] = Counter()
+        for region in regions:
+            for candidate in region.candidates:
+                seconds[candidate.name] += candidate.seconds  # type: ignore[assignment]
+                casts[candidate.name] += candidate.casts
+        own, *others = seconds
+        lines = [f"one pass on {regions[0].priced_on}: {1e6 * seconds[own]:.4g} µs, {casts[own]} casts; weighed against"]
+        width = max(map(len, others), default=0)
+        for name in others:
+            more = 100 * (seconds[name] / max(seconds[own], 1e-30) - 1)
+            lines.append(f"  {name:{width}}  {1e6 * seconds[name]:.4g} µs ({more:+.1f} %), {casts[name]} casts")
+        return lines
+
+    def counts(self) -> str:
         """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low."""
         from amprewrite.render.explain import heavy
 
@@ -240,7 +277,7 @@ class CastPlan:
         lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
         for region in self.regions:
             lines += ["", *_table(region)]
-        return "\n".join([*lines, "", self.summary()])
+        return "\n".join([*lines, "", self.counts()])
 
     # -- JSON -----------------------------------------------------------------
     def to_json(self, indent: int | None = 1) -> str:
@@ -297,7 +334,7 @@ class CastPlan:
                 else node
                 for node in region.nodes
             )
-            return replace(region, nodes=nodes, casts=(), basis=None)
+            return replace(region, nodes=nodes, casts=(), candidates=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
@@ -382,7 +419,8 @@ def _decode_plan(data: dict[str, Any]) -> CastPlan:
     def region(d: dict[str, Any]) -> RegionPlan:
         nodes = tuple(node(n) for n in d["nodes"])
         casts = tuple(Cast(**{**c, "users": tuple(c["users"])}) for c in d.get("casts", ()))
-        return RegionPlan(**{**d, "nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ())), "bodies": ()})
+        weighed = tuple(Candidate(**c) for c in d.get("candidates", ()))
+        return RegionPlan(**{**d, "nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ())), "bodies": (), "candidates": weighed})
 
     return CastPlan(
         **{

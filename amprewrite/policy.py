@@ -83,6 +83,10 @@ class Policy:
     overrides: tuple[Override, ...] = ()
     cache_weights: bool = True
     strict: bool = False
+    device: str = ""
+    """The device to plan for, by a name of `amprewrite.devices.NAMED`; "": the one at hand."""
+    measure: bool = False
+    """Time ops and casts on the device at hand instead of taking the table's prices."""
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -105,6 +109,8 @@ class Policy:
 
         Raises PolicyError where two of the same rank contradict each other.
         """
+        if not self.overrides:
+            return None
         for hits in (
             [o for o in self.overrides if o.matches_node(name)],
             sorted((o for o in self.overrides if o.matches_module(module)), key=lambda o: -len(o.pattern)),

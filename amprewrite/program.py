@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch.fx
 
 from amprewrite.colour import Colour, Reason
+from amprewrite.cost import CostModel, Timings
+from amprewrite.devices import Device, device_row
 from amprewrite.op_graph import OpGraph
 from amprewrite.oplists import OpLists
-from amprewrite.plan import Cast, NodePlan, RegionPlan
+from amprewrite.plan import Candidate, Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
 
 
@@ -37,6 +39,10 @@ class Program:
     scale_loss: bool = False
     """Whether loss scaling is built into the graph."""
     device: str = "cpu"
+    planned_for: Device | None = None
+    """The device to plan for; None: the one at hand."""
+    timings: Timings | None = None
+    """Measured prices; None: the device table's."""
     paints: dict[str, Paint] = field(default_factory=dict)
     casts: tuple[Cast, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
@@ -44,6 +50,8 @@ class Program:
     notes: list[str] = field(default_factory=list)
     given: RegionPlan | None = None
     """A plan to follow instead of deciding."""
+    candidates: tuple[Candidate, ...] = ()
+    """What the plan was weighed against, itself first."""
     match_given: Callable[[Program], RegionPlan] | None = None
     """Finds the plan to follow for a graph inside this one."""
     module: torch.fx.GraphModule | None = None
@@ -56,6 +64,12 @@ class Program:
     @property
     def colours(self) -> dict[str, Colour]:
         return {name: paint.colour for name, paint in self.paints.items()}
+
+    @property
+    def costs(self) -> CostModel:
+        """The prices that this program is planned with."""
+        row = self.planned_for or device_row(self.device)
+        return CostModel(row, self.policy.low, self.training, self.policy.cache_weights, self.timings)
 
     def region_plan(self) -> RegionPlan:
         """Freeze what was decided."""
@@ -70,17 +84,23 @@ class Program:
                     node.flops, node.module, node.source, node.role, tuple(o.value for o in node.operands),
                 )
             )
-        return RegionPlan(self.name, tuple(nodes), self.casts, self.training, tuple(self.notes), self.entry, basis=self.undecided())
+        notes, candidates, priced_on = tuple(self.notes), self.candidates, self.costs.place if self.candidates else ""
+        if self.given is not None:
+            candidates, priced_on = self.given.candidates, self.given.priced_on
+        return RegionPlan(
+            self.name, tuple(nodes), self.casts, self.training, notes, self.entry, basis=self.undecided(),
+            candidates=candidates, priced_on=priced_on,
+        )
 
     def undecided(self) -> Program:
         """All that the deciding passes look at, with nothing decided and no fx graph: enough to decide again."""
         return replace(
-            self, paints={}, casts=(), notes=[], refused=dict(self.refused), module=None, fx_nodes={}, match_given=None
+            self, paints={}, casts=(), notes=[], refused=dict(self.refused), candidates=(), module=None, fx_nodes={}, match_given=None
         )
 
     def keep_high(self, name: str, why: str) -> None:
         """Remember that a node must run high whatever the lists say, and forget what was decided."""
         self.refused[name] = why
-        self.paints, self.casts = {}, ()
+        self.paints, self.casts, self.candidates = {}, (), ()
 
 

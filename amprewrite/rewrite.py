@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from amprewrite.devices import named_device
 from amprewrite.errors import CaptureError, OpListError, PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
 from amprewrite.granularity import MODEL, parse_granularity
@@ -33,6 +34,9 @@ def rewrite(
     lists: str | OpLists = "default",
     overrides: Mapping[str, str] | None = None,
     plan: CastPlan | None = None,
+    device: str | None = None,
+    measure: bool = False,
+    high: str = "fp32",
     loss_scale: Any = "auto",
     pad: Any = "auto",
     granularity: str | Iterable[str] = MODEL,
@@ -53,6 +57,12 @@ def rewrite(
         lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
         overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`.
         plan: follow this plan, perhaps edited, instead of deciding; one that does not fit raises PlanError.
+        device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.devices.NAMED` has them all) instead of the one at
+            hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
+        measure: time ops and casts on the device at hand instead of taking prices from the table; kept on disk.
+        high: "fp32". TF32 is no choice: PyTorch has one switch for the whole process, which kernels read as they start, so
+            no region of a graph can have its own without changing it for everybody and breaking torch.compile's guards.
+            Where it is set (`torch.set_float32_matmul_precision("high")`), ops that stay high use it and are priced so.
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", the name of a preset, a number that stays, None, or
             a LossScale, which several models may share. It is built into the training graphs: gradients arrive unscaled.
         granularity: "model" captures as much as it can at once. "blocks" captures each repeated block by itself, as FSDP2
@@ -71,9 +81,14 @@ def rewrite(
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
     options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
     options = replace(
-        options, loss_scale=_checked_scale(loss_scale, options.low), granularity=parse_granularity(granularity, module)
+        options,
+        loss_scale=_checked_scale(loss_scale, options.low),
+        granularity=parse_granularity(granularity, module),
+        device=_checked_device(device, measure),
+        measure=measure,
     )
     _check_pad(pad)
+    _check_high(high)
     refuse_ambient_autocast()
     amp = rewritten(plain_of(module) if isinstance(module, Rewritten) else module, options)
     for each in optimizers_of(optimizer):
@@ -161,6 +176,28 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
         loss_scale = "none"
     parse_loss_scale(loss_scale, low or FP32)
     return loss_scale
+
+
+def _checked_device(device: Any, measure: Any) -> str:
+    """The name of the device to plan for, "" for the one at hand."""
+    if not isinstance(measure, bool):
+        raise PolicyError(f"measure= takes True or False, not {measure!r}")
+    if device is None:
+        return ""
+    if measure:
+        raise PolicyError(f"measure=True times the device at hand, device={device!r} plans for another: choose one")
+    named_device(device)
+    return str(device)
+
+
+def _check_high(high: Any) -> None:
+    if high == "tf32":
+        raise PolicyError(
+            "high='tf32' cannot be done by region: PyTorch has one TF32 switch for the whole process; "
+            "torch.set_float32_matmul_precision('high') sets it, and the planner prices fp32 by it"
+        )
+    if high != "fp32":
+        raise PolicyError(f"high={high!r} is not understood: what is not low runs in 'fp32'")
 
 
 def _check_pad(pad: Any) -> None:

@@ -9,15 +9,18 @@ import torch.fx
 
 from amprewrite.backends.dry_run import Refused, dry_run
 from amprewrite.colour import Colour, Reason
+from amprewrite.devices import named_device
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_facts import NODE, example_value, tensors
 from amprewrite.frontends.fx_reader import read_graph
+from amprewrite.frontends.fx_units import gather_units
 from amprewrite.given_plan import check_casts
+from amprewrite.measure import measure
 from amprewrite.op_graph import Demand
 from amprewrite.oplists import op_lists
 from amprewrite.pass_base import run_passes
-from amprewrite.passes import APPLY, DECIDE
+from amprewrite.passes import APPLY, DECIDE, WEIGH
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.passes.tidy import Tidy
 from amprewrite.plan import RegionPlan
@@ -41,10 +44,17 @@ def read_program(
     """The program of a captured graph, nothing decided yet. `names` are those of the model's positional parameters."""
     device = _device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
+    if policy.low is not FP32:
+        module = gather_units(module, lists, _copy)
     graph, fx_nodes = read_graph(module, policy.low, lists, entry, names, training)
-    return Program(
+    program = Program(
         graph, policy, lists, name=name, entry=entry, training=training, device=device, module=module, fx_nodes=fx_nodes
     )
+    program.planned_for = named_device(policy.device) if policy.device else None
+    if policy.measure and policy.low is not FP32 and lists.rule == "cost":
+        measured = program.timings = measure(program)
+        program.notes.append(f"prices measured here: {len(measured.ops)} calls of ops, {len(measured.casts)} sizes of casts")
+    return program
 
 
 def decide(program: Program) -> RegionPlan:
@@ -65,7 +75,7 @@ def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
     assert original is not None
     bodies = _rewrite_bodies(program)
     for _ in range(MOST_REFUSALS):
-        plan = decide(program)
+        decide(program)
         copied, mapped = _copy(original)
         for name, (body, _) in bodies.items():
             setattr(copied, name, body)
@@ -75,7 +85,8 @@ def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
         try:
             run_passes(APPLY, program)
             dry_run(copied, _expected(program))
-            run_passes((Tidy(),), program)
+            run_passes((Tidy(), *WEIGH), program)
+            plan = program.region_plan()
             return copied, replace(plan, bodies=tuple(body_plan for _, body_plan in bodies.values()))
         except Refused as refusal:
             _keep_high(program, refusal)

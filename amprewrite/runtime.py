@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pus
 
 from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn, emit
-from amprewrite.devices import best_format, device_row
+from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError
 from amprewrite.formats import FP32, Format
@@ -61,6 +61,9 @@ class Options:
     """What `parse_granularity` returns."""
     loss_scale: Any = "auto"
     """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
+    device: str = ""
+    """The device to plan for; "": the one at hand."""
+    measure: bool = False
 
 
 class Region:
@@ -202,7 +205,7 @@ class Session:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        low = self.options.low or best_format(self._device()) or FP32
+        low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
         self.probe = OverflowProbe(self.root)
         self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
@@ -377,17 +380,21 @@ class Session:
         assert self.options.given is not None
         return match_region(self.options.given, program)
 
+    def _row(self, device: str) -> Device:
+        """The device to plan for, where the model is on `device`."""
+        return named_device(self.options.device) if self.options.device else device_row(device)
+
     def policy_for(self, device: str) -> Policy:
         """The policy on this device; notes say where the device gains nothing."""
         options, low = self.options, self.options.low
-        row = device_row(device)
+        row = self._row(device)
         if low is None:
-            low = best_format(device)
+            low = best_format(row)
             if low is None:
                 self._note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
         elif low is not FP32 and low.name not in row.low_formats:
             self._note(f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively")
-        return Policy(low or FP32, options.lists, options.overrides, options.cache_weights, options.strict)
+        return Policy(low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure)
 
     def _note(self, text: str) -> None:
         self.notes[text] = None

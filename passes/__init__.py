@@ -9,6 +9,7 @@ from amprewrite.passes.paint_tf import PaintTF
 from amprewrite.passes.plan_casts import PlanCasts
 from amprewrite.passes.repaint_by_cost import RepaintByCost
 from amprewrite.passes.scale_loss import ScaleLoss
+from amprewrite.passes.weigh_plans import WeighPlans
 
 DECIDE: tuple[Pass, ...] = (
     Paint(),  # what facts, overrides and lists decide; deny flows downstream
@@ -19,9 +20,13 @@ DECIDE: tuple[Pass, ...] = (
     PlanCasts(),  # one cast wherever two colours meet
 )
 
+WEIGH: tuple[Pass, ...] = (
+    WeighPlans(),  # once a plan has come through: price it beside those that painting rules would have made
+)
+
 APPLY: tuple[Pass, ...] = (
     InsertCasts(),  # edit the graph as the plan says
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
 )
 
-__all__ = ["APPLY", "DECIDE"]
+__all__ = ["APPLY", "DECIDE", "WEIGH"]

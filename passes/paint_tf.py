@@ -48,7 +48,8 @@ def _low(program: Program, name: str) -> bool:
 
 
 def _in_order(program: Program, nodes: Iterable[OpNode]) -> list[OpNode]:
-    return sorted(nodes, key=lambda node: program.graph.rank[node.name])
+    found = list(nodes)
+    return found if len(found) < 2 else sorted(found, key=lambda node: program.graph.rank[node.name])
 
 
 def paint_between_allow(program: Program) -> None:
@@ -64,19 +65,19 @@ def paint_between_allow(program: Program) -> None:
     roots = deque((name, name) for name in allowed)
     while roots:
         name, root = roots.popleft()
-        for feeder in _in_order(program, graph.feeders(name)):
-            if feeder.name in down and feeder.name not in program.paints:
-                program.paint(feeder.name, Colour.LOW, Reason.BETWEEN_ALLOW, because_of=root)
-                roots.append((feeder.name, root))
+        between = (feeder for feeder in graph.feeders(name) if feeder.name in down and feeder.name not in program.paints)
+        for feeder in _in_order(program, between):
+            program.paint(feeder.name, Colour.LOW, Reason.BETWEEN_ALLOW, because_of=root)
+            roots.append((feeder.name, root))
 
 
 def paint_after_allow(program: Program) -> None:
     queue = deque(node.name for node in program.graph if _low(program, node.name))
     while queue:
         name = queue.popleft()
-        for reader in _in_order(program, program.graph.readers(name)):
-            denied = any(_denied(program, feeder.name) for feeder in program.graph.feeders(reader.name))
-            if _free(program, reader, OpKind.INFER, OpKind.INTERNAL) and not denied:
+        free = (reader for reader in program.graph.readers(name) if _free(program, reader, OpKind.INFER, OpKind.INTERNAL))
+        for reader in _in_order(program, free):
+            if not any(_denied(program, feeder.name) for feeder in program.graph.feeders(reader.name)):
                 program.paint(reader.name, Colour.LOW, Reason.AFTER_ALLOW, because_of=name)
                 queue.append(reader.name)
 
@@ -90,7 +91,7 @@ def paint_beside_allow(program: Program) -> None:
     queue = deque(node.name for node in program.graph if _low(program, node.name))
     while queue:
         name = queue.popleft()
-        for near in _in_order(program, [*program.graph.feeders(name), *program.graph.readers(name)]):
-            if _free(program, near, OpKind.CLEAR):
-                program.paint(near.name, Colour.LOW, Reason.BESIDE_ALLOW, because_of=name)
-                queue.append(near.name)
+        beside = (*program.graph.feeders(name), *program.graph.readers(name))
+        for near in _in_order(program, {near.name: near for near in beside if _free(program, near, OpKind.CLEAR)}.values()):
+            program.paint(near.name, Colour.LOW, Reason.BESIDE_ALLOW, because_of=name)
+            queue.append(near.name)

@@ -2,7 +2,8 @@
 
 1. For each operand, in canonical order, ask in which format it must arrive.
 2. Where that is not the maker's format, its reader joins the one copy of (value, format, epoch).
-3. Promoting ops keep mixed operands; copies are never shared across an in-place write.
+3. Promoting ops keep mixed operands; where a copy exists all the same they join it in training: autograd then casts
+   the value's gradient once. Copies are never shared across an in-place write.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def plan_casts(program: Program) -> tuple[Cast, ...]:
         for operand, want in resolved(node, colours[node.name], colours, program.graph.nodes):
             key = (operand.value, low if want is Colour.LOW else FP32.name, operand.epoch)
             users.setdefault(key, []).append(node.name)
+    if program.training:
+        _join_copies(program, colours, users)
     return tuple(
         Cast(
             value,
@@ -50,3 +53,11 @@ def plan_casts(program: Program) -> tuple[Cast, ...]:
     )
 
 
+def _join_copies(program: Program, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
+    """Let promoting ops that run high read the high copy of a low operand, where there is one."""
+    for node in program.graph:
+        for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
+            readers = users.get((operand.value, FP32.name, operand.epoch))
+            if colours[operand.value] is Colour.LOW and readers is not None and node.name not in readers:
+                readers.append(node.name)
+                readers.sort(key=program.graph.rank.__getitem__)

@@ -1,0 +1,206 @@
+"""What the planner's plans cost beside those of painting rules, under one table of prices, on real architectures at full size.
+
+    python examples/benchmarks/planner_cost.py [--device a100] [--dtype fp16] [--train] [--only bert,vit] [--perturb 3]
+
+Models live on torch's meta device: nothing is computed, so base-size transformers are planned on a laptop. Each cell is how
+much more the rules' plan takes than ours; "perturbed" is how much more ours takes when it was planned with every price off by
+a log-normal factor of σ = 0.3, priced at true prices (the worst of `--perturb` draws).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+from amprewrite.assignment import cheapest
+from amprewrite.colour import Colour
+from amprewrite.cost import CostModel, price
+from amprewrite.formats import FORMATS, Format
+from amprewrite.op_graph import OpNode
+from amprewrite.pass_base import run_passes
+from amprewrite.passes import DECIDE, WEIGH
+from amprewrite.passes.paint import Paint
+from amprewrite.passes.weigh_plans import PLANNED
+from amprewrite.policy import Policy
+from amprewrite.program import Program
+from amprewrite.rewrite_graph import read_program
+
+BATCH, LENGTH, LAYERS = 8, 512, 4
+Make = Callable[[], tuple[nn.Module, dict[str, Any]]]
+
+
+def text(config: Any, auto: Any, **more: Any) -> Make:
+    """A model that reads token ids."""
+
+    def make() -> tuple[nn.Module, dict[str, Any]]:
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
+        return auto(config), {"input_ids": ids, **more}
+
+    return make
+
+
+def image(config: Any, auto: Any, size: int = 224) -> Make:
+    def make() -> tuple[nn.Module, dict[str, Any]]:
+        return auto(config), {"pixel_values": torch.zeros(BATCH, 3, size, size, device="meta")}
+
+    return make
+
+
+def both(config: Any, auto: Any) -> Make:
+    def make() -> tuple[nn.Module, dict[str, Any]]:
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
+        return auto(config), {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+
+    return make
+
+
+def sound(config: Any, auto: Any) -> Make:
+    def make() -> tuple[nn.Module, dict[str, Any]]:
+        return auto(config), {"input_values": torch.zeros(BATCH, 16000, device="meta")}
+
+    return make
+
+
+N = {"num_hidden_layers": LAYERS}
+NO_CACHE = {"use_cache": False}
+EAGER = {"attn_implementation": "eager"}
+CASES: dict[str, Make] = {
+    "bert": text(hf.BertConfig(**N), hf.BertForMaskedLM),
+    "bert-eager": text(hf.BertConfig(**N, **EAGER), hf.BertForMaskedLM),
+    "roberta": text(hf.RobertaConfig(**N), hf.RobertaModel),
+    "distilbert": text(hf.DistilBertConfig(n_layers=LAYERS), hf.DistilBertModel),
+    "albert": text(hf.AlbertConfig(**N, hidden_size=768, num_attention_heads=12, intermediate_size=3072), hf.AlbertModel),
+    "electra": text(hf.ElectraConfig(**N), hf.ElectraModel),
+    "mpnet": text(hf.MPNetConfig(**N), hf.MPNetModel),
+    "deberta-v2": text(hf.DebertaV2Config(**N, hidden_size=768, num_attention_heads=12, intermediate_size=3072), hf.DebertaV2Model),
+    "gpt2": text(hf.GPT2Config(n_layer=LAYERS), hf.GPT2LMHeadModel, **NO_CACHE),
+    "gpt2-eager": text(hf.GPT2Config(n_layer=LAYERS, **EAGER), hf.GPT2LMHeadModel, **NO_CACHE),
+    "gpt-neo": text(hf.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]], hidden_size=768, num_heads=12), hf.GPTNeoModel, **NO_CACHE),
+    "gpt-neox": text(hf.GPTNeoXConfig(**N, hidden_size=768, num_attention_heads=12, intermediate_size=3072), hf.GPTNeoXModel, **NO_CACHE),
+    "opt": text(hf.OPTConfig(**N), hf.OPTModel, **NO_CACHE),
+    "bloom": text(hf.BloomConfig(n_layer=LAYERS, hidden_size=768, n_head=12), hf.BloomModel, **NO_CACHE),
+    "llama": text(hf.LlamaConfig(**N, hidden_size=1024, intermediate_size=2816, num_attention_heads=16), hf.LlamaForCausalLM, **NO_CACHE),
+    "mistral": text(
+        hf.MistralConfig(**N, hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4),
+        hf.MistralForCausalLM, **NO_CACHE,
+    ),
+    "qwen2": text(
+        hf.Qwen2Config(**N, hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4),
+        hf.Qwen2ForCausalLM, **NO_CACHE,
+    ),
+    "gemma": text(
+        hf.GemmaConfig(**N, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=1, head_dim=128),
+        hf.GemmaForCausalLM, **NO_CACHE,
+    ),
+    "phi": text(hf.PhiConfig(**N, hidden_size=1024, intermediate_size=4096, num_attention_heads=16), hf.PhiForCausalLM, **NO_CACHE),
+    "t5": both(hf.T5Config(num_layers=2, num_decoder_layers=2), hf.T5ForConditionalGeneration),
+    "bart": both(hf.BartConfig(encoder_layers=2, decoder_layers=2), hf.BartModel),
+    "vit": image(hf.ViTConfig(**N), hf.ViTForImageClassification),
+    "deit": image(hf.DeiTConfig(**N), hf.DeiTModel),
+    "beit": image(hf.BeitConfig(**N), hf.BeitModel),
+    "dinov2": image(hf.Dinov2Config(**N), hf.Dinov2Model),
+    "swin": image(hf.SwinConfig(depths=[2, 2], num_heads=[3, 6]), hf.SwinModel),
+    "convnext": image(hf.ConvNextConfig(), hf.ConvNextModel),
+    "resnet": image(hf.ResNetConfig(), hf.ResNetForImageClassification),
+    "regnet": image(hf.RegNetConfig(), hf.RegNetModel),
+    "mobilenet-v2": image(hf.MobileNetV2Config(), hf.MobileNetV2Model),
+    "segformer": image(hf.SegformerConfig(), hf.SegformerModel),
+    "wav2vec2": sound(hf.Wav2Vec2Config(**N), hf.Wav2Vec2Model),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Noisy(CostModel):
+    """Prices that are off: each op's and each copy's by a log-normal factor of its own."""
+
+    seed: int = 0
+
+    def factor(self, *what: str) -> float:
+        return random.Random("|".join((str(self.seed), *what))).lognormvariate(0, 0.3)
+
+    def op(self, node: OpNode, fmt: Format, read: int) -> int:
+        return round(super().op(node, fmt, read) * self.factor(node.name, fmt.name))
+
+    def cast(self, node: OpNode) -> int:
+        return round(super().cast(node) * self.factor(node.name))
+
+
+def programs(model: nn.Module, inputs: dict[str, Any], policy: Policy, train: bool) -> list[Program]:
+    """One program for each graph that Dynamo captures."""
+    found: list[Program] = []
+
+    def keep(module: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        found.append(read_program(module, policy, f"graph{len(found)}", training=train))
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(train):
+        torch.compile(model.train(train), backend=keep)(**inputs)
+    return found
+
+
+def weighed(found: list[Program]) -> dict[str, float]:
+    """Seconds of the plan and of each rule's, all graphs together."""
+    total: dict[str, float] = {}
+    for program in found:
+        run_passes((*DECIDE, *WEIGH), program)
+        for candidate in program.candidates:
+            total[candidate.name] = total.get(candidate.name, 0) + candidate.seconds
+    return total
+
+
+def regret(found: list[Program], seed: int) -> float:
+    """How much more the plan takes, at true prices, that was made with prices that are off."""
+    best = planned = 0
+    for program in found:
+        costs, colours = program.costs, program.colours
+        best += price(program.graph, colours, costs).total
+        Paint()(scratch := replace(program, paints={}))
+        open_nodes = [node for node in program.graph if node.name not in scratch.paints]
+        off = Noisy(costs.device, costs.low, costs.training, costs.cached_weights, seed=seed)
+        low = cheapest(program.graph, scratch.colours, open_nodes, off).low if open_nodes else frozenset()
+        colours |= {node.name: Colour.LOW if node.name in low else Colour.HIGH for node in open_nodes}
+        planned += price(program.graph, colours, costs).total
+    return planned / max(best, 1) - 1
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", default="a100")
+    options.add_argument("--dtype", default="fp16", choices=["bf16", "fp16"])
+    options.add_argument("--train", action="store_true")
+    options.add_argument("--only", default=",".join(CASES))
+    options.add_argument("--perturb", type=int, default=2, help="draws of perturbed prices a model")
+    asked = options.parse_args()
+    warnings.simplefilter("ignore")
+    policy = Policy(FORMATS[asked.dtype], device=asked.device)
+    print(f"one {'training step' if asked.train else 'inference pass'} in {asked.dtype} on {asked.device}, modelled\n")
+    print("| model | this plan, µs | tf rules | autocast rules | our lists, tf rules | perturbed |")
+    print("| --- | --: | --: | --: | --: | --: |")
+    gaps: list[list[float]] = []
+    for name in asked.only.split(","):
+        with torch.device("meta"):
+            model, inputs = CASES[name]()
+            found = programs(model, inputs, policy, asked.train)
+        seconds = weighed(found)
+        own = seconds.pop(PLANNED)
+        del seconds["all fp32"]
+        off = max((regret(found, seed) for seed in range(asked.perturb)), default=0.0)
+        gaps.append([*(100 * (other / own - 1) for other in seconds.values()), 100 * off])
+        print(f"| {name} | {1e6 * own:.0f} | " + " | ".join(f"{gap:+.1f} %" for gap in gaps[-1]) + " |", flush=True)
+    columns = list(zip(*gaps, strict=True))
+    print("| median | | " + " | ".join(f"{statistics.median(column):+.1f} %" for column in columns) + " |")
+    print("| least | | " + " | ".join(f"{min(column):+.1f} %" for column in columns[:-1]) + f" | at most {max(columns[-1]):+.1f} % |")
+
+
+if __name__ == "__main__":
+    main()
