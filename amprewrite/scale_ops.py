@@ -159,6 +159,8 @@ class _CrossMany(torch.autograd.Function):
         ):
             products = [g.float() for g, _ in present]
             torch._foreach_mul_(products, ctx.factor)
+        elif all(type(g) is Tensor and g.dtype == dtype == torch.float32 and not g.is_sparse for g, dtype in present):
+            products = list(torch._foreach_mul([g for g, _ in present], ctx.factor))
         else:
             products = [_times(g, ctx.factor, dtype) for g, dtype in present]
         rest = iter(products)

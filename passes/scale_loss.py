@@ -4,7 +4,7 @@
 2. Every floating result passes `scale_gradient`: its gradient enters times the scale.
 3. Every low copy of a floating input becomes `cast_in`: its gradient leaves in fp32, times the inverse. Small
    weights used close together share one autograd node.
-4. Every other use of a floating input reads it through one `unscale_gradient`.
+4. Every other use of a floating input reads it through one `unscale_gradient`; small fp32 weights share nodes there too.
 
 Regions compose, since each multiplies and divides by itself; so graph breaks, other models and penalties stay right.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from amprewrite.errors import PassError
-from amprewrite.frontends.fx_facts import example_value, hint, tensors
+from amprewrite.frontends.fx_facts import NODE, example_value, hint, tensors
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.program import Program
@@ -39,7 +39,8 @@ class ScaleLoss(Pass):
         if not program.scale_loss:
             return False
         assert program.module is not None
-        return scale_loss(program.module.graph)
+        weights = {program.fx_nodes[node.name] for node in program.graph if node.role == "parameter"}
+        return scale_loss(program.module.graph, weights)
 
 
 def differentiable(value: Any) -> bool:
@@ -51,8 +52,8 @@ def differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def scale_loss(graph: torch.fx.Graph) -> bool:
-    """Edit `graph`; False where nothing in it is differentiable (it then takes the two inputs all the same)."""
+def scale_loss(graph: torch.fx.Graph, weights: set[torch.fx.Node]) -> bool:
+    """Edit `graph`, in which `weights` are the parameters; False where nothing is differentiable (the two inputs come all the same)."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output")
     results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
@@ -65,8 +66,7 @@ def scale_loss(graph: torch.fx.Graph) -> bool:
             entered.meta = _facts(result)
             output.replace_input_with(result, entered)
     _leave_by_casts(graph, sources, inverse)
-    for source in sources:
-        _leave_elsewhere(graph, source, inverse)
+    _leave_elsewhere(graph, sources, weights, inverse)
     return bool(results or sources)
 
 
@@ -84,17 +84,18 @@ def _scale_inputs(
 
 
 def _facts(node: torch.fx.Node) -> dict[str, Any]:
-    return {key: value for key, value in node.meta.items() if key in ("example_value", "val", "nn_module_stack", "stack_trace")}
+    kept = ("example_value", "val", "nn_module_stack", "stack_trace", NODE)
+    return {key: value for key, value in node.meta.items() if key in kept}
 
 
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse: torch.fx.Node) -> None:
     known = set(sources)
     casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
-    sizes = [math.prod(hint(s) for s in example_value(cast.args[0]).shape) for cast in casts]
-    for batch in cast_batches(sizes):
-        chosen = [casts[index] for index in batch]
+    weights = [cast for cast in casts if cast.meta["weight"]]
+    batches = [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights])]
+    for chosen in (*batches, *([cast] for cast in casts if not cast.meta["weight"])):
         dtypes = {cast.args[1] for cast in chosen}
-        if len(chosen) == 1 or len(dtypes) > 1 or not all(cast.meta["weight"] for cast in chosen):
+        if len(chosen) == 1 or len(dtypes) > 1:
             for cast in chosen:
                 cast.op, cast.target, cast.args = "call_function", cast_in, (*cast.args, inverse)
             continue
@@ -108,13 +109,31 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
             graph.erase_node(cast)
 
 
-def _leave_elsewhere(graph: torch.fx.Graph, source: torch.fx.Node, inverse: torch.fx.Node) -> None:
+def _leave_elsewhere(graph: torch.fx.Graph, sources: list[torch.fx.Node], weights: set[torch.fx.Node], inverse: torch.fx.Node) -> None:
     crossing = {cast_in, cast_in_many}
-    readers = [user for user in source.users if user.target not in crossing]
-    if not readers:
-        return
+    readers = {source: [user for user in source.users if user.target not in crossing] for source in sources}
+    read = [source for source in sources if readers[source]]
+    shared = [source for source in read if source in weights and example_value(source).dtype == torch.float32]
     with graph.inserting_after(inverse):
-        unscaled = graph.call_function(unscale_gradient, (source, inverse))
+        for batch in cast_batches([_numel(source) for source in shared]):
+            chosen = [shared[index] for index in batch]
+            if len(chosen) == 1:
+                continue
+            many = graph.call_function(cast_in_many, (tuple(chosen), torch.float32, inverse))
+            many.meta = {"weight": True}
+            with graph.inserting_after(many):
+                for place, source in reversed(list(enumerate(chosen))):
+                    _read_through(readers.pop(source), source, graph.call_function(operator.getitem, (many, place)))
+        for source in read:
+            if source in readers:
+                _read_through(readers[source], source, graph.call_function(unscale_gradient, (source, inverse)))
+
+
+def _read_through(readers: list[torch.fx.Node], source: torch.fx.Node, unscaled: torch.fx.Node) -> None:
     unscaled.meta = _facts(source)
     for reader in readers:
         reader.replace_input_with(source, unscaled)
+
+
+def _numel(node: torch.fx.Node) -> int:
+    return math.prod(hint(size) for size in example_value(node).shape)

@@ -24,12 +24,14 @@ FAST = {
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
     "export_minilm.py": [],
+    "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],
     "train_digits_fp16.py": ["--epochs", "3"],
 }
 NEEDS = {
     "digits.py": "sklearn",
     "train_digits_fp16.py": "sklearn",
+    "benchmarks/fp16_training.py": "sklearn",
     "inspect_bert.py": "transformers",
     "benchmarks/casts_vs_autocast.py": "transformers",
     "benchmarks/onnx_scale.py": "onnx",

@@ -81,3 +81,18 @@ def test_a_program_without_fx_graph_is_refused_only_where_it_is_to_be_scaled() -
     program.scale_loss = True
     with pytest.raises(PassError, match="edits an fx graph, and this program has none"):
         ScaleLoss()(program)
+
+
+def test_small_weights_share_a_node_low_copies_and_fp32_reads_apart(capture: Capture) -> None:
+    def norms(x: torch.Tensor, w: torch.nn.Parameter, v: torch.nn.Parameter, b: torch.nn.Parameter, c: torch.nn.Parameter):
+        return torch.exp(b) * torch.exp(c) * (x @ w @ v)
+
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((8, 8), (8, 8), (8,), (8,))]
+    program = read_program(capture(norms, torch.randn(4, 8), *weights, grad=True), Policy(FP16), training=True)
+    program.scale_loss = True
+    with torch.enable_grad():
+        module, _ = rewrite_graph(program)
+    nodes = [node for node in module.graph.nodes if getattr(node.target, "__name__", "") == "cast_in_many"]
+    assert sorted((len(node.args[0]), str(node.args[1])) for node in nodes) == [(2, "torch.float16"), (2, "torch.float32")]
+    assert not [node for node in module.graph.nodes if getattr(node.target, "__name__", "") == "unscale_gradient"]
