@@ -272,8 +272,7 @@ class DynamicLossScale(LossScale):
     search costs a step or two, not one for each halving. Where the first step is clean nothing differs.
 
     Per-layer scales (adaptive loss scaling, Zhao et al. 2019, arXiv 1910.12385) are not offered, and `per_layer=True` is a
-    PolicyError: a factor between two layers is sound only on an edge that every gradient passes, and residual streams have
-    none; and each factor follows from the variance of a layer's gradients, a further pass over them in every backward.
+    PolicyError: a factor between two layers is sound only on an edge that every gradient passes; residual streams have none.
     """
 
     kind = "dynamic"
