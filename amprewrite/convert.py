@@ -119,8 +119,10 @@ def export_onnx(
     else:
         job.torch_plan = torch_plan(amp, args, kwargs, plan)
     job.prepare()
-    feeds = read_feeds(job.model, calibration) if calibration is not None else iter((feed,)) if feed else None
-    return job.run(feeds, order)
+    if calibration is not None:
+        return job.run(read_feeds(job.model, calibration), order)
+    job.example_inputs = True
+    return job.run((feed,) if feed else None, order)
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,8 @@ class Job:
         self.given: CastPlan | None = None
         self.torch_plan: tuple[CastPlan, bool] | None = None
         """The plan, and whether only nodes that an override names count."""
+        self.example_inputs = False
+        """Whether the samples are what the model was exported with, and not what the caller chose for the purpose."""
 
     def prepare(self) -> None:
         """Make the model ready and check overrides against it."""
@@ -158,7 +160,7 @@ class Job:
         try:
             samples = observe(self.model, feeds, wanted)
         except PolicyError as error:
-            if not self.exported:
+            if not self.example_inputs:
                 raise
             samples = Samples(problem=str(error))  # the example inputs ran in PyTorch: the user is not to blame
         if samples.problem:

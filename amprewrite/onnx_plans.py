@@ -69,8 +69,8 @@ def carry_over(plan: CastPlan, reading: Reading, only_chosen: bool) -> Carried:
         if node.role == "op" and node.colour is not Colour.PLAIN:
             planned.setdefault((node.module, _base(node.op)), []).append(node)
     made: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for name, node in reading.nodes.items():
-        origin = _origin(node)
+    for name, made_of in reading.nodes.items():
+        origin = _origin(made_of)
         if origin is not None and reading.graph[name].carries_fp32:
             module, op, fx_name = origin
             made.setdefault((module, op), {}).setdefault(fx_name, []).append(name)

@@ -202,3 +202,66 @@ def test_integers_that_are_no_mask_are_not_made_low_unseen():
     given = net(nodes, [value("ids", 4, 16, dtype=I64)], [value("out", 4, 16)], [weight("w", 16, 16)], {})
     large = {"ids": np.full((4, 16), 3001)}
     assert colours(rewrite_onnx(given.model, calibration=large).model)["cast"] == "high"
+
+
+# -- opsets and types ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("op", "dtype", "given_opset", "opset"),
+    [("Relu", "fp16", 13, 13), ("Relu", "bf16", 13, 13), ("Softplus", "fp16", 18, 18), ("Softplus", "bf16", 18, 22)],
+)
+def test_the_opset_is_raised_only_where_a_type_needs_it(op, dtype, given_opset, opset):
+    given = gemm_chain(node(op, ["h"], ["mid"], name="act"), opset=given_opset)
+    result = rewrite_onnx(given.model, dtype=dtype, calibration=given.feed)
+    assert result.model.opset_import[0].version == opset
+    assert any("opset raised" in note for note in result.report.notes) == (opset != given_opset)
+    assert result.report.strict_error < 3e-2
+
+
+def test_no_opset_is_raised_beyond_what_runtimes_load():
+    """Einsum takes bf16 from opset 28 on only, which no runtime in use loads: it stays fp32 and says so."""
+    given = gemm_chain(node("Einsum", ["h", "w2"], ["mid"], name="ein", equation="ij,jk->ik"), inits=[weight("w2", 16, 16)])
+    result = rewrite_onnx(given.model, dtype="bf16", calibration=given.feed)
+    assert result.model.opset_import[0].version == 18
+    assert "Einsum of opset 18 takes no bf16" in result.plan.explain("ein")
+
+
+def test_a_cast_that_the_model_had_is_aimed_at_the_low_format():
+    given = gemm_chain(
+        node("Cast", ["ids"], ["f"], to=F32, name="own"), node("Mul", ["h", "f"], ["mid"], name="mul"), inits=[const("ids", 2, np.int64)]
+    )
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    own = next(each for each in result.model.graph.node if each.name == "own")
+    assert own.attribute[0].i == F16
+    assert len([cast for cast in result.plan.casts if not cast.weight]) == ops(result.model)["Cast"] - 1 == 2
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_what_was_mixed_already_stays_right(dtype):
+    given = HAND["casts"]()
+    once = rewrite_onnx(given.model, dtype="fp16", calibration=given.feed)
+    again = rewrite_onnx(once.model, dtype=dtype, calibration=given.feed)
+    assert again.report.valid
+    assert again.report.strict_error < (2e-3 if dtype == "fp16" else 2e-2)
+
+
+# -- what sample runs decide ------------------------------------------------------------------------
+def test_a_difference_that_magnifies_rounding_is_not_made_of_low_values():
+    between = [node("Add", ["h", "k"], ["a"], name="shift"), node("Reshape", ["a", "shape"], ["v"], name="view"),
+               node("Sub", ["v", "k"], ["mid"], name="back")]  # fmt: skip
+    given = gemm_chain(*between, inits=[const("k", np.full(16, 1000.3)), const("shape", [4, 16], np.int64)])
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    low = colours(result.model)
+    assert (low["first"], low["shift"], low["view"], low["back"], low["last"]) == ("low", "high", "high", "high", "low")
+    assert "magnified by a difference (mid stays within" in result.plan.explain("back")
+    assert result.report.strict_error < 2e-3
+    near = gemm_chain(*between, inits=[const("k", np.full(16, 2.3)), const("shape", [4, 16], np.int64)])
+    assert set(colours(rewrite_onnx(near.model, calibration=near.feed).model).values()) == {"low"}
+
+
+def test_an_exp_runs_low_where_it_is_seen_to_be_small():
+    given = gemm_chain(node("Sigmoid", ["h"], ["s"]), node("Exp", ["s"], ["mid"], name="exp"))
+    assert colours(rewrite_onnx(given.model, calibration=given.feed).model)["exp"] == "low"
+    assert colours(rewrite_onnx(given.model, calibration=given.feed, overrides={"exp": "deny"}).model)["exp"] == "high"
+    assert colours(rewrite_onnx(given.model, calibration=given.feed, lists="autocast").model)["exp"] == "high"
+    wide = gemm_chain(node("Mul", ["h", "k"], ["s"]), node("Exp", ["s"], ["mid"], name="exp"), inits=[const("k", 3.0)])
+    assert colours(rewrite_onnx(wide.model, calibration=wide.feed).model)["exp"] == "high"

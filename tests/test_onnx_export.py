@@ -104,3 +104,36 @@ def test_mistakes_get_an_answer_and_leave_nothing(block, tmp_path):
     with pytest.raises(CaptureError, match=r"torch\.onnx\.export cannot export Untraceable"):
         export_onnx(amprewrite.rewrite(Untraceable(), dtype="fp16"), tmp_path / "m.onnx", (torch.randn(4, 16),))
     assert not list(tmp_path.iterdir())
+
+
+def test_every_option_is_taken(block, tmp_path):
+    amp, x = amprewrite.rewrite(block, dtype="fp16"), torch.randn(4, 16)
+    result = amp.export_onnx(
+        tmp_path / "m.onnx", (x,), opset=20, dynamic_shapes={"x": {0: torch.export.Dim("rows")}}, keep_io=False,
+        external_data=True, plan_path=tmp_path / "m.json", max_rel_err=1e-2,
+    )  # fmt: skip
+    model = onnx.load(result.path)
+    assert model.opset_import[0].version == 20
+    assert model.graph.input[0].type.tensor_type.elem_type == F16
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    assert {path.name for path in tmp_path.iterdir()} == {"m.onnx", "m.onnx.data", "m.json"}
+    unverified = amp.export_onnx(tmp_path / "n.onnx", (x,), verify=False)
+    assert not unverified.report.valid
+    assert unverified.report.strict_error is None
+
+
+def test_calibration_goes_before_the_example_inputs(block, tmp_path):
+    amp, x = amprewrite.rewrite(block, dtype="fp16"), torch.randn(4, 16)
+    result = export_onnx(amp, tmp_path / "m.onnx", (x,), calibration=({"x": x.numpy() * np.float32(k)} for k in range(1, 4)))
+    assert result.report.samples == 3
+    assert export_onnx(amp, tmp_path / "m.onnx", (x,)).report.samples == 1
+    with pytest.raises(PolicyError, match="the model's inputs are x"):
+        export_onnx(amp, tmp_path / "m.onnx", (x,), calibration={"y": x.numpy()})
+
+
+def test_an_opset_that_the_exporter_does_not_know_is_refused(block, tmp_path):
+    with pytest.raises(CaptureError, match="writes opset 18 where 3 was asked for"):
+        export_onnx(amprewrite.rewrite(block, dtype="fp16"), tmp_path / "m.onnx", (torch.randn(4, 16),), opset=3)
+    with pytest.raises(PolicyError, match="takes a number such as 20"):
+        export_onnx(amprewrite.rewrite(block, dtype="fp16"), tmp_path / "m.onnx", (torch.randn(4, 16),), opset="newest")
+    assert not list(tmp_path.iterdir())

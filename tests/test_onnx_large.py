@@ -127,7 +127,7 @@ def test_more_than_two_gb_of_weights(tmp_path):
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     ir.save(model, source, external_data="in.data")
     assert source.with_name("in.data").stat().st_size > 2**31
-    result = rewrite_onnx(source, out)
+    result = rewrite_onnx(source, out, external_data=True)
     assert out.with_name("out.onnx.data").stat().st_size <= 0.51 * source.with_name("in.data").stat().st_size
     assert result.report.strict_error < 2e-3
     assert result.report.valid

@@ -26,6 +26,10 @@ from amprewrite.rewrite import warm
 from amprewrite.rewritten import Rewritten, plain_of, rewritten, session_of
 from amprewrite.strict_onnx import relative_error
 
+_TALKATIVE = (
+    "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
+)  # fmt: skip
+"""Loggers of the exporter that print advice on what is checked here anyway."""
 AGREES = 1e-2
 """Relative L2 error beyond which an fp32 export is wrong."""
 
@@ -48,7 +52,12 @@ def exported(
     if policy.low is FP32:
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
     policy = replace(policy, overrides=tuple(o for o in policy.overrides if o.scope != "node"))  # torch_plan has those
+    if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
+        raise PolicyError(f"opset= takes a number such as 20, not {opset!r}")
     model = _export(plain, args, kwargs, opset, dynamic_shapes)
+    written = model.opset_imports.get("", 0)
+    if opset is not None and written != opset:
+        raise CaptureError(f"torch.onnx.export writes opset {written} where {opset} was asked for; leave opset= out, or ask for another")
     feed = _feed(model, plain, args, kwargs)
     if feed and not _agrees(model, feed, plain, args, kwargs):
         whole = _export(plain, args, kwargs, opset, dynamic_shapes, optimize=False)
@@ -87,9 +96,10 @@ def _export(
     dynamic_shapes: Any,
     optimize: bool = True,
 ) -> ir.Model:
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -111,7 +121,8 @@ def _export(
             "export the plain model with torch.onnx.export to see its full report"
         ) from error
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
     assert program is not None
     model: ir.Model = program.model
     return model
