@@ -244,6 +244,8 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
     """Left upper corners of the parts inside a box and middles of passing places, each with the gutter left of its column; and
     the size of the box."""
+    if not box.parts:
+        return {}, (8 * PAD, HEAD + 2 * PAD)
     middle: dict[int, float] = {}
     near: dict[int, list[int]] = {}
     for chain in box.chains:
@@ -277,17 +279,15 @@ def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int,
             top += heights[place]
         deepest = max(deepest, top - ROW)
         left += _extent(items, middle, width) + GUTTER
-    return spots, (max(left - GUTTER, PAD) + PAD, max(deepest, HEAD) + PAD)
+    return spots, (left - GUTTER + PAD, deepest + PAD)
 
 
 def _extent(items: list[int], middle: dict[int, float], width: dict[int, float]) -> float:
-    if not items:
-        return 0.0
     return max(middle[i] + width[i] / 2 for i in items) - min(middle[i] - width[i] / 2 for i in items)
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Layers by column, none where there are none: long chains are set in columns, as text is, until the whole is about as wide as high."""
+    """Layers by column: long chains are set in columns, as text is, until the whole is about as wide as high."""
     tall = sum(heights)
     count = 1
     if tall > TALL:
