@@ -13,6 +13,7 @@ Which modules are open changes sizes but never this structure, so a reader may o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -190,8 +191,10 @@ class Rect:
     h: float
 
 
-GAP, PASS, ROW, PAD, HEAD = 18.0, 6.0, 26.0, 14.0, 24.0
-"""Between parts, the width of a passing edge, between layers, inside a box, and the height of its title."""
+GAP, PASS, ROW, PAD, HEAD, GUTTER = 18.0, 6.0, 26.0, 14.0, 24.0, 40.0
+"""Between parts, the width of a passing edge, between layers, inside a box, the height of its title, between columns."""
+TALL, ASPECT = 1150.0, 1.5
+"""Height from which a box is set in columns, and the width over height that it aims at."""
 
 
 @dataclass
@@ -203,12 +206,14 @@ class Placed:
     passes: dict[tuple[int, int], tuple[float, float]]
     """Middle of each passing place, by (box, id)."""
     open: set[int]
+    gutters: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Left of the column in which a part or passing place stands, by (box, id): the way up for edges from the column before."""
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:
     """Coordinates of everything seen when just the boxes `opened` are open; `size_of` gives width and height of the rest."""
     sizes: dict[int, tuple[float, float]] = dict(size_of)
-    spots: dict[int, dict[int, tuple[float, float]]] = {}
+    spots: dict[int, dict[int, tuple[float, float, float]]] = {}
 
     def measure(number: int) -> tuple[float, float]:
         if number < found.count or number not in opened:
@@ -224,7 +229,8 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
         placed.rects[number] = Rect(x, y, *sizes[number])
         if number < found.count or number not in opened:
             return
-        for item, (left, top) in spots[number].items():
+        for item, (left, top, gutter) in spots[number].items():
+            placed.gutters[number, item] = x + gutter
             if item < 0:
                 placed.passes[number, item] = x + left, y + top
             else:
@@ -235,8 +241,11 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
     return placed
 
 
-def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float]], tuple[float, float]]:
-    """Left upper corners of the parts inside a box, middles of passing places, and the size of the box."""
+def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
+    """Left upper corners of the parts inside a box and middles of passing places, each with the gutter left of its column; and
+    the size of the box."""
+    if not box.parts:
+        return {}, (8 * PAD, HEAD + 2 * PAD)
     middle: dict[int, float] = {}
     near: dict[int, list[int]] = {}
     for chain in box.chains:
@@ -255,20 +264,44 @@ def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int,
             want = [sum(middle[n] for n in near[i]) / len(near[i]) if near.get(i) else middle[i] for i in layer]
             for item, x in zip(layer, _apart(layer, want, width), strict=True):
                 middle[item] = x
-    leftmost = min((middle[i] - width[i] / 2 for i in middle), default=0)
-    rightmost = max((middle[i] + width[i] / 2 for i in middle), default=0)
-    spots: dict[int, tuple[float, float]] = {}
-    top = HEAD + PAD
-    for layer in box.layers:
-        height = max((extent[item][1] for item in layer if item >= 0), default=0)
-        for item in layer:
-            x = middle[item] - leftmost + PAD
-            if item < 0:
-                spots[item] = x, top + height / 2
-            else:
-                spots[item] = x - width[item] / 2, top + (height - extent[item][1]) / 2
-        top += height + ROW
-    return spots, (rightmost - leftmost + 2 * PAD, top - ROW + PAD)
+    heights = [max((extent[item][1] for item in layer if item >= 0), default=0) + ROW for layer in box.layers]
+    spots: dict[int, tuple[float, float, float]] = {}
+    left, deepest = PAD, 0.0
+    for column in _columns(heights, _extent([i for layer in box.layers for i in layer], middle, width)):
+        items = [item for place in column for item in box.layers[place]]
+        low = min(middle[i] - width[i] / 2 for i in items)
+        top = HEAD + PAD
+        for place in column:
+            for item in box.layers[place]:
+                x, height = middle[item] - low + left, heights[place] - ROW
+                corner = (x, top + height / 2) if item < 0 else (x - width[item] / 2, top + (height - extent[item][1]) / 2)
+                spots[item] = (*corner, left - GUTTER / 2)
+            top += heights[place]
+        deepest = max(deepest, top - ROW)
+        left += _extent(items, middle, width) + GUTTER
+    return spots, (left - GUTTER + PAD, deepest + PAD)
+
+
+def _extent(items: list[int], middle: dict[int, float], width: dict[int, float]) -> float:
+    return max(middle[i] + width[i] / 2 for i in items) - min(middle[i] - width[i] / 2 for i in items)
+
+
+def _columns(heights: list[float], broad: float) -> list[range]:
+    """Layers by column: long chains are set in columns, as text is, until the whole is about as wide as high."""
+    tall = sum(heights)
+    count = 1
+    if tall > TALL:
+        count = max(1, min(round(math.sqrt(ASPECT * tall / (broad + GUTTER))), int(tall / max(heights))))
+    columns, first, done = [], 0, 0.0
+    for column in range(count):
+        last = first
+        while last < len(heights) and (column == count - 1 or last == first or done + heights[last] / 2 <= tall * (column + 1) / count):
+            done += heights[last]
+            last += 1
+        if last > first:
+            columns.append(range(first, last))
+        first = last
+    return columns
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:

@@ -162,30 +162,35 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
         ink = INK_OF[colours.pop()] if len(colours) == 1 else SOFT
         points = _route(drawing, placed, a, b)
         path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0, _), (x1, y1, gutter) in zip(points, points[1:], strict=False):
+            if y1 < y0:  # up the gutter to the next column
+                path += f"V{y0 + 12:.1f}H{gutter:.1f}V{y1 - 13:.1f}H{x1:.1f}V{y1:.1f}"
+                continue
             bend = min((y1 - y0) * 0.55, 50) if y1 > y0 else 50
             path += f"C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}"
-        x, y = points[-1]
-        found.append(f'<path d="{path}" fill="none" stroke="{ink}" stroke-width="1.3"/>')
+        x, y, _ = points[-1]
+        found.append(f'<path d="{path}" fill="none" stroke="{ink}" stroke-width="1.3" stroke-linejoin="round"/>')
         found.append(f'<path d="M{x:.1f} {y:.1f}l-3.2-6h6.4z" fill="{ink}"/>')
     return found
 
 
-def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float, float]]:
-    """Points of an edge: out of the boxes around its maker, round what stands between, into those around its reader."""
+def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float, float, float]]:
+    """Points of an edge, each with the gutter that leads up to it: out of the boxes around its maker, round what stands
+    between, into those around its reader."""
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
     meet = next(number for number in other if number in way)
     source, target = way[way.index(meet) - 1], other[other.index(meet) - 1]
     ra, rb = placed.rects[a], placed.rects[b]
-    points = [(ra.x + ra.w / 2, ra.y + ra.h)]
+    points = [(ra.x + ra.w / 2, ra.y + ra.h, 0.0)]
     if source != a:
-        points.append((ra.x + ra.w / 2, placed.rects[source].y + placed.rects[source].h))
+        points.append((ra.x + ra.w / 2, placed.rects[source].y + placed.rects[source].h, 0.0))
     chain = next((c for c in nest.box(meet).chains if c[0] == source and c[-1] == target), [])
-    points += [placed.passes[meet, item] for item in chain[1:-1]]
+    points += [(*placed.passes[meet, item], placed.gutters[meet, item]) for item in chain[1:-1]]
+    gutter = placed.gutters[meet, target]
     if target != b:
-        points.append((rb.x + rb.w / 2, placed.rects[target].y))
-    return [*points, (rb.x + rb.w / 2, rb.y)]
+        points.append((rb.x + rb.w / 2, placed.rects[target].y, gutter))
+    return [*points, (rb.x + rb.w / 2, rb.y, gutter)]
 
 
 def _outwards(drawing: Drawing, number: int) -> list[int]:

@@ -37,27 +37,35 @@ const hasErrors = nodes.some((n) => n.err);
 
 /* -- state ---------------------------------------------------------------------------- */
 const root = N;
-const S = { open: new Set([root]), at: null, hover: null, filter: null, mode: "precision", x: 0, y: 0, k: 1, rects: new Map(), passes: new Map(), lines: [] };
-const OPEN_AT_FIRST = 64, EVERYTHING = 6000;
+const S = { open: new Set([root]), at: null, hover: null, filter: null, mode: "precision", x: 0, y: 0, k: 1, rects: new Map(), passes: new Map(), gutters: new Map(), lines: [] };
+const OPEN_AT_FIRST = 44;
+/** Open modules while few enough parts are seen; siblings that are alike open together or not at all. */
 function openSome(most) {
   S.open = new Set([root]);
-  let seen = box(root).parts.length, queue = [...box(root).parts.filter(isBox)];
-  const weight = (id) => stat(id).high * (stat(id).low > 0) * 4 + stat(id).casts * 4 - way(id).length * 3;
-  while (queue.length) {
-    queue.sort((a, b) => weight(b) - weight(a));
-    const fits = queue.findIndex((id) => seen + box(id).parts.length - 1 <= most);
+  let seen = box(root).parts.length;
+  const groups = [], grow = (id) => {
+    const alike = new Map();
+    for (const part of box(id).parts.filter(isBox)) { const s = stat(part), key = `${s.ops}|${s.low}|${s.high}|${s.casts}`; if (!alike.has(key)) alike.set(key, []); alike.get(key).push(part); }
+    groups.push(...alike.values());
+  };
+  const weight = (group) => (stat(group[0]).high * (stat(group[0]).low > 0) + stat(group[0]).casts) * 4 - way(group[0]).length * 3;
+  const more = (group) => group.reduce((s, id) => s + box(id).parts.length - 1, 0);
+  grow(root);
+  while (groups.length) {
+    groups.sort((a, b) => weight(b) - weight(a));
+    const fits = groups.findIndex((group) => seen + more(group) <= (seen < 12 ? 6 * most : most));
     if (fits < 0) return;
-    const [id] = queue.splice(fits, 1);
-    S.open.add(id); seen += box(id).parts.length - 1;
-    queue.push(...box(id).parts.filter(isBox));
+    const [group] = groups.splice(fits, 1);
+    seen += more(group);
+    for (const id of group) { S.open.add(id); grow(id); }
   }
 }
 
 /* -- layout ----------------------------------------------------------------------------- */
-const GAP = 22, PASS = 8, ROW = 34, PAD = 16, HEAD = 30, SWEEPS = 6;
+const GAP = 22, PASS = 8, ROW = 34, PAD = 16, HEAD = 30, SWEEPS = 6, GUTTER = 46, TALL = 760, ASPECT = 1.5;
 const sizeOf = (id) => isBox(id) ? [206, 58] : nodes[id].role && nodes[id].role !== "op" ? [112, 30] : [164, 44];
 function layout() {
-  S.rects = new Map(); S.passes = new Map();
+  S.rects = new Map(); S.passes = new Map(); S.gutters = new Map();
   const sizes = new Map(), spots = new Map();
   const measure = (id) => {
     let size = sizeOf(id);
@@ -69,7 +77,11 @@ function layout() {
     const [w, h] = sizes.get(id);
     S.rects.set(id, { x, y, w, h });
     if (!spots.has(id)) return;
-    for (const [item, [left, top, height]] of spots.get(id)) item < 0 ? S.passes.set(id + ":" + item, [x + left, y + top, height]) : settle(item, x + left, y + top);
+    for (const [item, [left, top, height, gutter]] of spots.get(id)) {
+      if (item < 0) { S.passes.set(id + ":" + item, [x + left, y + top, height, x + gutter]); continue; }
+      S.gutters.set(item, x + gutter);
+      settle(item, x + left, y + top);
+    }
   };
   measure(root); settle(root, 0, 0); wire();
 }
@@ -93,16 +105,27 @@ function spread(b, sizes) {
       layer.forEach((item, i) => mid.set(item, (a[i] + z[i]) / 2));
     }
   }
-  let low = Infinity, high = -Infinity;
-  for (const [i, m] of mid) { low = Math.min(low, m - width.get(i) / 2); high = Math.max(high, m + width.get(i) / 2); }
+  /* Long chains are set in columns, as text is: about as wide as high. */
+  const heights = b.layers.map((layer) => Math.max(0, ...layer.filter((i) => i >= 0).map((i) => sizes.get(i)[1])) + ROW);
+  const tall = heights.reduce((s, h) => s + h, 0), edge = (side) => Math[side < 0 ? "min" : "max"](...[...mid].map(([i, m]) => m + side * width.get(i) / 2));
+  const broad = mid.size ? edge(1) - edge(-1) + GUTTER : GUTTER;
+  const columns = tall > TALL ? Math.max(1, Math.min(Math.round(Math.sqrt(ASPECT * tall / broad)), Math.floor(tall / Math.max(...heights)))) : 1;
   const spots = new Map();
-  let top = HEAD + PAD;
-  for (const layer of b.layers) {
-    const height = Math.max(0, ...layer.filter((i) => i >= 0).map((i) => sizes.get(i)[1]));
-    for (const i of layer) { const x = mid.get(i) - low + PAD; spots.set(i, i < 0 ? [x, top, height] : [x - width.get(i) / 2, top + (height - sizes.get(i)[1]) / 2]); }
-    top += height + ROW;
+  let left = PAD, deepest = 0, at = 0, done = 0;
+  for (let column = 0; column < columns && at < b.layers.length; column++) {
+    const first = at;
+    while (at < b.layers.length && (column === columns - 1 || at === first || done + heights[at] / 2 <= tall * (column + 1) / columns)) done += heights[at++];
+    const mine = b.layers.slice(first, at).flat(), low = Math.min(...mine.map((i) => mid.get(i) - width.get(i) / 2)), high = Math.max(...mine.map((i) => mid.get(i) + width.get(i) / 2));
+    let y = HEAD + PAD;
+    for (let k = first; k < at; k++) {
+      const height = heights[k] - ROW;
+      for (const i of b.layers[k]) { const x = mid.get(i) - low + left; spots.set(i, i < 0 ? [x, y, height, left - GUTTER / 2] : [x - width.get(i) / 2, y + (height - sizes.get(i)[1]) / 2, 0, left - GUTTER / 2]); }
+      y += heights[k];
+    }
+    deepest = Math.max(deepest, y - ROW);
+    left += high - low + GUTTER;
   }
-  return [spots, [Math.max(high - low + 2 * PAD, 190), top - ROW + PAD]];
+  return [spots, [Math.max(left - GUTTER + PAD, 190), deepest + PAD]];
 }
 function seenFor(id) { const w = way(id); for (let i = w.length - 1; i > 0; i--) if (!S.open.has(w[i])) return w[i]; return id; }
 function wire() {
@@ -125,9 +148,10 @@ function route(a, b) {
   const ra = S.rects.get(a), rb = S.rects.get(b), points = [[ra.x + ra.w / 2, ra.y + ra.h]];
   if (from !== a) { const r = S.rects.get(from); points.push([ra.x + ra.w / 2, r.y + r.h]); }
   const chain = meet.routes.get(from + ">" + to);
-  if (chain) for (const item of chain.slice(1, -1)) { const [x, y, h] = S.passes.get(meet.id + ":" + item); points.push([x, y], [x, y + h]); }
-  if (to !== b) { const r = S.rects.get(to); points.push([rb.x + rb.w / 2, r.y]); }
-  points.push([rb.x + rb.w / 2, rb.y]);
+  if (chain) for (const item of chain.slice(1, -1)) { const [x, y, h, gutter] = S.passes.get(meet.id + ":" + item); points.push([x, y, gutter], [x, y + h]); }
+  const gutter = S.gutters.get(to);
+  if (to !== b) { const r = S.rects.get(to); points.push([rb.x + rb.w / 2, r.y, gutter]); }
+  points.push([rb.x + rb.w / 2, rb.y, gutter]);
   return points;
 }
 
@@ -195,7 +219,7 @@ function drawClosed(id, r) {
   if (S.k > .22) for (const d of [6, 3]) { rounded({ x: r.x + d, y: r.y + d, w: r.w - 2 * d, h: r.h }, 10); g.fillStyle = C.surface; g.fill(); g.strokeStyle = C.line; g.lineWidth = 1; g.stroke(); }
   rounded(r, 11); g.fillStyle = t ? t[0] : C.surface; g.fill();
   g.lineWidth = S.at === id ? 2.6 : S.hover === id ? 1.8 : 1.1; g.strokeStyle = S.at === id ? C.focus : S.hover === id ? C.soft : t ? t[1] : s.heavy ? C.high : C.edge; g.stroke();
-  const share = s.low / Math.max(1, s.low + s.high), bar = { x: r.x + 13, y: r.y + r.h - 13, w: r.w - 26, h: 5 };
+  const share = s.low / Math.max(1, s.low + s.high), small = S.k < .36, bar = { x: r.x + 13, y: r.y + r.h - (small ? 24 : 13), w: r.w - 26, h: small ? 14 : 5 };
   g.save(); rounded(bar, 2.5); g.clip();
   g.fillStyle = C.high; g.fillRect(bar.x, bar.y, bar.w, bar.h); g.fillStyle = C.low; g.fillRect(bar.x, bar.y, bar.w * share - (share < 1 ? 1 : 0), bar.h); g.restore();
   if (S.k * 13 < 4.5) return;
@@ -212,7 +236,7 @@ function drawOp(id, r) {
   const n = nodes[id], low = n.colour === "low", edge = n.role && n.role !== "op", t = tone(id);
   g.globalAlpha = lit(id) ? 1 : .2;
   rounded(r, edge ? r.h / 2 : 8);
-  g.fillStyle = edge ? C.sunk : t ? t[0] : low ? C["low-tint"] : C["high-tint"]; g.fill();
+  g.fillStyle = edge ? C.sunk : t ? t[0] : S.k < .3 ? C[low ? "low-line" : "high"] : low ? C["low-tint"] : C["high-tint"]; g.fill();
   if (!edge) { g.save(); g.clip(); g.fillStyle = low ? C.low : C.high; g.fillRect(r.x, r.y, 5, r.h); g.restore(); rounded(r, 8); }
   g.lineWidth = S.at === id ? 2.8 : S.hover === id ? 2 : 1; g.strokeStyle = S.at === id ? C.focus : S.hover === id ? C.soft : edge ? C.edge : t ? t[1] : low ? C["low-line"] : C["high-line"]; g.stroke();
   if (S.k * 13 < 4.5) return;
@@ -229,14 +253,18 @@ function drawOp(id, r) {
 function trace(points) {
   g.beginPath(); g.moveTo(...points[0]);
   for (let i = 1; i < points.length; i++) {
-    const [x0, y0] = points[i - 1], [x1, y1] = points[i];
+    const [x0, y0] = points[i - 1], [x1, y1, gutter] = points[i];
+    if (y1 < y0 && gutter !== undefined) { /* up the gutter to the next column */
+      g.arcTo(x0, y0 + 15, gutter, y0 + 15, 8); g.arcTo(gutter, y0 + 15, gutter, y1 - 15, 10); g.arcTo(gutter, y1 - 15, x1, y1 - 15, 10); g.arcTo(x1, y1 - 15, x1, y1, 8); g.lineTo(x1, y1);
+      continue;
+    }
     if (Math.abs(x1 - x0) < .5 && y1 >= y0) { g.lineTo(x1, y1); continue; }
     const bend = y1 > y0 ? Math.min((y1 - y0) * .55, 60) : 60;
     g.bezierCurveTo(x0, y0 + bend, x1, y1 - bend, x1, y1);
   }
 }
 function drawLine(line, view, strong) {
-  const p = line.points, top = Math.min(p[0][1], p[p.length - 1][1]) - 70, bottom = Math.max(p[0][1], p[p.length - 1][1]) + 70;
+  const p = line.points, top = Math.min(...p.map((q) => q[1])) - 70, bottom = Math.max(...p.map((q) => q[1])) + 70;
   if (top > view.b || bottom < view.t) return;
   const on = lit(line.a) && lit(line.b), all = line.low === line.all.length, low = line.low > 0;
   g.globalAlpha = on ? (strong ? 1 : .72) : .1;
@@ -248,9 +276,9 @@ function drawLine(line, view, strong) {
   g.fillStyle = g.strokeStyle; g.beginPath(); g.moveTo(x, y); g.lineTo(x - 3.6, y - 7); g.lineTo(x + 3.6, y - 7); g.fill();
 }
 function drawCast(line, view) {
-  const p = line.points, [x, y1] = p[p.length - 1], [x0, y0] = p[p.length - 2], y = Math.max(y1 - 17, (y0 + y1) / 2);
+  const p = line.points, [x, y1] = p[p.length - 1], [x0, y0] = p[p.length - 2], y = y1 < y0 ? y1 - 9 : Math.max(y1 - 17, (y0 + y1) / 2);
   if (y < view.t - 20 || y > view.b + 20 || x < view.l - 80 || x > view.r + 20) return;
-  const px = Math.abs(x - x0) < .5 ? x : x + (x0 - x) * .06;
+  const px = Math.abs(x - x0) < .5 || y1 < y0 ? x : x + (x0 - x) * .06;
   g.globalAlpha = lit(line.a) && lit(line.b) ? 1 : .15;
   const to = [...new Set([...line.casts].map((c) => c.split(":").pop()))].join(", "), size = 6.5 / Math.min(1, Math.max(S.k, .3)) ** .7;
   g.fillStyle = C.cast; g.strokeStyle = C.bg; g.lineWidth = 1.5;
