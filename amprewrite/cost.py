@@ -1,9 +1,10 @@
 """What a plan costs, on a roofline: a launch, and the longer of arithmetic and memory traffic (Williams et al. 2009).
 
-An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in; a step of training takes three times that (gradients of
-two operands, or saved values read again). A cast takes a launch and its bytes; in training the gradient is cast back, once
-for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: in training the gradient
-is cast all the same, in inference the kernel that converts as it reads is a little slower. Low copies of parameters are kept between calls without gradients, so there they cost nothing.
+An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in, and three times that in a step of training:
+gradients of two operands, or saved values read again. A cast takes a launch and its bytes; in training the gradient is cast
+back, once for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: in training the
+gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Low copies of
+parameters are kept between calls without gradients, so there they cost nothing.
 
 Prices are whole ticks of 0.1 ns: sums are exact, and what is cheapest depends on no rounding.
 """

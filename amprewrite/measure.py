@@ -60,7 +60,8 @@ class Measured:
 
 def measure(program: Program) -> Measured:
     """Time the ops and casts of `program`, or read what was timed before."""
-    known, before = _read(), len(_read())
+    known = _read()
+    before = len(known)
     found, place = Measured(), _place(program.device)
     tasks = list(_tasks(program))
     console = Console(stderr=True)
@@ -102,7 +103,8 @@ def _tasks(program: Program) -> Iterator[Task]:
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
     """The call as text; "" where its arguments are more than tensors and numbers."""
-    target = node.target if isinstance(node.target, str) else f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
+    target: Any = node.target
+    name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
     leaves = []
     for leaf in tree_leaves((node.args, node.kwargs)):
         value = example_value(leaf) if isinstance(leaf, torch.fx.Node) else leaf
@@ -113,7 +115,7 @@ def _key(node: torch.fx.Node, fmt: Format) -> str:
             return ""
         else:
             leaves.append(repr(leaf))
-    return f"{target}({', '.join(leaves)}) {fmt.name}"
+    return f"{name}({', '.join(leaves)}) {fmt.name}"
 
 
 def _caller(node: torch.fx.Node, fmt: Format, device: str) -> Callable[[], Callable[[], Any]]:

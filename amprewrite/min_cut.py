@@ -110,8 +110,7 @@ def _refuse_contradiction(size: int, tails: npt.NDArray[np.int64], heads: npt.ND
     if SOURCE not in tails or SINK not in heads:
         return
     arcs = csr_array((np.ones(len(tails), np.int8), (tails, heads)), shape=(size, size))
-    before = np.full(size, -1)
-    order, before = breadth_first_order(arcs, SOURCE)
+    _, before = breadth_first_order(arcs, SOURCE)
     if before[SINK] < 0:
         return
     chain: deque[int] = deque([SINK])

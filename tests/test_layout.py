@@ -82,7 +82,7 @@ def test_a_pass_is_one_file_one_class_one_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_is_in_the_pipeline(name: str) -> None:
-    listed = [*passes.DECIDE, *passes.APPLY, *(each() for each in AFTER_THE_DRY_RUN)]
+    listed = [*passes.DECIDE, *passes.APPLY, *passes.WEIGH, *(each() for each in AFTER_THE_DRY_RUN)]
     assert [each.name for each in listed].count(name.replace("_", "-")) == 1
 
 
@@ -95,11 +95,11 @@ def test_a_pass_has_a_docstring_and_a_test_file(name: str) -> None:
 def test_every_line_of_the_pipeline_says_what_it_does() -> None:
     text = (ROOT / "passes" / "__init__.py").read_text()
     listed = re.findall(r"^    \w+\(\),.*$", text, re.M)
-    assert len(listed) == len(passes.DECIDE) + len(passes.APPLY)
+    assert len(listed) == len(passes.DECIDE) + len(passes.APPLY) + len(passes.WEIGH)
     assert all(re.search(r",  # \w.*$", line) for line in listed), listed
 
 
-@pytest.mark.parametrize("name", [type(each).__module__ for each in passes.DECIDE])
+@pytest.mark.parametrize("name", [type(each).__module__ for each in (*passes.DECIDE, *passes.WEIGH)])
 def test_a_deciding_pass_knows_no_torch(name: str) -> None:
     """So every front end shares it."""
     for node in at_import(ast.parse(MODULES[name].read_text())):

@@ -268,11 +268,10 @@ def _layer_norm(end: Node) -> Unit | None:
     width = _width(end)
     pair, bias, product = _two(end, "add"), None, end
     if pair is not None:
-        for product, bias in (pair, pair[::-1]):
-            if _is_fp32(bias) and tuple(example_value(bias).shape) == (width,):
-                break
-        else:
+        biased = [both for both in (pair, pair[::-1]) if _is_fp32(both[1]) and tuple(example_value(both[1]).shape) == (width,)]
+        if not biased:
             return None
+        product, bias = biased[0]
     parts = _scaled(_factors(product, inside, pair is None), width)
     if parts is None:
         return None

@@ -1,0 +1,163 @@
+"""Hand-written norms, softmax and GELU: what is gathered, what is not, and that the numbers stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import amprewrite
+from amprewrite.frontends import fx_units
+from amprewrite.verify import verify
+
+Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+C = math.sqrt(2 / math.pi)
+
+
+def rms_like_llama(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * h.to(x.dtype)
+
+
+def rms_like_t5(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return w * (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def norm_by_mean(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    c = x - x.mean(-1, keepdim=True)
+    return w * (c / torch.sqrt((c * c).mean(-1, keepdim=True) + 1e-5)) + b
+
+
+def norm_by_var(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5) * w + b
+
+
+def bare_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    c = x - x.mean(-1, keepdim=True)
+    return c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def softmax(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    e = torch.exp(x - x.max(-1, keepdim=True)[0])
+    return e / e.sum(-1, keepdim=True)
+
+
+def bare_softmax(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    e = torch.exp(x)
+    return e / e.sum(1, keepdim=True)
+
+
+def gelu_new(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def gelu_fast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+GATHERED = {
+    norm_by_mean: "layer_norm", norm_by_var: "layer_norm", bare_norm: "layer_norm",
+    softmax: "softmax", bare_softmax: "softmax", gelu_new: "gelu", gelu_fast: "gelu",
+    rms_like_llama: "rms_norm", rms_like_t5: "rms_norm",
+}  # fmt: skip
+
+
+class Between(nn.Module):
+    """A body between two matmuls."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.first, self.last, self.body = nn.Linear(24, 24), nn.Linear(24, 24), body
+        self.weight, self.bias = nn.Parameter(torch.rand(24)), nn.Parameter(torch.rand(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.body(self.first(x), self.weight, self.bias))
+
+
+def ops(model: nn.Module, x: torch.Tensor, **options: object) -> list[str]:
+    torch._dynamo.reset()
+    plan = amprewrite.plan(model, (x,), dtype="bf16", **options)
+    return [node.op for node in plan.nodes if node.role == "op" and node.op != "linear"]
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that has a kernel for RMS norm."""
+    monkeypatch.setattr(fx_units, "device_of", lambda value: "cuda")
+
+
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("body", GATHERED, ids=lambda body: body.__name__)
+def test_a_unit_is_one_op_with_the_same_numbers(body: Body) -> None:
+    torch.manual_seed(0)
+    model, x = Between(body), torch.randn(3, 5, 24)
+    torch._dynamo.reset()
+    amp = amprewrite.rewrite(model, dtype="bf16", example_inputs=(x,))
+    assert [node.op for node in amp.plan.nodes if node.role == "op"] == ["linear", GATHERED[body], "linear"]
+    want, got = model(x), amp(x)
+    assert (got - want).norm() <= 2e-2 * want.norm()
+    exact = torch.autograd.grad(want.square().sum(), model.first.weight)[0]
+    rounded = torch.autograd.grad(got.square().sum(), model.first.weight)[0]
+    assert (rounded - exact).norm() <= 6e-2 * exact.norm()
+
+
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("body", GATHERED, ids=lambda body: body.__name__)
+def test_the_call_computes_what_was_written(body: Body) -> None:
+    captured: list[torch.fx.GraphModule] = []
+    model, x = Between(body), torch.randn(3, 5, 24)
+    torch._dynamo.reset()
+    torch.compile(model, backend=lambda module, inputs: captured.append(module) or module.forward)(x)
+    (unit,) = fx_units.find_units(captured[0].graph, amprewrite.oplists.op_lists("default", amprewrite.formats.BF16, "cuda"))
+    reads = {node: node.meta["example_value"] for node in (*unit.inside, unit.end)}
+    assert all(value is not None for value in reads.values())
+    h, w, b = model.first(x), model.weight, model.bias
+    by_width = iter((w, b))
+    args = [h if isinstance(a, torch.fx.Node) and i == 0 else next(by_width) if isinstance(a, torch.fx.Node) else a
+            for i, a in enumerate(unit.args)]  # fmt: skip
+    torch.testing.assert_close(unit.target(*args, **unit.kwargs), body(h, w, b))
+
+
+def test_rms_norm_stays_written_out_on_cpu() -> None:
+    """PyTorch has no kernel for it there: it would convert to fp32 and write it out again, with more casts than ours."""
+    assert "rsqrt" in ops(Between(rms_like_llama), torch.randn(3, 24))
+
+
+NEARLY: dict[str, Body] = {
+    "another constant": lambda x, w, b: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.05 * torch.pow(x, 3.0)))),
+    "another value inside": lambda x, w, b: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x + 1, 3.0)))),
+    "unbiased variance": lambda x, w, b: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) * w + b,
+    "mean over another dim": lambda x, w, b: (x - x.mean(0, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
+    "sum over another dim": lambda x, w, b: (e := torch.exp(x)) / e.sum(0, keepdim=True) + e.sum(-1, keepdim=True),
+    "a value inside is read outside": lambda x, w, b: (e := torch.exp(x)) / e.sum(-1, keepdim=True) + e,
+    "the deviation outside the root": lambda x, w, b: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_only_looks_like_a_unit_is_left_alone(name: str) -> None:
+    assert not set(ops(Between(NEARLY[name]), torch.randn(6, 24))) & {"layer_norm", "softmax", "gelu", "rms_norm"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"lists": "tf"}, {"lists": "autocast"}, {"overrides": {"tanh": "deny"}}, {"overrides": {"gelu": "deny"}}]
+)
+def test_other_lists_and_overrides_of_what_is_inside_leave_it_alone(options: dict[str, object]) -> None:
+    assert "tanh" in ops(Between(gelu_new), torch.randn(6, 24), **options)
+
+
+@pytest.mark.parametrize("body", [norm_by_mean, gelu_new, softmax], ids=lambda body: body.__name__)
+def test_a_unit_rounds_no_more_than_its_parts(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Between(body).eval(), torch.randn(64, 24)
+    errors = []
+    for find in (fx_units.find_units, lambda graph, lists: iter(())):
+        monkeypatch.setattr(fx_units, "find_units", find)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            errors.append(verify(amprewrite.rewrite(model, dtype="bf16"), (x,)).output_error)
+    assert errors[0] <= 1.05 * errors[1]
