@@ -20,6 +20,7 @@ import torch.fx
 
 from amprewrite.errors import PassError
 from amprewrite.frontends.fx_facts import example_value, hint, tensors
+from amprewrite.pad_ops import pad_cast
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.program import Program
@@ -91,6 +92,8 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
     known = set(sources)
     casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
     sizes = [math.prod(hint(s) for s in example_value(cast.args[0]).shape) for cast in casts]
+    for cast in [node for node in graph.nodes if node.target is pad_cast and node.args[0] in known]:
+        cast.args = (*cast.args, inverse)
     for batch in cast_batches(sizes):
         chosen = [casts[index] for index in batch]
         dtypes = {cast.args[1] for cast in chosen}
@@ -109,7 +112,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, source: torch.fx.Node, inverse: torch.fx.Node) -> None:
-    crossing = {cast_in, cast_in_many}
+    crossing = {cast_in, cast_in_many, pad_cast}
     readers = [user for user in source.users if user.target not in crossing]
     if not readers:
         return

@@ -23,6 +23,7 @@ FAST = {
     "benchmarks/first_call.py": ["--layers", "1", "--turns", "1"],
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
+    "benchmarks/padding.py": ["--quick"],
     "export_minilm.py": [],
     "train_char_gpt.py": ["--steps", "12"],
     "train_digits_fp16.py": ["--epochs", "3"],
