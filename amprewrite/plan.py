@@ -12,6 +12,7 @@ from typing import Any
 
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.errors import PlanError
+from amprewrite.pad_plan import PadPlan, decode_pad_plan, pad_summary
 
 SCHEMA = 1
 """Version of the JSON form; a file of another version is refused."""
@@ -103,6 +104,7 @@ class RegionPlan:
     notes: tuple[str, ...] = ()
     entry: str = ""
     """Path of the module that was called, "" for the root."""
+    pads: PadPlan = field(default_factory=PadPlan)
     bodies: tuple[RegionPlan, ...] = ()
     """Plans of the graphs inside this one: bodies of activation checkpoints. A CastPlan lists them as regions of their own."""
     basis: Any = field(default=None, compare=False, repr=False)
@@ -220,6 +222,7 @@ class CastPlan:
             f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
             f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
         ]
+        lines += pad_summary([region.pads for region in self.regions])
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"left out: {part}" for part in self.skipped]
         return "\n".join(lines)
@@ -342,7 +345,7 @@ class CastPlan:
                 else node
                 for node in region.nodes
             )
-            return replace(region, nodes=nodes, casts=(), candidates=(), basis=None)
+            return replace(region, nodes=nodes, casts=(), pads=PadPlan(), candidates=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
@@ -397,6 +400,7 @@ def _table(region: RegionPlan) -> list[str]:
         lines += [f"  {'cast':{width}}  {cast}" for cast in first.get(node.name, ())]
         if node.role == "op":
             lines.append(f"  {node.name:{width}}  {_shape(node):{size}}  {node.dtype or '-':5}  {node.colour.value:5}  {node.why()}")
+    lines += [f"  pad {each}" for each in region.pads.regions]
     return lines + [f"  note: {note}" for note in region.notes]
 
 
@@ -449,7 +453,9 @@ def _decode_plan(data: dict[str, Any]) -> CastPlan:
         nodes = tuple(node(n) for n in d["nodes"])
         casts = tuple(Cast(**{**c, "users": tuple(c["users"])}) for c in d.get("casts", ()))
         weighed = tuple(Candidate(**c) for c in d.get("candidates", ()))
-        return RegionPlan(**{**d, "nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ())), "bodies": (), "candidates": weighed})
+        pads = decode_pad_plan(d.get("pads"))
+        parts = {"nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ())), "bodies": (), "candidates": weighed, "pads": pads}
+        return RegionPlan(**{**d, **parts})
 
     return CastPlan(
         **{

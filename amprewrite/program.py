@@ -12,6 +12,9 @@ from amprewrite.cost import CostModel, Timings
 from amprewrite.devices import Device, device_row
 from amprewrite.op_graph import OpGraph
 from amprewrite.oplists import OpLists
+from amprewrite.pad_calls import Call
+from amprewrite.pad_plan import PadPlan
+from amprewrite.pad_policy import PadPolicy
 from amprewrite.plan import Candidate, Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
 
@@ -47,6 +50,15 @@ class Program:
     casts: tuple[Cast, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     """Nodes whose ops refused low inputs when tried, with what they said."""
+    pad: PadPolicy | None = None
+    """What may be padded; None: nothing."""
+    calls: dict[str, Call] = field(default_factory=dict)
+    """How every op was called; read only where something may be padded."""
+    pads: PadPlan = field(default_factory=PadPlan)
+    pad_refused: dict[str, str] = field(default_factory=dict)
+    """Nodes whose ops refused padded inputs when tried, with what they said."""
+    pads_off: bool = False
+    """Padding was tried and did not work out."""
     notes: list[str] = field(default_factory=list)
     given: RegionPlan | None = None
     """A plan to follow instead of deciding."""
@@ -89,18 +101,19 @@ class Program:
             candidates, priced_on = self.given.candidates, self.given.priced_on
         return RegionPlan(
             self.name, tuple(nodes), self.casts, self.training, notes, self.entry, basis=self.undecided(),
-            candidates=candidates, priced_on=priced_on,
+            candidates=candidates, priced_on=priced_on, pads=self.pads,
         )
 
     def undecided(self) -> Program:
         """All that the deciding passes look at, with nothing decided and no fx graph: enough to decide again."""
         return replace(
-            self, paints={}, casts=(), notes=[], refused=dict(self.refused), candidates=(), module=None, fx_nodes={}, match_given=None
+            self, paints={}, casts=(), notes=[], refused=dict(self.refused), candidates=(), module=None, fx_nodes={}, match_given=None,
+            pads=PadPlan(), pads_off=True,
         )
 
     def keep_high(self, name: str, why: str) -> None:
         """Remember that a node must run high whatever the lists say, and forget what was decided."""
         self.refused[name] = why
-        self.paints, self.casts, self.candidates = {}, (), ()
+        self.paints, self.casts, self.candidates, self.pads = {}, (), (), PadPlan()
 
 

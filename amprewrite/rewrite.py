@@ -15,6 +15,7 @@ from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_form
 from amprewrite.granularity import MODEL, parse_granularity
 from amprewrite.loss_scale import parse_loss_scale
 from amprewrite.oplists import OpLists, op_lists
+from amprewrite.pad_policy import parse_pad
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
 from amprewrite.rewritten import Rewritten, plain_of, rewritten
@@ -67,6 +68,9 @@ def rewrite(
             a LossScale, which several models may share. It is built into the training graphs: gradients arrive unscaled.
         granularity: "model" captures as much as it can at once. "blocks" captures each repeated block by itself, as FSDP2
             block by block needs it; a list of module paths (shell patterns) names the blocks. One loss scale serves all.
+        pad: round dims of low matrix products up to what Tensor Cores want: "auto" where the device's cost table says it pays,
+            "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
+            gradients, state_dict and results keep their sizes.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
         cache_weights: keep low copies of weights between calls without gradients. They are dropped when a weight is
             written, at train() and eval(), and by load_state_dict; only a write through `.data` goes unseen.
@@ -86,8 +90,9 @@ def rewrite(
         granularity=parse_granularity(granularity, module),
         device=_checked_device(device, measure),
         measure=measure,
+        pad=parse_pad(pad, torch.cuda.is_available()),
     )
-    _check_pad(pad)
+    options.pad.check_modules(path for path, _ in module.named_modules())
     _check_high(high)
     refuse_ambient_autocast()
     amp = rewritten(plain_of(module) if isinstance(module, Rewritten) else module, options)
@@ -198,11 +203,6 @@ def _check_high(high: Any) -> None:
         )
     if high != "fp32":
         raise PolicyError(f"high={high!r} is not understood: what is not low runs in 'fp32'")
-
-
-def _check_pad(pad: Any) -> None:
-    if pad not in ("auto", "never", None, False):
-        raise PolicyError("pad= takes 'auto' or 'never': this version pads nothing")
 
 
 def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:

@@ -12,6 +12,7 @@ from amprewrite.colour import Colour, Reason
 from amprewrite.devices import named_device
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
+from amprewrite.frontends.fx_calls import read_calls
 from amprewrite.frontends.fx_facts import NODE, example_value, tensors
 from amprewrite.frontends.fx_reader import read_graph
 from amprewrite.frontends.fx_units import gather_units
@@ -19,6 +20,8 @@ from amprewrite.given_plan import check_casts
 from amprewrite.measure import measure
 from amprewrite.op_graph import Demand
 from amprewrite.oplists import op_lists
+from amprewrite.pad_plan import PadPlan
+from amprewrite.pad_policy import PadPolicy
 from amprewrite.pass_base import run_passes
 from amprewrite.passes import APPLY, DECIDE, WEIGH
 from amprewrite.passes.insert_casts import CAST
@@ -40,8 +43,12 @@ def read_program(
     entry: str = "",
     training: bool = False,
     names: tuple[str, ...] = (),
+    pad: PadPolicy | None = None,
 ) -> Program:
-    """The program of a captured graph, nothing decided yet. `names` are those of the model's positional parameters."""
+    """The program of a captured graph, nothing decided yet. `names` are those of the model's positional parameters.
+
+    `pad` says what may be padded; None: nothing.
+    """
     device = _device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
     if policy.low is not FP32:
@@ -54,6 +61,7 @@ def read_program(
     if policy.measure and policy.low is not FP32 and lists.rule == "cost":
         measured = program.timings = measure(program)
         program.notes.append(f"prices measured here: {len(measured.ops)} calls of ops, {len(measured.casts)} sizes of casts")
+    program.pad, program.calls = pad, read_calls(graph, fx_nodes) if pad is not None and not pad.off else {}
     return program
 
 
@@ -85,11 +93,13 @@ def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
         try:
             run_passes(APPLY, program)
             dry_run(copied, _expected(program))
+            _check_outputs(original, copied, program)
             run_passes((Tidy(), *WEIGH), program)
             plan = program.region_plan()
             return copied, replace(plan, bodies=tuple(body_plan for _, body_plan in bodies.values()))
         except Refused as refusal:
-            _keep_high(program, refusal)
+            if not _keep_logical(program, refusal):
+                _keep_high(program, refusal)
         finally:
             program.module, program.fx_nodes = original, originals
     raise PassError(f"{program.name}: over {MOST_REFUSALS} ops refused low inputs; please report this model")
@@ -142,6 +152,30 @@ def _low_outputs(part: Program) -> set[int]:
         for place, result in enumerate(results)
         if isinstance(result, torch.fx.Node) and part.paints[by_node[result]].colour is Colour.LOW
     }
+
+
+def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, program: Program) -> None:
+    """Whatever was padded inside: results have the shapes they had."""
+    if not program.pads:
+        return
+    before, after = (next(n for n in each.graph.nodes if n.op == "output") for each in (original, edited))
+    for old, new in zip(before.all_input_nodes, after.all_input_nodes, strict=True):
+        if [tuple(t.shape) for t in tensors(example_value(old))] != [tuple(t.shape) for t in tensors(example_value(new))]:
+            raise Refused(new, "a result would leave the graph padded")
+
+
+def _keep_logical(program: Program, refusal: Refused) -> bool:
+    """Where a graph with pads failed, take pads for the cause: none through this op, and none at all if that was done before."""
+    if not program.pads or program.given is not None:
+        return False
+    name = {node: name for name, node in program.fx_nodes.items()}.get(refusal.node)
+    if name is None or name in program.pad_refused:
+        program.pads_off = True
+        program.notes.append(f"nothing is padded: {name or refusal.node.name} refused padded inputs ({refusal.why})")
+    else:
+        program.pad_refused[name] = refusal.why
+    program.paints, program.casts, program.candidates, program.pads = {}, (), (), PadPlan()
+    return True
 
 
 def _keep_high(program: Program, refusal: Refused) -> None:

@@ -34,6 +34,7 @@ from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.oplists import OpLists
 from amprewrite.overflow_probe import LatestInputs, OverflowProbe
+from amprewrite.pad_policy import PadPolicy
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Override, Policy
 from amprewrite.program import Program
@@ -64,6 +65,7 @@ class Options:
     device: str = ""
     """The device to plan for; "": the one at hand."""
     measure: bool = False
+    pad: PadPolicy = field(default_factory=PadPolicy)
 
 
 class Region:
@@ -355,7 +357,7 @@ class Session:
         backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path
-        program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names)
+        program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
         program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
         if self.options.given is not None:
             program.given = self._match_given(program)

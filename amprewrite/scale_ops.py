@@ -105,6 +105,14 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return product if dtype == torch.float32 else product.to(dtype)
 
 
+def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gradient` of a cast on its way out: as `dtype`, times `factor`, in fp32 at least; differentiable as `_Cross` is."""
+    if torch.is_grad_enabled():
+        left: Tensor = _Times.apply(gradient, factor, dtype)
+        return left
+    return _times(gradient, factor, dtype)
+
+
 class _Cross(torch.autograd.Function):
     """Identity or cast in value; the gradient is multiplied by `factor` and returned in the dtype of `x`."""
 

@@ -2,11 +2,13 @@
 
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import InsertCasts
+from amprewrite.passes.insert_pads import InsertPads
 from amprewrite.passes.paint import Paint
 from amprewrite.passes.paint_force import PaintForce
 from amprewrite.passes.paint_local import PaintLocal
 from amprewrite.passes.paint_tf import PaintTF
 from amprewrite.passes.plan_casts import PlanCasts
+from amprewrite.passes.plan_pads import PlanPads
 from amprewrite.passes.repaint_by_cost import RepaintByCost
 from amprewrite.passes.scale_loss import ScaleLoss
 from amprewrite.passes.weigh_plans import WeighPlans
@@ -18,6 +20,7 @@ DECIDE: tuple[Pass, ...] = (
     PaintForce(),  # lists="o2", "o3": everything else low
     RepaintByCost(),  # lists="default": what is open goes where casts and bytes cost least
     PlanCasts(),  # one cast wherever two colours meet
+    PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
 )
 
 WEIGH: tuple[Pass, ...] = (
@@ -26,6 +29,7 @@ WEIGH: tuple[Pass, ...] = (
 
 APPLY: tuple[Pass, ...] = (
     InsertCasts(),  # edit the graph as the plan says
+    InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
 )
 

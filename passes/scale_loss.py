@@ -20,6 +20,7 @@ import torch.fx
 
 from amprewrite.errors import PassError
 from amprewrite.frontends.fx_facts import NODE, example_value, hint, tensors
+from amprewrite.pad_ops import pad_cast
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.program import Program
@@ -91,6 +92,8 @@ def _facts(node: torch.fx.Node) -> dict[str, Any]:
 def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse: torch.fx.Node) -> None:
     known = set(sources)
     casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
+    for cast in [node for node in graph.nodes if node.target is pad_cast and node.args[0] in known]:
+        cast.args = (*cast.args, inverse)
     weights = [cast for cast in casts if cast.meta["weight"]]
     batches = [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights])]
     for chosen in (*batches, *([cast] for cast in casts if not cast.meta["weight"])):
@@ -110,7 +113,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, sources: list[torch.fx.Node], weights: set[torch.fx.Node], inverse: torch.fx.Node) -> None:
-    crossing = {cast_in, cast_in_many}
+    crossing = {cast_in, cast_in_many, pad_cast}
     readers = {source: [user for user in source.users if user.target not in crossing] for source in sources}
     read = [source for source in sources if readers[source]]
     shared = [source for source in read if source in weights and example_value(source).dtype == torch.float32]

@@ -24,6 +24,7 @@ FAST = {
     "benchmarks/first_call.py": ["--layers", "1", "--turns", "1"],
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
+    "benchmarks/padding.py": ["--quick"],
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],

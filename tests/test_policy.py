@@ -68,7 +68,7 @@ def rewrite(model: Any = None, **options: Any) -> Any:
             id="another model's optimizer",
         ),
         pytest.param({"loss_scale": "often"}, PolicyError, "loss_scale=", id="no loss scale"),
-        pytest.param({"pad": "perhaps"}, PolicyError, "pad= takes", id="no padding"),
+        pytest.param({"pad": "perhaps"}, PolicyError, "pad = .perhaps. is not understood", id="no such padding"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[AmpRewriteError], says: str) -> None:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from amprewrite.frontends.fx_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
 from amprewrite.oplists import op_name
 from amprewrite.passes.insert_casts import CAST
+from amprewrite.passes.insert_pads import PAD
 
 
 class Refused(Exception):
@@ -44,7 +45,7 @@ class _DryRun(torch.fx.Interpreter):
         if n in self.transformed:
             return example_value(n)
         want = self.expected.get(n)
-        changed = CAST in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
+        changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
         if want is None and not changed:
             return example_value(n)
         self.touched.add(n)

@@ -62,6 +62,7 @@ def _sentences(plan: CastPlan, node: NodePlan, asked: WhatIf | None) -> list[str
         lines[0] = _left_high(node)
     lines += [f"  its result is cast: {cast}" for cast in region.casts if cast.value == bare]
     lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
+    lines += region.pads.about(bare)
     if asked is not None or is_heavy_high(node):
         lines += [f"  {line}" for line in what_would_change(node, bare, plan.low, asked)]
     return lines

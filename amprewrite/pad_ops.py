@@ -1,0 +1,172 @@
+"""What a padded graph calls: changes of size, a weight cast that pads, batch norm on padded channels.
+
+A weight costs nothing beside its cast: the cast writes into the logical part of a buffer whose rest is zero. Eager graphs take
+the buffer from a pool and give it back by dropping it: while a forward or backward still holds it, its storage has further
+owners, and a new one is made. So from the second step on a padded weight runs one kernel, as an unpadded one does.
+Under a compiler the same is written as a pad of a cast, which it fuses.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.parameter import Parameter
+
+from amprewrite.pad_plan import Layout, physical
+from amprewrite.scale_ops import cast_in, leaving
+
+
+# -- changes of size ---------------------------------------------------------------------------
+def pad_dims(x: Tensor, layout: Layout) -> Tensor:
+    """`x` with zeros after the logical part of every axis that `layout` pads."""
+    opened, pads = _opened(x, layout, 0)
+    amounts = [amount for logical, grown in reversed(pads) for amount in (0, grown - logical)]
+    return _closed(F.pad(opened, amounts), x.dim(), layout)
+
+
+def slice_dims(x: Tensor, layout: Layout, dense: bool = False) -> Tensor:
+    """The logical part of an `x` that is padded as `layout` says: a view where that can be, a copy if `dense`."""
+    found = _closed(_narrowed(x, layout), x.dim(), layout)
+    return found.clone() if dense and not found.is_contiguous() else found
+
+
+def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: bool = False) -> Tensor:
+    """`x`, padded as `have`, padded as `want`. Padding on both sides is kept as it is, unless `refresh` asks for zeros."""
+    kept = () if refresh else tuple(entry for entry in have if entry in want)
+    off = tuple(entry for entry in have if entry not in kept)
+    on = tuple(entry for entry in want if entry not in kept)
+    if off:
+        x = slice_dims(x, off, dense and not on)
+    return pad_dims(x, on) if on else x
+
+
+def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """`x` with every dim of `layout` split into its axes, by their logical (0) or physical (1) extents; (logical, physical) by dim."""
+    pads: list[list[tuple[int, int]]] = [[(0, 0)] for _ in range(x.dim())]
+    for dim, factors in layout:
+        pads[dim] = list(factors)
+    for dim, factors in reversed(layout):
+        if len(factors) > 1:
+            x = x.unflatten(dim, [factor[side] for factor in factors])
+    return x, [pair for pairs in pads for pair in pairs]
+
+
+def _narrowed(x: Tensor, layout: Layout) -> Tensor:
+    """The logical part, with composed dims left open: always a view."""
+    opened, pads = _opened(x, layout, 1)
+    for dim, (logical, grown) in enumerate(pads):
+        if logical != grown:
+            opened = opened.narrow(dim, 0, logical)
+    return opened
+
+
+def _closed(x: Tensor, rank: int, layout: Layout) -> Tensor:
+    """Composed dims joined again."""
+    for dim, factors in layout:
+        if len(factors) > 1:
+            x = x.flatten(dim, dim + len(factors) - 1)
+    return x
+
+
+# -- weights --------------------------------------------------------------------------------------
+class BufferPool:
+    """Zero-filled buffers of one graph, each lent for as long as anybody holds its storage."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], deque[Tensor]] = defaultdict(deque)
+        self.made = 0
+        """Buffers allocated so far."""
+
+    def take(self, like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+        """A buffer for `like` padded as `layout`; all zero outside the logical part."""
+        stream = torch.cuda.current_stream(like.device).stream_id if like.is_cuda else 0
+        last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
+        shape = physical(tuple(like.shape), layout)
+        found = self._buffers[shape, layout, dtype, like.device, stream, last]
+        for _ in range(len(found)):
+            buffer = found[0]
+            found.rotate(-1)
+            if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= _ALONE:
+                return buffer
+        memory_format = torch.channels_last if last else torch.contiguous_format
+        with torch.inference_mode(False):
+            buffer = torch.zeros(shape, dtype=dtype, device=like.device).contiguous(memory_format=memory_format)
+        found.append(buffer)
+        self.made += 1
+        return buffer
+
+
+def _alone() -> int:
+    """What PyTorch counts for a storage that one tensor owns: the tensor, and the Python object that asks."""
+    alone = torch.zeros(1)
+    return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata))
+
+
+_ALONE = _alone()
+
+
+def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None, pool: BufferPool | None = None) -> Tensor:
+    """`w.to(dtype)` padded as `layout`; its gradient comes back in logical shape and in the dtype of `w`.
+
+    `inverse` multiplies the gradient as in `cast_in`. With a `pool` it is one copy kernel forward and one backward.
+    """
+    if not layout:
+        return w.to(dtype) if inverse is None else cast_in(w, dtype, inverse)
+    if not (w.requires_grad and torch.is_grad_enabled()):
+        return _padded_copy(w, dtype, layout, pool)
+    made: Tensor = _PadCast.apply(w, dtype, layout, inverse, pool)
+    return made
+
+
+def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout, pool: BufferPool | None) -> Tensor:
+    if pool is None or type(w) not in (Tensor, Parameter) or w.is_inference():
+        return pad_dims(w.to(dtype), layout)
+    buffer = pool.take(w, dtype, layout)
+    with torch.no_grad():
+        _narrowed(buffer, layout).copy_(_opened(w, layout, 0)[0])
+    return buffer.detach()
+
+
+class _PadCast(torch.autograd.Function):
+    """Old-style `forward(ctx, ...)` for the reasons given in scale_ops."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None, pool: BufferPool | None) -> Tensor:
+        ctx.dtype, ctx.layout, ctx.inverse, ctx.shape = w.dtype, layout, inverse, w.shape
+        return _padded_copy(w, dtype, layout, pool)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        inner = _narrowed(gradient, ctx.layout)
+        inner = leaving(inner, ctx.inverse, ctx.dtype) if ctx.inverse is not None else inner.to(ctx.dtype)
+        return inner.reshape(ctx.shape), None, None, None, None
+
+
+# -- batch norm -------------------------------------------------------------------------------------
+def batch_norm_padded(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm` in training on padded channels; `weight` and `bias` are padded too, running statistics are not."""
+    if running_mean is None or running_var is None:
+        return F.batch_norm(x, None, None, weight, bias, training, momentum, eps)
+    extra = x.shape[1] - running_mean.shape[0]
+    mean, var = (F.pad(buffer.detach(), (0, extra)) for buffer in (running_mean, running_var))
+    out = F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    with torch.no_grad():
+        running_mean.copy_(mean.narrow(0, 0, running_mean.shape[0]))
+        running_var.copy_(var.narrow(0, 0, running_var.shape[0]))
+    return out
+
+
+__all__ = ["BufferPool", "batch_norm_padded", "pad_cast", "pad_dims", "resize", "slice_dims"]

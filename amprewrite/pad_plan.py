@@ -1,0 +1,195 @@
+"""What will be padded, and why: the part of a cast plan that speaks of pads. Frozen data linked by names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+Factors = tuple[tuple[int, int], ...]
+"""What one dim is made of, outer to inner: (logical, physical) extent of each axis. ((3, 3), (100, 104)) are three chunks
+of 100, each padded to 104."""
+Layout = tuple[tuple[int, Factors], ...]
+"""The padded dims of one tensor: (dim, its factors), in order; () where it has its logical size."""
+
+KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
+"""Kinds of change of size."""
+
+
+def extents(factors: Factors) -> tuple[int, int]:
+    """Logical and physical extent of a dim."""
+    return math.prod(n for n, _ in factors), math.prod(m for _, m in factors)
+
+
+def physical(shape: tuple[Any, ...], layout: Layout) -> tuple[Any, ...]:
+    """`shape` as it is in memory."""
+    sizes = list(shape)
+    for dim, factors in layout:
+        sizes[dim] = extents(factors)[1]
+    return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class PaddedValue:
+    """A result that comes out padded, at no cost of its own."""
+
+    value: str
+    """Node, "node#1" for one of several results, or "node -> bf16" for its cast copy."""
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class PadCopy:
+    """One real change of size: a pad where a region is entered, a slice where it is left, or a weight padded in its cast."""
+
+    value: str
+    users: tuple[str, ...]
+    layout: Layout
+    """What the users read."""
+    have: Layout = ()
+    """What the value comes in."""
+    refresh: bool = False
+    """Padding whose content cannot be used is cut off and replaced by zeros."""
+    weight: bool = False
+    """Of a parameter: written by its cast, at no cost, or where no cast reads it a copy; without gradients kept by the weight cache."""
+
+    @property
+    def kind(self) -> str:
+        """pad, slice, re-pad; weight where a cast pads it, weight copy where none does."""
+        if self.weight:
+            return "weight" if all(" -> " in user for user in self.users) else "weight copy"
+        return "re-pad" if self.layout and self.have else "pad" if self.layout else "slice"
+
+    def __str__(self) -> str:
+        users = ", ".join(self.users[:4]) + (f" and {len(self.users) - 4} more" if len(self.users) > 4 else "")
+        return f"{self.value} {_shown(self.layout) or _shown(self.have, back=True)} for {users}"
+
+
+@dataclass(frozen=True)
+class PadRegion:
+    """Dims that are one axis of the model, and share a padded extent."""
+
+    size: int
+    padded: int
+    dims: tuple[str, ...]
+    """"linear.1": dim 1 of the result of node linear; matrix products and other ops first, copies of weights last."""
+    pads: tuple[str, ...] = ()
+    """Values really padded: where the region is entered."""
+    slices: tuple[str, ...] = ()
+    """Values really sliced: where it is left."""
+    weights: tuple[str, ...] = ()
+    """Weights padded by their casts, at no cost."""
+    weight_copies: tuple[str, ...] = ()
+    """Weights that are read in fp32: padded copies, one small kernel each in training."""
+    bytes_added: int = 0
+    """Bytes of padding that a forward writes."""
+    gain: float | None = None
+    """Seconds that a call is predicted, or was measured, to save; None where nobody asked."""
+    measured: bool = False
+    why: str = ""
+    """Why it is padded, or why not."""
+    reasons: tuple[str, ...] = ()
+    """Where padding had to stop, and why."""
+
+    @property
+    def declined(self) -> bool:
+        return self.size == self.padded
+
+    def __str__(self) -> str:
+        if self.declined:
+            return f"{self.size} stays: {self.why} ({_few(self.dims)})"
+        gain = "" if self.gain is None else f", {'measured' if self.measured else 'predicted'} gain {self.gain * 1e6:.1f} us"
+        copies = f"{len(self.weight_copies)} weight copies, " if self.weight_copies else ""
+        return (
+            f"{self.size} -> {self.padded} in {len(self.dims)} dims ({_few(self.dims)}): {len(self.weights)} weights in their casts, "
+            f"{copies}{len(self.pads)} pads{_in(self.pads)}, {len(self.slices)} slices{_in(self.slices)}, "
+            f"{self.bytes_added} bytes added{gain}; {self.why}"
+        )
+
+
+@dataclass(frozen=True)
+class PadPlan:
+    """All padding of one graph."""
+
+    regions: tuple[PadRegion, ...] = ()
+    values: tuple[PaddedValue, ...] = ()
+    copies: tuple[PadCopy, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything is padded."""
+        return bool(self.values or self.copies)
+
+    @property
+    def real(self) -> tuple[PadCopy, ...]:
+        """Changes of size of activations: each costs a kernel, or a view and its backward."""
+        return tuple(copy for copy in self.copies if not copy.weight)
+
+    def layout(self, value: str) -> Layout:
+        """The layout in which a value comes out."""
+        return next((padded.layout for padded in self.values if padded.value == value), ())
+
+    def about(self, name: str) -> list[str]:
+        """Sentences about one node."""
+        lines = [
+            f"  its result is padded: {_shown(padded.layout)}"
+            for padded in self.values
+            if padded.value.split(" ")[0].split("#")[0] == name
+        ]
+        lines += [f"  it reads {copy.value}, {copy.kind}: {copy}" for copy in self.copies if name in copy.users]
+        declined = [region for region in self.regions if region.declined]
+        lines += [f"  padding: {region}" for region in declined if any(dim.rpartition(".")[0] == name for dim in region.dims)]
+        return lines
+
+
+def pad_summary(plans: list[PadPlan]) -> list[str]:
+    """A line about padding for the summary of a plan; none where nothing was considered."""
+    regions = [region for plan in plans for region in plan.regions]
+    if not regions:
+        return []
+    done = [region for region in regions if not region.declined]
+    kinds = [copy.kind for plan in plans for copy in plan.copies]
+    pads, slices = kinds.count("pad") + kinds.count("re-pad"), kinds.count("slice")
+    text = f"{len(done)} sizes padded: {kinds.count('weight')} weights in their casts, {pads} pads and {slices} slices"
+    text += f", {copied} weights copied" if (copied := kinds.count("weight copy")) else ""
+    whys = dict.fromkeys(region.why for region in regions if region.declined)
+    lines = [text] if done else []
+    return lines + [f"unaligned sizes left as they are: {why}" for why in list(whys)[:4]]
+
+
+def _few(words: tuple[str, ...], most: int = 4) -> str:
+    return ", ".join(words[:most]) + (f", … {len(words) - most} more" if len(words) > most else "")
+
+
+def _in(words: tuple[str, ...]) -> str:
+    return f" ({_few(words, 3)})" if words else ""
+
+
+def _shown(layout: Layout, back: bool = False) -> str:
+    found = []
+    for dim, factors in layout:
+        n, m = extents(factors)
+        inside = "" if len(factors) == 1 else " as " + "·".join(str(a) if a == b else f"({a} -> {b})" for a, b in factors)
+        found.append(f"dim {dim}: {m} -> {n}" if back else f"dim {dim}: {n} -> {m}{inside}")
+    return ", ".join(found)
+
+
+# -- JSON --------------------------------------------------------------------------------------------
+def decode_pad_plan(data: dict[str, Any] | None) -> PadPlan:
+    """What `asdict` made of a PadPlan, after a trip through JSON."""
+    if not data:
+        return PadPlan()
+
+    def layout(items: Any) -> Layout:
+        return tuple((dim, tuple((n, m) for n, m in factors)) for dim, factors in items)
+
+    def strings(entry: dict[str, Any], *names: str) -> dict[str, Any]:
+        return {**entry, **{name: tuple(entry.get(name, ())) for name in names}}
+
+    return PadPlan(
+        tuple(PadRegion(**strings(r, "dims", "pads", "slices", "weights", "weight_copies", "reasons")) for r in data.get("regions", ())),
+        tuple(PaddedValue(v["value"], layout(v["layout"])) for v in data.get("values", ())),
+        tuple(
+            PadCopy(**{**strings(c, "users"), "layout": layout(c["layout"]), "have": layout(c.get("have", ()))})
+            for c in data.get("copies", ())
+        ),
+    )

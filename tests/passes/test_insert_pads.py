@@ -1,0 +1,69 @@
+"""Edits of small captured graphs: where sizes change, and what ops are told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.fx
+from pad_help import Attention, OddCNN, OddMLP, noise
+
+from amprewrite.errors import PassError
+from amprewrite.formats import BF16
+from amprewrite.op_graph import OpGraph
+from amprewrite.oplists import op_lists
+from amprewrite.pad_ops import batch_norm_padded, pad_cast, resize
+from amprewrite.pad_plan import PadCopy, PadPlan
+from amprewrite.pad_policy import parse_pad
+from amprewrite.passes.insert_pads import InsertPads
+from amprewrite.policy import Policy
+from amprewrite.program import Program
+from amprewrite.rewrite_graph import read_program, rewrite_graph
+
+Capture = Callable[..., torch.fx.GraphModule]
+
+
+def edited(module: torch.fx.GraphModule, pad: object = "always") -> torch.fx.GraphModule:
+    program = read_program(module, Policy(BF16), pad=parse_pad(pad, False))
+    return rewrite_graph(program)[0]
+
+
+def targets(module: torch.fx.GraphModule) -> list[object]:
+    return [node.target for node in module.graph.nodes]
+
+
+def test_weights_are_padded_by_their_casts_and_activations_at_the_edges(capture: Capture) -> None:
+    module = edited(capture(OddMLP(), noise(8, 101)))
+    assert targets(module).count(pad_cast) == 8 and targets(module).count(resize) == 2
+
+
+def test_without_pads_the_graph_is_left_alone(capture: Capture) -> None:
+    module = edited(capture(OddMLP(), noise(8, 101)), "never")
+    assert not {pad_cast, resize} & set(targets(module))
+
+
+def test_attention_is_told_the_scale_of_its_logical_head_size(capture: Capture) -> None:
+    module = edited(capture(Attention(60, 4, True), noise(2, 6, 60)))
+    (node,) = [n for n in module.graph.nodes if "scaled_dot_product" in str(n.target)]
+    assert node.kwargs["scale"] == pytest.approx(15**-0.5)
+    assert node.meta["example_value"].shape[-1] == 16
+
+
+def test_views_and_splits_are_told_physical_sizes(capture: Capture) -> None:
+    module = edited(capture(Attention(60, 4, True), noise(2, 6, 60)))
+    (split,) = [n for n in module.graph.nodes if n.target == "split"]
+    views = [n.args[1:] for n in module.graph.nodes if n.target == "view"]
+    assert split.args[1] == 64 and (2, 6, 4, 16) in views and (2, 6, 64) in views
+
+
+def test_batch_norm_in_training_pads_its_statistics_itself(capture: Capture) -> None:
+    module = edited(capture(OddCNN(norm=True), noise(2, 3, 16, 16)))
+    assert targets(module).count(batch_norm_padded) == 2
+
+
+def test_a_plan_with_pads_needs_a_graph() -> None:
+    program = Program(OpGraph.of(()), Policy(BF16), op_lists("default", BF16, "cpu"))
+    program.pads = PadPlan((), (), (PadCopy("x", ("y",), ((0, ((3, 8),)),)),))
+    with pytest.raises(PassError, match="edits an fx graph"):
+        InsertPads()(program)

@@ -1,0 +1,105 @@
+"""Which regions are padded: by cost on a device that gains from it, by request anywhere, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.fx
+from pad_help import OddCNN, OddMLP, TinyGPT, ids, noise
+
+from amprewrite.devices import H100
+from amprewrite.formats import BF16
+from amprewrite.pad_axes import Axes
+from amprewrite.pad_cost import PadCost, Product, efficiency
+from amprewrite.pad_policy import MULTIPLES, parse_pad
+from amprewrite.passes.plan_pads import PlanPads
+from amprewrite.policy import Policy
+from amprewrite.program import Program
+from amprewrite.rewrite_graph import decide, read_program
+
+Capture = Callable[..., torch.fx.GraphModule]
+
+
+def planned(module: torch.fx.GraphModule, pad: object = "auto", device: str = "cuda", training: bool = False) -> Program:
+    program = read_program(module, Policy(BF16), training=training, pad=parse_pad(pad, True))
+    program.device = device
+    decide(program)
+    return program
+
+
+def test_auto_pads_large_products_where_the_device_gains(capture: Capture) -> None:
+    program = planned(capture(OddMLP(501, 501), noise(4096, 501)), training=True)
+    (first, *rest) = program.pads.regions
+    assert program.pads and first.padded == 504 and first.why == "it pays" and (first.gain or 0) > 0
+    assert not any(region.declined for region in rest)
+    assert "predicted gain" in str(first)
+
+
+def test_auto_leaves_small_products_and_says_what_they_would_save(capture: Capture) -> None:
+    program = planned(capture(OddMLP(), noise(8, 101)))
+    whys = {region.size: region.why for region in program.pads.regions}
+    assert not program.pads
+    assert "us a step, less than its pads and bytes cost" in whys[101] and whys[10] == "it would grow by 60 %"
+
+
+def test_auto_declines_what_would_grow_too_much(capture: Capture) -> None:
+    program = planned(capture(lambda x, w: x @ w, noise(4096, 512), noise(512, 9)))
+    assert [region.why for region in program.pads.regions] == ["it would grow by 78 %"]
+
+
+def test_always_pads_on_any_device(capture: Capture) -> None:
+    for device in ("cpu", "cuda"):
+        assert planned(capture(OddCNN(), noise(2, 3, 16, 16)), "always", device).pads
+
+
+def test_never_plans_nothing(capture: Capture) -> None:
+    assert not planned(capture(OddMLP(), noise(8, 101)), "never").pads.regions
+
+
+def test_deciding_edits_nothing_and_twice_is_once(capture: Capture) -> None:
+    module = capture(TinyGPT(), ids(), ids())
+    before = str(module.graph)
+    program = planned(module, "always")
+    first = program.pads
+    PlanPads()(program)
+    assert program.pads == first and str(module.graph) == before
+
+
+def test_every_padded_dim_of_a_region_has_its_size(capture: Capture) -> None:
+    program = planned(capture(TinyGPT(), ids(), ids()), "always")
+    for padded in program.pads.values:
+        for _, factors in padded.layout:
+            assert any((region.size, region.padded) in factors or region.padded > region.size for region in program.pads.regions)
+    assert {(r.size, r.padded) for r in program.pads.regions} == {(100, 104), (25, 32), (301, 304), (509, 512)}
+
+
+@pytest.mark.parametrize("size, share", [(8, 1.0), (4, 0.75), (6, 0.55), (7, 0.4), (50257, 0.4), (50264, 1.0)])
+def test_efficiency_follows_the_bytes_of_a_row(size: int, share: float) -> None:
+    assert efficiency(size, 2) == share
+
+
+def test_multiples_by_format() -> None:
+    assert MULTIPLES == {"fp16": 8, "bf16": 8, "tf32": 4, "fp8": 16, "int8": 16}
+
+
+def test_a_product_bound_by_bytes_gains_nothing() -> None:
+    cost = PadCost(H100, BF16, training=True)
+    assert cost.gain(Product(1, 1, 1001, 1001), Product(1, 1, 1008, 1008)) == 0
+    assert cost.gain(Product(1, 8192, 1001, 1001), Product(1, 8192, 1008, 1008)) > 0
+
+
+def test_measured_times_are_taken_over_the_model() -> None:
+    cost = PadCost(H100, BF16, training=False, measure=lambda a, b: (3e-4, 1e-4))
+    assert cost.gain(Product(1, 1, 3, 3), Product(1, 1, 8, 8)) == pytest.approx(2e-4)
+
+
+def test_axes_split_and_join() -> None:
+    axes = Axes()
+    whole, heads, head, other = axes.new(100), axes.new(4), axes.new(25), axes.new(100)
+    assert axes.unify([whole], [heads, head]) and axes.unify([other], [whole])
+    assert axes.leaves([other]) == (axes.find(heads), axes.find(head))
+    assert not axes.unify([whole], [axes.new(5), axes.new(20)])
+    symbol, same, another = axes.new("s0"), axes.new("s0"), axes.new("s1")
+    assert axes.unify([symbol], [same]) and not axes.unify([symbol], [another]) and not axes.unify([symbol], [whole])

@@ -1,0 +1,574 @@
+"""Padded models against unpadded ones: aligned operands, few real pads, no kernels for weights, the same numbers and states."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from pad_help import NETS, Kernels, OddCNN, OddMLP, Operands, TinyGPT, noise, padded, pads_of, seeded
+from torch import nn
+from torch.nn import functional as F
+
+import amprewrite
+from amprewrite import PlanError, PolicyError
+
+EPS = {"fp16": 2.0**-10, "bf16": 2.0**-7}
+MOST = {**dict.fromkeys(NETS, (1, 1)), "gpt": (5, 5), "vit": (6, 7)}
+"""Real pads and slices that may be left: at inputs, results, and on both sides of layer norms, which run over logical sizes."""
+
+
+def counts(amp: Any) -> Counter[str]:
+    return Counter(each.kind for each in pads_of(amp).copies)
+
+
+def run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    torch.manual_seed(1)
+    return model(*inputs)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, dtype: str, ops: int = 16) -> bool:
+    """Sums of the same numbers in another order: a few roundings apart."""
+    return bool((a - b).norm() <= ops * EPS[dtype] * b.norm().clamp(min=1e-6))
+
+
+# the five nets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in NETS if "lstm" not in n and n != "gru"])
+def test_every_operand_is_aligned(name: str) -> None:
+    amp = padded(seeded(name))
+    inputs = NETS[name][1]()
+    run(amp, inputs)
+    with Operands() as seen:
+        run(amp, inputs)
+    assert seen.sizes
+    assert not [s for s in seen.sizes if s[1] % 8 or s[2] % 8]
+    assert all(region.padded % 8 == 0 for region in pads_of(amp).regions)
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm both ways", "gru"])
+def test_every_gate_of_a_recurrent_layer_is_aligned(name: str) -> None:
+    amp = padded(seeded(name))
+    run(amp, NETS[name][1]())
+    layouts = {c.value: dict(c.layout) for c in pads_of(amp).copies if "weight_" in c.value}
+    gates = 3 if name == "gru" else 4
+    assert len(layouts) == (8 if "both" in name else 4)
+    for value, layout in layouts.items():
+        assert layout[0] == ((gates, gates), (70, 72)), value
+        hidden = ((2, 2), (70, 72)) if "both" in name and "ih_l1" in value else ((70, 72),)
+        assert layout[1] == (((30, 32),) if "ih_l0" in value else hidden), value
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_real_pads_and_slices_are_left_only_at_the_edges(name: str) -> None:
+    amp = padded(seeded(name))
+    run(amp, NETS[name][1]())
+    found = counts(amp)
+    pads, slices = found["pad"] + found["re-pad"], found["slice"]
+    assert (pads, slices) <= MOST[name] and pads <= MOST[name][0] and slices <= MOST[name][1]
+    assert found["weight"] > 0
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", NETS)
+def test_results_and_gradients_are_those_without_pads(name: str, dtype: str) -> None:
+    plain, model = seeded(name), seeded(name)
+    inputs = NETS[name][1]()
+    results = []
+    for each, pad in ((plain, "never"), (model, "always")):
+        amp = padded(each, dtype, pad=pad, loss_scale=64.0)
+        out = run(amp, inputs)
+        (out.float() ** 2).mean().backward()
+        results.append(out)
+    assert results[0].shape == results[1].shape and close(results[1], results[0], dtype)
+    for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == torch.float32 and p.grad.is_contiguous(), key
+        assert close(p.grad, q.grad, dtype, 64) or (q.grad.norm() < 1e-6 and p.grad.norm() < 1e-4), key
+    for p, q in zip(model.buffers(), plain.buffers(), strict=True):
+        assert close(p.float(), q.float(), dtype)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn with batch norm", "lstm"])
+def test_fifty_steps_are_those_without_pads(name: str, dtype: str) -> None:
+    """With loss scaling built in where the format is fp16."""
+    inputs = NETS[name][1]()
+    curves = []
+    for pad in ("never", "always"):
+        amp = padded(seeded(name), dtype, pad=pad)
+        optimizer = torch.optim.AdamW(amp.parameters(), lr=1e-3)
+        amp.attach(optimizer)
+        losses = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            loss = (run(amp, inputs) - 0.3).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses))
+    plain, with_pads = curves
+    assert plain[-1] < 0.9 * plain[0]
+    assert (with_pads - plain).abs().max() <= 16 * EPS[dtype] * plain.abs().max()
+
+
+# weights ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_padded_weights_run_no_kernel_of_their_own(dtype: str) -> None:
+    """From the second step on, a step runs as many kernels as without pads, but for the pad and the slice at the edges."""
+    inputs, ran = (noise(8, 101),), {}
+    for pad in ("never", "always"):
+        amp = padded(OddMLP(), dtype, pad=pad, loss_scale=None)
+        for _ in range(2):
+            run(amp, inputs).sum().backward()
+        with Kernels() as kernels:
+            run(amp, inputs).sum().backward()
+        ran[pad] = Counter("copy" if name in ("copy_", "_to_copy") else name for name in kernels.names)
+    assert not (ran["never"] - ran["always"])
+    extra = ran["always"] - ran["never"]
+    assert set(extra) <= {"constant_pad_nd", "slice_backward"} and sum(extra.values()) <= 2
+
+
+def test_a_buffer_is_lent_again_only_when_nobody_holds_it() -> None:
+    """Two forwards before a backward must not share memory; after it they may."""
+    model = OddMLP()
+    amp = padded(model)
+    first = run(amp, (noise(8, 101),))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    second = run(amp, (noise(8, 101),))
+    first.sum().backward()
+    plain = OddMLP()
+    plain.load_state_dict({k: v / 1.5 for k, v in model.state_dict().items()})
+    run(padded(plain, pad="never"), (noise(8, 101),)).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert close(p.grad, q.grad, "bf16", 64)
+    second.sum().backward()
+
+
+def test_buffers_do_not_pile_up() -> None:
+    from amprewrite.pad_ops import BufferPool
+
+    made: list[BufferPool] = []
+    start = BufferPool.__init__
+
+    def keep(self: BufferPool) -> None:
+        start(self)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferPool, "__init__", keep)
+        amp = padded(OddMLP())
+        for _ in range(5):
+            run(amp, (noise(8, 101),)).sum().backward()
+        (pool,) = made
+        after = pool.made
+        for _ in range(5):
+            run(amp, (noise(8, 101),)).sum().backward()
+    assert pool.made == after <= 8
+
+
+def test_inference_pads_a_weight_once() -> None:
+    amp = padded(seeded("cnn with batch norm")).eval()
+    with torch.no_grad():
+        run(amp, (noise(4, 3, 16, 16),))
+        with Kernels() as kernels:
+            run(amp, (noise(4, 3, 16, 16),))
+    assert Counter(kernels.names)["constant_pad_nd"] == 1  # the image's three channels
+    assert Counter(kernels.names)["_to_copy"] == 2  # the image and the result
+
+
+def test_tied_weights_share_one_padded_copy() -> None:
+    amp = padded(TinyGPT(), overrides={"embedding": "allow"})
+    amp(*NETS["gpt"][1]())
+    tied = [each for each in pads_of(amp).copies if each.value == "tokens.weight"]
+    assert [dict(each.layout)[0] for each in tied] == [((509, 512),)]
+    assert len([c for c in pads_of(amp).copies if c.value.startswith("tokens.weight ->")]) == 0
+
+
+def test_users_see_logical_shapes_only(tmp_path: Any) -> None:
+    model = seeded("cnn with batch norm")
+    shapes = {k: v.shape for k, v in model.state_dict().items()}
+    amp = padded(model)
+    optimizer = torch.optim.Adam(amp.parameters())
+    run(amp, (noise(4, 3, 16, 16),)).sum().backward()
+    optimizer.step()
+    assert {k: v.shape for k, v in amp.state_dict().items()} == shapes
+    assert all(p.grad is None or p.grad.shape == p.shape for p in amp.parameters())
+    assert all(s.shape == p.shape for p in amp.parameters() for k, s in optimizer.state[p].items() if k != "step")
+    torch.save(amp.state_dict(), tmp_path / "padded.pt")
+    plain = seeded("cnn with batch norm", 1)
+    plain.load_state_dict(torch.load(tmp_path / "padded.pt"))
+    back = padded(seeded("cnn with batch norm", 2))
+    back.load_state_dict(plain.state_dict())
+    assert close(run(back.eval(), (noise(4, 3, 16, 16),)), run(padded(plain, pad="never").eval(), (noise(4, 3, 16, 16),)), "bf16")
+
+
+def test_copies_and_pickles_of_a_padded_model_pad_too() -> None:
+    amp = padded(OddMLP())
+    out = run(amp, (noise(8, 101),))
+    for twin in (copy.deepcopy(amp), pickle.loads(pickle.dumps(amp))):
+        assert torch.equal(run(twin, (noise(8, 101),)), out) and pads_of(twin)
+
+
+def test_second_derivatives() -> None:
+    grads = []
+    for pad in ("never", "always"):
+        torch.manual_seed(0)
+        amp = padded(OddMLP(), "fp16", pad=pad, loss_scale=8.0)
+        x = noise(8, 101).requires_grad_()
+        (slope,) = torch.autograd.grad(run(amp, (x,)).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        grads.append([p.grad for p in amp.parameters() if p.grad is not None])
+    assert len(grads[0]) == len(grads[1]) > 3
+    assert all(close(b, a, "fp16", 64) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_compiler_gets_pads_it_can_trace(grad: bool) -> None:
+    amp, plain = (padded(seeded("gpt"), backend="aot_eager", pad=pad) for pad in ("always", "never"))
+    with torch.set_grad_enabled(grad):
+        a, b = (each(*NETS["gpt"][1]()) for each in (amp, plain))
+    assert pads_of(amp) and close(a, b, "bf16")
+
+
+# asking -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_declines_on_the_cpu_and_says_so() -> None:
+    amp = amprewrite.rewrite(OddMLP(), dtype="bf16", example_inputs=(noise(8, 101),))
+    plan = amp.plan
+    assert not pads_of(amp) and all(region.declined for region in pads_of(amp).regions)
+    assert "auto declines on cpu" in plan.summary() and "pad 101 stays: auto declines on cpu" in str(plan)
+    assert "auto declines on cpu" in plan.explain("linear")
+
+
+@pytest.mark.parametrize("never", ["never", None, False])
+def test_never_considers_nothing(never: Any) -> None:
+    amp = amprewrite.rewrite(OddMLP(), dtype="bf16", pad=never, example_inputs=(noise(8, 101),))
+    assert pads_of(amp) == amprewrite.plan(OddMLP(), (noise(8, 101),), dtype="bf16", pad="never").regions[0].pads
+    assert not pads_of(amp).regions
+
+
+def test_modules_may_be_asked_for_one_by_one() -> None:
+    amp = amprewrite.rewrite(OddMLP(), dtype="bf16", pad={"module:net.2": "always"}, example_inputs=(noise(8, 101),))
+    (done,) = [c for c in pads_of(amp).copies if c.kind == "weight" and c.value.endswith("weight") and len(c.layout) == 2]
+    assert done.value == "net.2.weight"
+
+
+def test_a_multiple_of_ones_own() -> None:
+    amp = padded(OddMLP(), pad=64)
+    run(amp, (noise(8, 101),))
+    assert {region.padded for region in pads_of(amp).regions} == {128, 64}
+
+
+@pytest.mark.parametrize(
+    "pad, says",
+    [
+        pytest.param("perhaps", "'perhaps' is not understood; use 'auto', 'always'", id="another word"),
+        pytest.param(0, "a multiple lies between 1 and", id="a multiple of zero"),
+        pytest.param(-8, "a multiple lies between 1 and", id="a negative multiple"),
+        pytest.param(10**6, "a multiple lies between 1 and", id="a huge multiple"),
+        pytest.param(True, "pad = True is not understood", id="a bool"),
+        pytest.param(8.0, "pad = 8.0 is not understood", id="a float"),
+        pytest.param({"module:nett": "always"}, r"matches no module of the model; did you mean module:net", id="a pattern without a match"),
+        pytest.param({"net": "always"}, "keys are 'module:PATTERN'", id="a key without a scope"),
+        pytest.param({"module:": "always"}, "keys are 'module:PATTERN'", id="an empty pattern"),
+        pytest.param({3: "always"}, "keys are 'module:PATTERN'", id="a key that is no text"),
+        pytest.param({"module:net": 0}, r"pad\['module:net'\] = 0: a multiple lies", id="a multiple of zero for a module"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(pad: Any, says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        amprewrite.rewrite(OddMLP(), dtype="bf16", pad=pad)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure on")
+def test_measuring_needs_a_gpu() -> None:
+    with pytest.raises(PolicyError, match="times kernels on a CUDA device, and there is none"):
+        amprewrite.rewrite(OddMLP(), dtype="bf16", pad="measure")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to time kernels on")
+def test_measured_gains_are_in_the_plan() -> None:
+    amp = padded(OddMLP(4095).cuda(), pad="measure")
+    amp(torch.randn(4096, 4095, device="cuda"))
+    assert any(region.measured or region.why for region in pads_of(amp).regions)
+
+
+# plans --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_pads_survives_json_and_is_followed() -> None:
+    model = seeded("gpt")
+    plan = amprewrite.plan(model, NETS["gpt"][1](), dtype="bf16", pad="always")
+    again = amprewrite.CastPlan.from_json(plan.to_json())
+    assert again == plan and again.regions[0].pads
+    amp = amprewrite.rewrite(model, plan=again, example_inputs=NETS["gpt"][1]())
+    assert pads_of(amp) == plan.regions[0].pads
+
+
+def test_a_plan_that_pads_what_is_not_there_is_refused() -> None:
+    data = json.loads(amprewrite.plan(OddMLP(), (noise(8, 101),), dtype="bf16", pad="always").to_json())
+    data["regions"][0]["pads"]["copies"][0]["value"] = "nobody"
+    plan = amprewrite.CastPlan.from_json(json.dumps(data))
+    with pytest.raises(PlanError, match="the plan pads nobody, which the graph does not have"):
+        amprewrite.rewrite(OddMLP(), plan=plan, example_inputs=(noise(8, 101),))
+
+
+def test_the_plan_names_sizes_pads_and_bytes() -> None:
+    amp = padded(OddMLP(), example_inputs=(noise(8, 101),))
+    text = str(amp.plan)
+    assert "pad 101 -> 104 in" in text and "weights in their casts" in text and "bytes added" in text
+    assert "1 pads and 1 slices" in amp.plan.summary()
+    assert "its result is padded: dim 1: 101 -> 104" in amp.plan.explain("linear")
+    assert "pad: x -> bf16 dim 1: 101 -> 104 for linear" in amp.plan.explain("linear")
+
+
+# exports -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_exports_know_logical_shapes_only() -> None:
+    amp = padded(OddMLP())
+    program = amp.export_program((noise(8, 101),))
+    shapes = [n.meta["val"].shape for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert not any(104 in shape for shape in shapes)
+    assert torch.isfinite(program.module()(noise(8, 101))).all()
+
+
+# hazards in whole graphs --------------------------------------------------------------------------------------------------------
+
+
+class Lines(nn.Module):
+    """A function between two odd linear layers."""
+
+    def __init__(self, between: Any, width: int = 30, after: int = 30) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(12, width), nn.Linear(after, 5), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+def with_and_without(between: Any, dtype: str = "fp16", after: int = 30, shape: tuple[int, ...] = (4, 6, 12)) -> Any:
+    """The padded model, after its result and gradients were compared with those of the unpadded one."""
+    found = []
+    for pad in ("never", "always"):
+        torch.manual_seed(0)
+        amp = padded(Lines(between, after=after), dtype, pad=pad, loss_scale=None)
+        x = noise(*shape).requires_grad_()
+        out = run(amp, (x,))
+        out.float().square().sum().backward()
+        found.append((amp, out, x.grad, [p.grad for p in amp.parameters()]))
+    (_, a, slope_a, grads_a), (amp, b, slope_b, grads_b) = found
+    assert torch.isfinite(b).all() and close(b, a, dtype)
+    assert close(slope_b, slope_a, dtype, 64)
+    assert all(close(q, p, dtype, 64) for p, q in zip(grads_a, grads_b, strict=True))
+    assert pads_of(amp)
+    return amp
+
+
+PASSES = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "sigmoid puts a half into the padding": torch.sigmoid,
+    "sigmoid, product, sum": lambda x: torch.sigmoid(x) * x + x,
+    "cosine": torch.cos,
+    "a number is added": lambda x: (x + 1.5) * 0.25,
+    "a number is divided": lambda x: x / 3,
+    "a power": lambda x: x.pow(2),
+    "clamped": lambda x: x.clamp(-0.5, 0.5),
+    "in place at the end of its life": lambda x: torch.relu_(x + 1),
+    "transposed twice": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "merged rows": lambda x: x.reshape(-1, 30).reshape(4, 6, 30),
+    "a new dim": lambda x: x.unsqueeze(0).squeeze(0),
+    "picked rows": lambda x: x[1:, 2] * 2,
+    "stacked": lambda x: torch.stack((x, -x)),
+    "joined rows": lambda x: torch.cat((x, 2 * x), 1),
+    "masked with one row for all columns": lambda x: torch.where(x.sum(-1, keepdim=True) > 0, x, 0.0),
+    "scaled by one row for all columns": lambda x: x * x.mean(-1, keepdim=True),
+    "a mean over rows": lambda x: x.mean(1),
+}
+STOPS = {
+    "softmax": lambda x: x.softmax(-1),
+    "log softmax": lambda x: F.log_softmax(x, -1),
+    "layer norm": lambda x: F.layer_norm(x, (30,)),
+    "a mean over the padded dim": lambda x: x * 2 + x.mean(-1, keepdim=True),
+    "a sum over the padded dim": lambda x: x - x.sum(-1, keepdim=True),
+    "a norm": lambda x: F.normalize(x, dim=-1),
+    "the largest": lambda x: x - x.amax(-1, keepdim=True),
+    "sorted": lambda x: x.sort(-1).values,
+    "a running sum": lambda x: x.cumsum(-1),
+    "flipped": lambda x: x.flip(-1),
+    "rolled": lambda x: x.roll(3, -1),
+    "the logarithm of padding": lambda x: torch.log(x.abs() + 1) + torch.log(torch.relu(x) + 0.1),
+    "the root of padding": lambda x: x.abs().add(0.01).sqrt(),
+    "one over the padding": lambda x: 1 / (x.square() + 0.5),
+    "padding over padding": lambda x: x / (x.abs() + 1),
+    "a row added to all columns": lambda x: x + x[..., :1],
+    "the last column": lambda x: x * x[..., -1:],
+    "written in place while others read": lambda x: (x.clone().add_(1), x)[1] + torch.zeros_like(x).add_(x),
+    "a view of a view": lambda x: x.view(4, 6, 5, 6).transpose(-1, -2).reshape(4, 6, 30),
+    "an overlapping view": lambda x: x.contiguous().as_strided((4, 6, 30), (180, 30, 1)),
+    "an unfold": lambda x: x.unfold(-1, 30, 1).squeeze(-2),
+    "an index of tensors": lambda x: x[..., torch.arange(29, -1, -1)],
+    "a mask": lambda x: x.masked_fill(torch.arange(30) > 20, -1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", [*PASSES, *STOPS])
+def test_between_two_layers_nothing_changes(name: str, dtype: str) -> None:
+    with_and_without({**PASSES, **STOPS}[name], dtype)
+
+
+@pytest.mark.parametrize("name", [n for n in PASSES if "mean over" not in n])
+def test_what_passes_padding_needs_no_pad_after_it(name: str) -> None:
+    """One real pad, at the input; what is sliced, is sliced for a result or a sum."""
+    amp = with_and_without(PASSES[name])
+    assert counts(amp)["pad"] + counts(amp)["re-pad"] == 1
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer norm", "sorted", "flipped", "an index of tensors", "a mask"])
+def test_what_needs_the_logical_size_gets_it(name: str) -> None:
+    amp = with_and_without(STOPS[name])
+    assert counts(amp)["slice"] >= 2 and counts(amp)["pad"] + counts(amp)["re-pad"] >= 2
+
+
+def test_halves_of_a_gate_are_padded_one_by_one() -> None:
+    amp = with_and_without(lambda x: (lambda a, b: a * torch.sigmoid(b))(*x.chunk(2, -1)), after=15)
+    assert {c.layout for c in pads_of(amp).copies if c.value == "first.bias"} == {((0, ((2, 2), (15, 16))),)}
+
+
+def test_joined_columns_are_segments() -> None:
+    amp = with_and_without(lambda x: torch.cat((x, torch.tanh(x)), -1), after=60)
+    assert {dict(c.layout)[1] for c in pads_of(amp).copies if c.value == "second.weight"} == {((2, 2), (30, 32))}
+
+
+def test_columns_of_different_origin_are_joined_in_logical_size() -> None:
+    amp = with_and_without(lambda x: torch.cat((x, x[..., :7]), -1), after=37)
+    assert counts(amp)["slice"] >= 1
+
+
+def test_rotated_halves() -> None:
+    with_and_without(lambda x: x * 0.5 + torch.cat((-x[..., 15:], x[..., :15]), -1))
+
+
+def test_heads_are_padded_each() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q = x.view(4, 6, 2, 15).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q * 0.5, q + 0).transpose(1, 2).reshape(4, 6, 30)
+
+    amp = with_and_without(attend)
+    assert {dict(c.layout)[0] for c in pads_of(amp).copies if c.value == "first.weight"} == {((2, 2), (15, 16))}
+
+
+def test_two_products_of_activations() -> None:
+    """Attention by hand: its own scale, a softmax over tokens between."""
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q = x.view(4, 6, 2, 15).transpose(1, 2)
+        scores = (q @ q.transpose(-1, -2)) / 15**0.5
+        return (scores.softmax(-1) @ q).transpose(1, 2).reshape(4, 6, 30)
+
+    with_and_without(attend)
+
+
+def test_half_in_the_padding_is_no_good_for_a_product_of_activations() -> None:
+    """Both sides hold one half there: 2 · ¼ too much in every score if nobody looked."""
+    amp = with_and_without(lambda x: torch.sigmoid(x) @ torch.sigmoid(x).transpose(-1, -2) @ x)
+    assert pads_of(amp)
+
+
+def test_values_returned_between_are_sliced() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(12, 30), nn.Linear(30, 5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = torch.relu(self.first(x))
+            return self.second(h), h
+
+    amp = padded(Both())
+    out, hidden = amp(noise(4, 12))
+    assert hidden.shape == (4, 30) and hidden.is_contiguous() and out.shape == (4, 5)
+
+
+def test_sizes_of_one_and_none_are_left_alone() -> None:
+    amp = padded(nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 7)))
+    run(amp, (noise(0, 7),))
+    assert {region.size for region in pads_of(amp).regions} == {7}
+
+
+def test_symbolic_sizes_are_left_alone() -> None:
+    class Pairwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(12, 30)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.line(x)
+            return h @ h.transpose(-1, -2)
+
+    plain, amp = (padded(m, pad=pad) for m, pad in ((Pairwise(), "never"), (Pairwise(), "always")))
+    plain.load_state_dict(amp.state_dict())
+    for rows in (5, 6, 7, 9):
+        assert close(amp(noise(2, rows, 12)), plain(noise(2, rows, 12)), "bf16")
+    assert any("symbolic" in region.why for plan in amp.plans for r in plan.regions for region in r.pads.regions)
+
+
+def test_grouped_convolutions_stay_and_say_why() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 30, 3), nn.Conv2d(30, 45, 3, groups=15)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.relu(self.a(x)))
+
+    model = Grouped()
+    a, b = padded(model)(noise(2, 3, 9, 9)), padded(model, pad="never")(noise(2, 3, 9, 9))
+    assert close(a, b, "bf16")
+    amp = padded(model, example_inputs=(noise(2, 3, 9, 9),))
+    assert any("grouped convolution" in region.why for region in pads_of(amp).regions)
+
+
+def test_depthwise_convolutions_follow_their_channels() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 30, 3), nn.Conv2d(30, 30, 3, groups=30), nn.ReLU(), nn.Conv2d(30, 5, 1))
+    amp, plain = padded(model), padded(model, pad="never")
+    x = noise(2, 3, 9, 9)
+    assert close(amp(x), plain(x), "bf16")
+    assert counts(amp)["pad"] == 1 and counts(amp)["slice"] == 1
+
+
+def test_transposed_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 30, 3), nn.ConvTranspose2d(30, 21, 2, 2), nn.ReLU(), nn.ConvTranspose2d(21, 3, 2, 2))
+    x = noise(2, 3, 9, 9)
+    assert close(padded(model)(x), padded(model, pad="never")(x), "bf16")
+
+
+def test_channels_last_stays() -> None:
+    model = OddCNN().to(memory_format=torch.channels_last)
+    x = noise(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    assert close(padded(model)(x), padded(model, pad="never")(x), "bf16")
+
+
+def test_saved_and_loaded_in_the_middle_of_training() -> None:
+    model = OddMLP()
+    amp = padded(model)
+    run(amp, (noise(8, 101),)).sum().backward()
+    kept = io.BytesIO()
+    torch.save(amp.state_dict(), kept)
+    kept.seek(0)
+    amp.load_state_dict(torch.load(kept))
+    assert run(amp, (noise(8, 101),)).shape == (8, 10)
