@@ -25,6 +25,14 @@ class PlanError(AmpRewriteError):
     """There is no plan yet, or a given plan does not fit."""
 
 
+class CalibrationError(AmpRewriteError):
+    """Sample batches that cannot be run or compared, or ranges that are of another model."""
+
+
+class AccuracyError(AmpRewriteError):
+    """The accuracy asked for cannot be had."""
+
+
 class PassError(AmpRewriteError):
     """A pass broke its contract: a bug in amprewrite, please report it."""
 

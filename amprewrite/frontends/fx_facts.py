@@ -92,7 +92,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         fact.dtype = ""  # what it gives is read off its getitems
-    fact.writes = _written(node)
+    fact.writes = written(node)
     if value is None and fact.writes:  # setitem and the like give nothing: they stand for what they write
         fact.value = example_value(fact.writes[0])
         fact.dtype = value_dtype(fact.value)
@@ -135,7 +135,7 @@ def source_name(node: torch.fx.Node) -> str:
     return name() if callable(name) else name
 
 
-def _written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     """Tensors that the node writes in place."""
     written = [a for a in tree_leaves(node.kwargs.get("out")) if isinstance(a, torch.fx.Node)]
     first = node.args[0] if node.args else None
