@@ -8,11 +8,13 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").is_file():
     __path__.append(str(_root))
 
+from amprewrite.calibrate import calibrate  # noqa: E402
 from amprewrite.debug import debug  # noqa: E402
 from amprewrite.errors import (  # noqa: E402
     AccuracyError,
     AmpRewriteError,
     AmpRewriteWarning,
+    CalibrationError,
     CaptureError,
     EmitError,
     OpListError,
@@ -29,8 +31,10 @@ from amprewrite.loss_scale import (  # noqa: E402
 )
 from amprewrite.oplists import OpLists  # noqa: E402
 from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped  # noqa: E402
+from amprewrite.ranges import Calibration  # noqa: E402
 from amprewrite.rewrite import plan, rewrite  # noqa: E402
 from amprewrite.rewritten import onnx_road as _onnx_road  # noqa: E402
+from amprewrite.sensitivity import sensitivity  # noqa: E402
 from amprewrite.verify import verify  # noqa: E402
 
 
@@ -48,6 +52,8 @@ __all__ = [
     "AccuracyError",
     "AmpRewriteError",
     "AmpRewriteWarning",
+    "Calibration",
+    "CalibrationError",
     "CaptureError",
     "Cast",
     "CastPlan",
@@ -65,9 +71,11 @@ __all__ = [
     "RegionPlan",
     "Skipped",
     "StaticLossScale",
+    "calibrate",
     "debug",
     "plan",
     "rewrite",
     "rewrite_onnx",
+    "sensitivity",
     "verify",
 ]

@@ -66,6 +66,7 @@ class Reason(Enum):
     CONSTANT = "a constant it uses does not fit the low format"
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
+    SENSITIVE = "rounding it costs more accuracy than was asked for"
     TIED = "it shares memory with a node of that colour"
     WRITES_STATE = "it writes in place to a model input, parameter or buffer"
     ASKED = "an override asks for it"

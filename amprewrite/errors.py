@@ -25,6 +25,10 @@ class PlanError(AmpRewriteError):
     """There is no plan yet, or a given plan does not fit."""
 
 
+class CalibrationError(AmpRewriteError):
+    """Sample batches that cannot be run or compared, or ranges that are of another model."""
+
+
 class PassError(AmpRewriteError):
     """A pass broke its contract: a bug in amprewrite, please report it."""
 
@@ -34,7 +38,7 @@ class EmitError(AmpRewriteError):
 
 
 class AccuracyError(EmitError):
-    """The rewritten model is valid, but its error is larger than asked for. `result` holds it; nothing was written."""
+    """The accuracy asked for cannot be had. Where a file was to be written, none was; `result` holds what it would have been."""
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)

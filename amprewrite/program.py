@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx
 
+from amprewrite.careful import Careful
 from amprewrite.colour import Colour, Reason
 from amprewrite.cost import CostModel, Timings
 from amprewrite.devices import Device, device_row
@@ -17,6 +18,7 @@ from amprewrite.pad_plan import PadPlan
 from amprewrite.pad_policy import PadPolicy
 from amprewrite.plan import Candidate, Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
+from amprewrite.ranges import Calibration
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,25 @@ class Program:
     """Nodes whose ops refused padded inputs when tried, with what they said."""
     pads_off: bool = False
     """Padding was tried and did not work out."""
+    parts: dict[torch.fx.Node, Program] = field(default_factory=dict)
+    """Programs of the bodies of activation checkpoints, where somebody runs them one by one."""
+    by_autocast: Program | None = None
+    """The same graph read by torch.autocast's lists, where somebody compares."""
+    tried: bool = False
+    """Whether a plan of it was tried on fake tensors already."""
+    has_bodies: bool = False
+    """Whether it holds graphs that are planned by themselves."""
     notes: list[str] = field(default_factory=list)
     given: RegionPlan | None = None
     """A plan to follow instead of deciding."""
     candidates: tuple[Candidate, ...] = ()
     """What the plan was weighed against, itself first."""
+    calibration: Calibration | None = None
+    """What the model's values were on sample batches."""
+    careful: Careful | None = None
+    """Nodes to keep high for accuracy's sake."""
+    magnitudes: dict[str, float] = field(default_factory=dict)
+    """Largest magnitude of each parameter and buffer, where the low format's range is narrow."""
     match_given: Callable[[Program], RegionPlan] | None = None
     """Finds the plan to follow for a graph inside this one."""
     module: torch.fx.GraphModule | None = None
@@ -110,6 +126,11 @@ class Program:
             self, paints={}, casts=(), notes=[], refused=dict(self.refused), candidates=(), module=None, fx_nodes={}, match_given=None,
             pads=PadPlan(), pads_off=True,
         )
+
+    def note(self, text: str) -> None:
+        """Add a line to the notes of the plan, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def keep_high(self, name: str, why: str) -> None:
         """Remember that a node must run high whatever the lists say, and forget what was decided."""

@@ -9,17 +9,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from amprewrite.accuracy import check_target, search
+from amprewrite.calibrate import calibrate
 from amprewrite.devices import named_device
-from amprewrite.errors import CaptureError, OpListError, PolicyError
+from amprewrite.errors import OpListError, PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
 from amprewrite.granularity import MODEL, parse_granularity
+from amprewrite.kept_state import state_kept
 from amprewrite.loss_scale import parse_loss_scale
 from amprewrite.oplists import OpLists, op_lists
 from amprewrite.pad_policy import parse_pad
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
-from amprewrite.rewritten import Rewritten, plain_of, rewritten
+from amprewrite.ranges import Calibration
+from amprewrite.rewritten import Rewritten, module_of, plain_of, rewritten
 from amprewrite.runtime import Options, lookup_backend, refuse_ambient_autocast
+from amprewrite.trial import Call, kept
 
 M = TypeVar("M")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -35,6 +40,9 @@ def rewrite(
     lists: str | OpLists = "default",
     overrides: Mapping[str, str] | None = None,
     plan: CastPlan | None = None,
+    calibration: Calibration | Iterable[Any] | None = None,
+    tolerance: float | None = None,
+    accuracy: str | None = None,
     device: str | None = None,
     measure: bool = False,
     high: str = "fp32",
@@ -58,6 +66,11 @@ def rewrite(
         lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
         overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`.
         plan: follow this plan, perhaps edited, instead of deciding; one that does not fit raises PlanError.
+        calibration: what `amprewrite.calibrate` gave, or batches to calibrate with: in fp16, values that would overflow or
+            be flushed stay fp32, with the evidence in the plan. Batches run in the model's present mode.
+        tolerance: relative L2 error of the outputs that may be spent; the cheapest plan found within it is taken.
+        accuracy: "autocast": the cheapest plan found whose error is not above that of torch.autocast's rules. Both measure on
+            the calibration batches, or on `example_inputs`; `amprewrite.accuracy.search` has the details and the frontier.
         device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.devices.NAMED` has them all) instead of the one at
             hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
         measure: time ops and casts on the device at hand instead of taking prices from the table; kept on disk.
@@ -78,9 +91,10 @@ def rewrite(
 
     Raises:
         PolicyError: options that make no sense. CaptureError: a model that cannot be captured. PlanError: a plan that does
-        not fit. All are AmpRewriteErrors.
+        not fit. CalibrationError: batches that cannot be run, ranges of another model. AccuracyError: an accuracy that
+        cannot be reached. All are AmpRewriteErrors.
     """
-    module = _module_of(model)
+    module = module_of(model)
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
     options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
@@ -95,12 +109,41 @@ def rewrite(
     options.pad.check_modules(path for path, _ in module.named_modules())
     _check_high(high)
     refuse_ambient_autocast()
-    amp = rewritten(plain_of(module) if isinstance(module, Rewritten) else module, options)
+    module = plain_of(module) if isinstance(module, Rewritten) else module
+    options = replace(options, **evidence(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
+    amp = rewritten(module, options)
     for each in optimizers_of(optimizer):
         amp.attach(each)
     if example_inputs is not None or example_kwargs is not None:
         warm(amp, tuple(example_inputs or ()), example_kwargs or {})
     return amp  # type: ignore[no-any-return]
+
+
+def evidence(
+    module: nn.Module,
+    options: Options,
+    calibration: Calibration | Iterable[Any] | None,
+    tolerance: float | None,
+    accuracy: str | None,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What sample batches say of the model: the options `calibration` and `careful`."""
+    found: dict[str, Any] = {}
+    batches: list[Any] = [] if args is None and kwargs is None else [Call(tuple(args or ()), dict(kwargs or {}))]
+    if isinstance(calibration, Calibration):
+        found["calibration"] = calibration
+    elif calibration is not None:
+        batches = []
+        found["calibration"] = calibrate(module, kept(calibration, batches), progress=False)
+    if calibration is not None:
+        found["calibration"].check(module)
+    check_target(tolerance, accuracy)
+    if tolerance is not None or accuracy is not None:
+        if options.given is not None:
+            raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")
+        found["careful"] = search(module, batches, replace(options, **found), tolerance, accuracy).careful
+    return found
 
 
 def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:
@@ -112,27 +155,8 @@ def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | Non
 
 def warm(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Capture now: one call that leaves buffers, gradients and random state as they were."""
-    buffers = {name: buffer.detach().clone() for name, buffer in amp.named_buffers()}
-    devices = sorted({p.device.index or 0 for p in amp.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with state_kept(amp):
         amp(*args, **kwargs)
-    with torch.no_grad():
-        for name, buffer in amp.named_buffers():
-            if name in buffers and not buffer.is_inference() and not torch.equal(buffer, buffers[name]):
-                buffer.copy_(buffers[name])
-
-
-def _module_of(model: Any) -> nn.Module:
-    if isinstance(model, torch.export.ExportedProgram):
-        module = model.module()
-        assert isinstance(module, nn.Module)
-        return module
-    if not isinstance(model, nn.Module):
-        name = type(model).__name__
-        raise PolicyError(f"rewrite takes an nn.Module or an ExportedProgram, not {name}; wrap functions in a module")
-    if type(model).__name__ == "OptimizedModule":
-        raise CaptureError("this module went through torch.compile; rewrite the original with backend='inductor' instead")
-    return model
 
 
 def _options(

@@ -115,16 +115,10 @@ def _rewrite_bodies(program: Program) -> dict[str, tuple[torch.fx.GraphModule, R
     by_node = {node: name for name, node in program.fx_nodes.items()}
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     for node in module.graph.nodes:
-        if node.op != "call_function" or getattr(node.target, "__name__", "") not in BODIES:
+        if not is_checkpoint(node):
             continue
-        name = node.args[0].target
-        body, _ = _copy(getattr(module, name))
-        inputs = (inner for inner in body.graph.nodes if inner.op == "placeholder")
-        for inner, outer in zip(inputs, node.args[1:], strict=False):
-            if isinstance(outer, torch.fx.Node) and "grapharg" in outer.meta:
-                inner.meta["grapharg"] = outer.meta["grapharg"]
-        part = read_program(body, program.policy, name, program.entry, program.training)
-        _free_outputs(part)
+        part = read_body(program, node)
+        name = part.name
         part.given = program.match_given(part) if program.match_given else None
         bodies[name] = rewrite_graph(part)
         given_low = _low_outputs(part)
@@ -133,6 +127,35 @@ def _rewrite_bodies(program: Program) -> dict[str, tuple[torch.fx.GraphModule, R
             if vertex is not None and vertex.carries_fp32 and user.args[1:] and user.args[1] in given_low:
                 program.graph.nodes[vertex.name] = replace(vertex, pinned=(Colour.LOW, Reason.BODY, name), tie="")
     return bodies
+
+
+def is_checkpoint(node: torch.fx.Node) -> bool:
+    """Whether the node runs the body of an activation checkpoint."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES
+
+
+def read_body(program: Program, node: torch.fx.Node) -> Program:
+    """The program of the body that `node` runs, as free as `program` to be decided; it is a copy."""
+    assert isinstance(node.args[0], torch.fx.Node) and program.module is not None
+    name = str(node.args[0].target)
+    body, _ = _copy(getattr(program.module, name))
+    inputs = (inner for inner in body.graph.nodes if inner.op == "placeholder")
+    for inner, outer in zip(inputs, node.args[1:], strict=False):
+        if isinstance(outer, torch.fx.Node) and "grapharg" in outer.meta:
+            inner.meta["grapharg"] = outer.meta["grapharg"]
+    part = read_program(body, program.policy, name, program.entry, program.training)
+    part.calibration, part.careful = program.calibration, program.careful
+    _free_outputs(part)
+    return part
+
+
+def read_parts(program: Program) -> None:
+    """Read the bodies in a program while capture's facts are at hand: names come from them."""
+    assert program.module is not None
+    for node in program.module.graph.nodes:
+        if is_checkpoint(node):
+            program.parts[node] = read_body(program, node)
+            read_parts(program.parts[node])
 
 
 def _free_outputs(part: Program) -> None:

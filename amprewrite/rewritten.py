@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from amprewrite.dynamo import fresh_code, kept_out
-from amprewrite.errors import CaptureError, EmitError
+from amprewrite.errors import CaptureError, EmitError, PolicyError
 from amprewrite.granularity import part_paths
 from amprewrite.loss_scale import LossScale
 from amprewrite.plan import CastPlan, PendingPlan
@@ -104,6 +104,20 @@ class Rewritten(nn.Module):
         return rewritten, (plain_of(self), _options_with_scale(self))
 
 
+def module_of(model: Any) -> nn.Module:
+    """The module to rewrite; PolicyError or CaptureError for what is none."""
+    if isinstance(model, torch.export.ExportedProgram):
+        module = model.module()
+        assert isinstance(module, nn.Module)
+        return module
+    if not isinstance(model, nn.Module):
+        name = type(model).__name__
+        raise PolicyError(f"rewrite takes an nn.Module or an ExportedProgram, not {name}; wrap functions in a module")
+    if type(model).__name__ == "OptimizedModule":
+        raise CaptureError("this module went through torch.compile; rewrite the original with backend='inductor' instead")
+    return model
+
+
 def onnx_road() -> ModuleType:
     """amprewrite.convert, which needs the onnx extra; EmitError with the install line where that is missing."""
     try:
@@ -162,13 +176,13 @@ def rewritten_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def rewritten(model: nn.Module, options: Options) -> Any:
+def rewritten(model: nn.Module, options: Options, kind: type[Session] = Session) -> Any:
     """A rewritten twin of a plain model; nothing is captured yet. Parts that were rewritten before are taken over."""
     cls = type(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError("a TorchScript module hides its Python code from capture; rewrite the model it was made from")
     amp = twin_of(model, rewritten_class(cls))  # type: ignore[arg-type]
-    session = Session(options, amp)
+    session = kind(options, amp)
     amp.__dict__[_SESSION] = session
     parts = part_paths(model, options.granularity)
     session.entries[""] = Entry(session, "", _take_forward(amp, cls), captured=not parts)

@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pus
 
 from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn, emit
+from amprewrite.careful import Careful
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError
+from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32, Format
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
@@ -32,13 +34,15 @@ from amprewrite.given_plan import match_region
 from amprewrite.granularity import MODEL, Granularity
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
+from amprewrite.magnitudes import magnitudes
 from amprewrite.oplists import OpLists
 from amprewrite.overflow_probe import LatestInputs, OverflowProbe
 from amprewrite.pad_policy import PadPolicy
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Override, Policy
 from amprewrite.program import Program
-from amprewrite.rewrite_graph import _device, read_program, rewrite_graph
+from amprewrite.ranges import Calibration, RegionRanges, parameters_fingerprint
+from amprewrite.rewrite_graph import _device, read_parts, read_program, rewrite_graph
 from amprewrite.step_gate import StepGate
 from amprewrite.weight_cache import WeightCache
 
@@ -60,6 +64,8 @@ class Options:
     given: CastPlan | None = None
     granularity: Granularity = MODEL
     """What `parse_granularity` returns."""
+    calibration: Calibration | None = None
+    careful: Careful | None = None
     loss_scale: Any = "auto"
     """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
     device: str = ""
@@ -75,9 +81,19 @@ class Region:
         self.entry, self.plan, self.run, self.state, self.module = entry, plan, run, entry.session.state, module
         self.session = entry.session
         self.latest = None if module is None else LatestInputs(self)
+        self.first_calls: FirstCalls | None = None
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
+        first = self.first_calls
+        if first is None:
+            return self._call(inputs)
+        result = first.call(self._call, inputs)
+        if first.left <= 0:
+            self.first_calls = None
+        return result
+
+    def _call(self, inputs: tuple[Any, ...]) -> Any:
         run = self.run
         if self.latest is not None:
             inputs = (*inputs, *self.session.scales())
@@ -207,8 +223,11 @@ class Session:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
+        self.calibration = self.options.calibration
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
+        if self.options.careful is not None and self.options.careful.note:
+            self._note(self.options.careful.note)
         self.probe = OverflowProbe(self.root)
         self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
 
@@ -351,14 +370,22 @@ class Session:
         if "disable()" in why and _OUR_DOOR not in reason.reason:  # after other breaks capture goes on with the next line
             self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
-    def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+    def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Program:
+        """The program of a captured graph, nothing decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
-        backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path
         program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
         program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
+        program.calibration, program.careful = self.calibration, self.options.careful
+        program.magnitudes = magnitudes(program, example_inputs)
+        return program
+
+    def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
+        program = self.read_region(graphs, module, example_inputs)
+        entry, name, grad = graphs.entry, program.name, program.training
         if self.options.given is not None:
             program.given = self._match_given(program)
             program.match_given = self._match_given
@@ -376,7 +403,25 @@ class Session:
         if program.scale_loss:
             example_inputs = [*example_inputs, *self.scales()]
         run = emit(rewritten, example_inputs, backend, cache)
-        return Region(entry, plan, run, rewritten if program.scale_loss else None)
+        region = Region(entry, plan, run, rewritten if program.scale_loss else None)
+        if worth_watching(program):
+
+            def again() -> None:
+                with self.lock:
+                    rewritten, region.plan = rewrite_graph(program)
+                    region.module = rewritten if program.scale_loss else None
+                    region.run = emit(rewritten, example_inputs, backend, cache)
+
+            read_parts(program)
+            region.first_calls = FirstCalls(program, self.learn, again, self.warn_fp32)
+        return region
+
+    def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
+        """Add the ranges of a call that overflowed to what calibration says."""
+        with self.lock:
+            old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
+            self.calibration = old | Calibration("", old.parameters, 1, regions)
+            return self.calibration
 
     def _match_given(self, program: Program) -> RegionPlan:
         assert self.options.given is not None

@@ -22,9 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amprewrite.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, CaptureError, PolicyError
 from amprewrite.formats import FP32
+from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
 from amprewrite.granularity import part_paths
+from amprewrite.kept_state import state_kept
+from amprewrite.magnitudes import magnitudes
 from amprewrite.plan import CastPlan, RegionPlan
 from amprewrite.program import Program
 from amprewrite.rewrite_graph import _device, read_program, rewrite_graph
@@ -116,13 +119,16 @@ class StrictRun:
     # -- capture ------------------------------------------------------------------------------
     def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
         """Dynamo's backend for the part at `path`, whose positional parameters are `names`."""
-        return lambda module, example_inputs: self._capture(module, path, names)
+        return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
 
-    def _capture(self, module: torch.fx.GraphModule, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
         policy = self.session.policy_for(_device(module))
         self.low = policy.low.name
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
-        program = read_program(module, policy, f"graph{len(self.regions)}", path, grad, names)
+        found = frame_path(module.graph, example_inputs, self.model)
+        program = read_program(module, policy, f"graph{len(self.regions)}", path if found is None else found, grad, names)
+        program.calibration, program.careful = self.session.calibration, self.session.options.careful
+        program.magnitudes = magnitudes(program, example_inputs)
         if self.session.options.given is not None:
             program.match_given = self._given
             program.given = self._given(program)
@@ -158,21 +164,14 @@ class StrictRun:
 
         Buffers, random state and `.grad` stay as they were.
         """
-        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        devices = sorted({p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"})
         args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs or {})))
         try:
-            with torch.random.fork_rng(devices=devices):
+            with state_kept(self.model):
                 output = self.model(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpRewriteError):
                 raise error.inner_exception from None
             raise
-        finally:
-            with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
-                    if name in buffers and not buffer.is_inference() and not torch.equal(buffer, buffers[name]):
-                        buffer.copy_(buffers[name])
         return output_floats(output), self._gradients(output) if self.backward else {}
 
     def _gradients(self, output: Any) -> dict[str, torch.Tensor]:

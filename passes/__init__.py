@@ -10,11 +10,15 @@ from amprewrite.passes.paint_tf import PaintTF
 from amprewrite.passes.plan_casts import PlanCasts
 from amprewrite.passes.plan_pads import PlanPads
 from amprewrite.passes.repaint_by_cost import RepaintByCost
+from amprewrite.passes.repaint_by_error import RepaintByError
+from amprewrite.passes.repaint_by_range import RepaintByRange
 from amprewrite.passes.scale_loss import ScaleLoss
 from amprewrite.passes.weigh_plans import WeighPlans
 
 DECIDE: tuple[Pass, ...] = (
     Paint(),  # what facts, overrides and lists decide; deny flows downstream
+    RepaintByRange(),  # fp16: what its range cannot hold stays high, by calibration and by weights
+    RepaintByError(),  # what a search for an accuracy keeps high
     PaintTF(),  # lists="tf": TensorFlow's remaining rules
     PaintLocal(),  # lists="autocast": op by op, as torch.autocast does at run time
     PaintForce(),  # lists="o2", "o3": everything else low

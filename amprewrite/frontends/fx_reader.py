@@ -44,6 +44,8 @@ from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.oplists import OpLists, op_name
 from amprewrite.source_text import dtype_is_literal, location
 
+_ORDINARY = 64
+"""Activations of this size are nothing out of the ordinary."""
 _CONSTANT_SENSITIVE = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "mul", "full", "full_like", "fill"}
 
 
@@ -76,8 +78,8 @@ def read_graph(
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     """What the lists say of the op as it is called here.
 
-    Two things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, and a
-    power that only a tanh reads (GELU) may overflow without harm.
+    Three things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, a power
+    that only a tanh reads (GELU) may overflow without harm, and a product of a value with itself is a square.
     """
     if fact.row is None:
         return None
@@ -86,9 +88,12 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
         return OpKind.CLEAR  # to the dtype it has already, but for those with facts of their own
     if kind is None and lists.rule == "local":
         return OpKind.INFER  # torch.autocast lets it follow its inputs
-    if kind is OpKind.DENY and lists.rule == "cost" and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
+    if lists.rule == "cost" and fact.row.name not in lists.asked:
         small = low.max > 1e30 or _only_tanh_reads(fact.node)
-        return OpKind.INFER if small and fact.row.name not in lists.asked else kind
+        if kind is OpKind.DENY and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
+            return OpKind.INFER if small else kind
+        if kind is OpKind.INFER and fact.op == "mul" and len(fact.node.args) == 2 and fact.node.args[0] is fact.node.args[1]:
+            return kind if small else lists.kind("square")
     return kind
 
 
@@ -236,6 +241,8 @@ def _pin_constant(fact: Fact, low: Format) -> tuple[Colour, Reason, str] | None:
             return Colour.HIGH, Reason.CONSTANT, f"{constant:g} vanishes in {low.name}"
         if size > low.max and fact.op in ("mul", "add", "sub", "div"):
             return Colour.HIGH, Reason.CONSTANT, f"{constant:g} exceeds {low.name}"
+        if size * _ORDINARY > low.max and fact.op == "mul":
+            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} times an ordinary activation exceeds {low.name}"
     return None
 
 

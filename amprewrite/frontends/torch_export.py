@@ -51,6 +51,7 @@ def export_with_plan(
     module = capture(plain, args, kwargs, **options)
     policy = session.policy_for(_device(module))
     program = read_program(module, policy, "graph0", "", plain.training, parameter_names(plain.forward))
+    program.calibration, program.careful = session.calibration, session.options.careful
     if session.options.given is not None:
         program.given = match_region(session.options.given, program)
     edited, region = rewrite_graph(program)

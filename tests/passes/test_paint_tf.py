@@ -15,7 +15,8 @@ from amprewrite.colour import Reason
 from amprewrite.formats import FP16
 from amprewrite.oplists import op_lists
 from amprewrite.pass_base import run_passes
-from amprewrite.passes import DECIDE
+from amprewrite.passes.paint import Paint
+from amprewrite.passes.paint_tf import PaintTF
 
 SIMPLE = "exp relu sqrt relu matmul relu log relu sparse_mm relu"
 INFER_AS_DENY = {"sqrt": "deny", "log": "deny"}
@@ -141,7 +142,7 @@ def test_every_rule_leaves_its_reason(node: str, reason: Reason, cause: str) -> 
 
 def test_other_lists_are_not_concerned() -> None:
     program = chain("matmul sqrt", "default")
-    run_passes(DECIDE[:1], program)
+    run_passes((Paint(),), program)
     before = dict(program.paints)
-    (result,) = run_passes(DECIDE[1:2], program)
+    (result,) = run_passes((PaintTF(),), program)
     assert (result.name, result.modified, program.paints) == ("paint-tf", False, before)

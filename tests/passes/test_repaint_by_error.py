@@ -1,0 +1,49 @@
+"""Nodes that a search keeps high stay high, whatever the planner would do."""
+
+from __future__ import annotations
+
+import pytest
+from chains import chain, letters
+
+from amprewrite.careful import Careful
+from amprewrite.colour import Colour, Reason
+from amprewrite.pass_base import run_passes
+from amprewrite.passes import DECIDE
+from amprewrite.passes.repaint_by_error import RepaintByError
+from amprewrite.program import Program
+from amprewrite.ranges import fingerprint
+
+
+def keeping(text: str, *names: str, **options: object) -> Program:
+    program = chain(text, "default", "bf16", **options)
+    program.careful = Careful({fingerprint(program.graph): dict.fromkeys(names, "it adds 0.01")})
+    run_passes(DECIDE, program)
+    return program
+
+
+@pytest.mark.parametrize("names", [("relu",), ("matmul",), ("matmul_1",), ("matmul", "relu", "matmul_1")])
+def test_what_is_named_is_high(names: tuple[str, ...]) -> None:
+    assert letters(keeping("matmul relu matmul")) == "L L L"
+    found = keeping("matmul relu matmul", *names)
+    assert all(found.paints[name].colour is Colour.HIGH for name in names)
+
+
+def test_the_reason_is_the_evidence() -> None:
+    paint = keeping("matmul relu matmul", "relu").paints["relu"]
+    assert (paint.reason, paint.detail) == (Reason.SENSITIVE, "it adds 0.01")
+
+
+def test_an_override_stands() -> None:
+    assert keeping("matmul relu matmul", "matmul", overrides={"node:matmul": "low"}).paints["matmul"].colour is Colour.LOW
+
+
+def test_a_graph_that_the_search_never_ran_says_so() -> None:
+    program = chain("matmul relu", "default", "bf16")
+    program.careful = Careful({})
+    run_passes(DECIDE, program)
+    assert letters(program) == "L L"
+    assert "never ran this graph" in program.notes[0]
+
+
+def test_without_a_search_nothing_changes() -> None:
+    assert not RepaintByError()(chain("matmul relu", "default", "bf16")).modified

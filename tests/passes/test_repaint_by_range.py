@@ -1,0 +1,105 @@
+"""Values that do not fit fp16: who is kept high, with what evidence, and who is left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chains import chain, letters
+
+from amprewrite.colour import Colour, Reason
+from amprewrite.pass_base import run_passes
+from amprewrite.passes import DECIDE
+from amprewrite.passes.repaint_by_range import RepaintByRange
+from amprewrite.program import Program
+from amprewrite.ranges import Calibration, RegionRanges, ValueRange, fingerprint
+
+
+def seen(largest: float, smallest: float = 1.0) -> ValueRange:
+    """A value spread evenly over the octaves between two magnitudes."""
+    steps = torch.logspace(torch.tensor(smallest).log2().item(), torch.tensor(largest).log2().item(), 4096, base=2)
+    return ValueRange.of(steps.clamp(max=largest))
+
+
+def with_ranges(text: str, low: str = "fp16", lists: str = "default", **values: ValueRange) -> Program:
+    """The program of a text, decided with these ranges; all other values are ordinary."""
+    program = chain(text, lists, low)
+    ranges = {node.name: ValueRange.of(torch.randn(4096)) for node in program.graph if node.carries_fp32} | values
+    program.calibration = Calibration("Net", "", 1, (RegionRanges(fingerprint(program.graph), "graph", ranges),))
+    run_passes(DECIDE, program)
+    return program
+
+
+TINY = seen(1.0, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "colours"),
+    [
+        pytest.param("matmul relu matmul", {}, "L L L", id="ordinary values change nothing"),
+        pytest.param("matmul relu matmul", {"matmul": seen(1e5)}, "H H L", id="the maker is high, and who reads it"),
+        pytest.param("matmul matmul matmul", {"matmul": seen(1e5)}, "H H L", id="an allowed op that reads it is high too"),
+        pytest.param("matmul relu matmul", {"relu": seen(3e4)}, "L H H", id="within a factor of 4 of the end is too near"),
+        pytest.param("matmul relu matmul", {"relu": seen(1e4)}, "L L L", id="beyond that factor is far enough"),
+        pytest.param("matmul relu matmul", {"relu": seen(1e-5, 1e-7)}, "L H H", id="all below the normal range"),
+        pytest.param("matmul relu mul(relu,k) add(mul,x)", {"relu": seen(1e-5, 1e-7)}, "L L H H", id="unless it drowns in a sum"),
+        pytest.param("matmul softmax log", {"softmax": seen(1.0, 1e-9)}, "L H H", id="what log reads must not be flushed"),
+        pytest.param("matmul softmax log", {"softmax": seen(1.0, 1e-2)}, "L L H", id="what log reads is not flushed"),
+        pytest.param("matmul softmax relu log", {"softmax": TINY, "relu": TINY}, "L H H H", id="nor before clear ops"),
+        pytest.param("matmul softmax matmul", {"softmax": seen(1.0, 1e-9)}, "L L L", id="small values harm no matmul"),
+    ],
+)  # fmt: skip
+def test_who_is_kept_high(text: str, values: dict[str, ValueRange], colours: str) -> None:
+    assert letters(with_ranges(text, **values)) == colours
+
+
+def test_the_reason_names_value_size_limit_and_probability() -> None:
+    program = with_ranges("matmul relu matmul", matmul=seen(1e5))
+    paint = program.paints["matmul"]
+    assert paint.reason is Reason.OUT_OF_RANGE
+    assert paint.detail == "matmul reaches 1e+05, fp16 ends at 65504: P(overflow) is 1 a pass"
+    assert program.paints["relu"].detail.startswith("its input matmul reaches 1e+05")
+
+
+def test_bf16_has_the_range_of_fp32() -> None:
+    assert letters(with_ranges("matmul relu matmul", low="bf16", matmul=seen(1e30))) == "L L L"
+
+
+def test_masks_saturate_by_design() -> None:
+    program = with_ranges("matmul masked_fill^ softmax matmul", masked_fill=seen(3e38))
+    assert letters(program) == letters(with_ranges("matmul masked_fill^ softmax matmul"))
+
+
+@pytest.mark.parametrize("lists", ["default", "tf", "autocast", "o3"])
+def test_every_list_respects_ranges(lists: str) -> None:
+    program = with_ranges("matmul relu matmul", lists=lists, matmul=seen(1e5))
+    assert program.paints["matmul"].colour is program.paints["relu"].colour is Colour.HIGH
+
+
+def test_an_override_stands_and_a_note_says_what_it_risks() -> None:
+    program = chain("matmul relu matmul", "default", "fp16", overrides={"node:matmul": "low"})
+    ranges = {"matmul": seen(1e5)}
+    program.calibration = Calibration("Net", "", 1, (RegionRanges(fingerprint(program.graph), "graph", ranges),))
+    run_passes(DECIDE, program)
+    assert program.paints["matmul"].colour is Colour.LOW
+    assert "matmul runs low because 'node:matmul' asks for it, though matmul reaches 1e+05" in program.notes[0]
+
+
+def test_a_weight_beyond_the_range_needs_no_calibration() -> None:
+    program = chain("matmul(x,w) relu matmul", "default", "fp16")
+    program.magnitudes = {"w": 1e5}
+    run_passes(DECIDE, program)
+    assert letters(program) == "H L L"
+    assert program.paints["matmul"].reason is Reason.CONSTANT
+    assert program.paints["matmul"].detail == "its input w holds 1e+05, fp16 ends at 65504"
+
+
+def test_a_graph_that_calibration_never_ran_says_so() -> None:
+    program = chain("matmul relu", "default", "fp16")
+    program.calibration = Calibration("Net", "", 1, ())
+    run_passes(DECIDE, program)
+    assert program.notes == ["calibration never ran this graph: no ranges are known here"]
+
+
+def test_nothing_is_made_low_and_twice_is_once() -> None:
+    program = with_ranges("exp matmul relu log matmul", matmul=seen(1e5))
+    assert not RepaintByRange()(program).modified
