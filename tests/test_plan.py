@@ -120,7 +120,7 @@ def test_summary_counts(plan: CastPlan) -> None:
     ops, casts, *weighed = plan.summary().splitlines()  # no heavy op was left high, so none is named before
     assert ops == "14 ops in 1 graph: 12 low (bf16), 2 high (fp32), 0 without fp32 values"
     assert casts.startswith(f"{len(plan.casts)} casts: 10 of weights, 3 of activations; low does 100.0 % of matmul")
-    assert weighed[0].startswith("one pass on cpu") and len(weighed) > 1
+    assert any(line.startswith("one pass on cpu") for line in weighed)
 
 
 def test_summary_names_heavy_ops_left_high_and_what_was_left_out(plan: CastPlan) -> None:
