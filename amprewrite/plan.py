@@ -186,7 +186,7 @@ class CastPlan:
 
     def summary(self) -> str:
         """Heavy ops left high, counts, and what the plan and the plans it was weighed against would take."""
-        return "\n".join([self.counts(), *self._weighed()])
+        return "\n".join([self.counts(), *self._weighed(), *pad_summary([region.pads for region in self.regions])])
 
     def _weighed(self) -> list[str]:
         regions = [region for region in self.regions if region.candidates]
@@ -222,7 +222,6 @@ class CastPlan:
             f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
             f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
         ]
-        lines += pad_summary([region.pads for region in self.regions])
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"left out: {part}" for part in self.skipped]
         return "\n".join(lines)

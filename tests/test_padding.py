@@ -23,6 +23,12 @@ MOST = {**dict.fromkeys(NETS, (1, 1)), "gpt": (5, 5), "vit": (6, 7)}
 """Real pads and slices that may be left: at inputs, results, and on both sides of layer norms, which run over logical sizes."""
 
 
+@pytest.fixture(autouse=True)
+def sizes_seen_in_other_tests_are_forgotten() -> None:
+    """Dynamo makes a size symbolic that it saw change at the same line of code, and symbolic sizes are not padded."""
+    torch._dynamo.reset()
+
+
 def counts(amp: Any) -> Counter[str]:
     return Counter(each.kind for each in pads_of(amp).copies)
 
