@@ -121,7 +121,7 @@ class DebugReport:
         return "\n".join(lines)
 
     def suggest_overrides(self, max_rel_err: float | None = None, most_runs: int = 300) -> dict[str, str]:
-        """The smallest set of nodes found that, kept in fp32, brings the output error to `max_rel_err`; paste it into `overrides=`.
+        """The smallest set of nodes found that, kept in fp32, brings the output error to `max_rel_err`: for `overrides=`.
 
         None aims at 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Overrides that the model has already are in the
         result. `most_runs` bounds the runs of the model. An AmpRewriteWarning says so where the target is not reached.
@@ -203,7 +203,8 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
                 yield Finding("overflow", row, row, reach)
             told.add(_node(row))
         elif row.underflow >= FLUSHED and row.introduced > NOISE * fmt.eps:
-            yield Finding("underflow", row, row, f"{_share(row.underflow)} of its values become zero, below {fmt.smallest_subnormal:.2g}")
+            lost = f"{_share(row.underflow)} of its values become zero, below {fmt.smallest_subnormal:.2g}"
+            yield Finding("underflow", row, row, lost)
         elif row.introduced > fmt.eps * GROWTH:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
         elif _cancels(row, by_name, fmt.eps):

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +311,8 @@ class CastPlan:
 
         The version is one number: it rises whenever a file of before cannot be read any more. Keys that are added have defaults.
         """
+        from amprewrite.render.schema import schema
+
         return schema()
 
     # -- changing and comparing -------------------------------------------------
@@ -405,27 +407,6 @@ def _table(region: RegionPlan) -> list[str]:
 
 def _shape(node: NodePlan) -> str:
     return "x".join(map(str, node.shape)) or "-"
-
-
-def schema() -> dict[str, dict[str, str]]:
-    """See CastPlan.schema: the fields of the classes above, with what is said of them."""
-    kinds = {"plan": CastPlan, "region": RegionPlan, "node": NodePlan, "cast": Cast, "skipped": Skipped}
-    return {kind: {f.name: _MEANING.get(f.name, f.name.replace("_", " ")) for f in fields(cls) if f.name != "basis"} for kind, cls in kinds.items()}
-
-
-_MEANING = {
-    "version": f"version of this form: {SCHEMA}", "low": "format that low means: bf16 or fp16", "lists": "name of the op lists",
-    "regions": "one object a captured graph", "skipped": "parts that run outside the graphs", "notes": "remarks, a sentence each",
-    "name": "unique within its region", "nodes": "in a canonical order: makers before readers", "casts": "follow from the colours; may be empty",
-    "training": "whether gradients were on", "entry": "path of the module that was called", "bodies": "always empty: bodies are regions",
-    "op": "ATen base name, or the role", "colour": "low, high or plain: the one key to edit", "reason": "name of a Reason",
-    "because_of": "the node that is the cause, or empty", "detail": "a word more on the reason", "kind": "list of the op, or null",
-    "dtype": "of the result, after the rewrite", "shape": "of the result: numbers, or symbols as text", "flops": "of a matmul or convolution",
-    "module": "path of the module around it", "source": "file:line", "role": "op, input, parameter, buffer, constant or output",
-    "inputs": "names of the nodes whose fp32 values it reads", "value": "node whose result is copied", "to": "format of the copy",
-    "users": "nodes that read the copy", "saturate": "whether values are clamped to the range first", "weight": "whether it copies a parameter",
-    "epoch": "in-place writes that the value had seen", "where": "place in the code", "why": "a sentence",
-}  # fmt: skip
 
 
 def _encode(value: Any) -> Any:

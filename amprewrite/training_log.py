@@ -38,7 +38,7 @@ class TrainingLog:
             raise PolicyError(f"every={every!r} counts steps; give a whole number, at least 1")
         self._scale, self._writer, self._every, self._calls = session_of(amp).loss_scale, writer, every, 0
         try:
-            self._file = None if path is None else Path(path).open("a", encoding="utf-8")
+            self._file = None if path is None else Path(path).open("a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise EmitError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from amprewrite.colour import Colour, OpKind, Reason
+from amprewrite.cost import TICK, Prices
 from amprewrite.formats import FORMATS, FP32
 from amprewrite.op_graph import OpGraph
 from amprewrite.pass_base import run_passes
@@ -44,6 +45,8 @@ class Change:
     weight_casts: int
     cast_bytes: int
     """Bytes that the casts read and write, more or fewer than now."""
+    seconds: float = 0.0
+    """Modelled time of a pass, more or less than now."""
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -57,7 +60,8 @@ class Change:
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
         size = f" ({_bytes(self.cast_bytes)})" if self.cast_bytes else ""
         moved = f"; {len(self.moved)} more node{'s' * (len(self.moved) != 1)} would follow" if self.moved else ""
-        return f"{said}{size}{moved}"
+        time = f", {1e6 * self.seconds:+.3g} µs a pass" if self.seconds else ""
+        return f"{said}{size}{time}{moved}"
 
 
 class WhatIf:
@@ -68,6 +72,7 @@ class WhatIf:
         self.basis: Program = region.basis
         self.base = self.decide({})
         self.colours = {node.name: node.colour for node in self.base.nodes}
+        self.prices = Prices(self.basis.graph, self.basis.costs)
 
     @classmethod
     def of(cls, region: RegionPlan) -> WhatIf | None:
@@ -135,7 +140,8 @@ class WhatIf:
             return None
         moved = tuple(n for n, c in after.items() if c is not self.colours[n] and n not in nodes and n != name)
         old, new = self._counts(self.base), self._counts(plan)
-        return Change(colour, nodes, moved, new[0] - old[0], new[1] - old[1], new[2] - old[2])
+        seconds = (self.prices.of(after).total - self.prices.of(self.colours).total) * TICK
+        return Change(colour, nodes, moved, new[0] - old[0], new[1] - old[1], new[2] - old[2], seconds)
 
     def _counts(self, plan: RegionPlan) -> tuple[int, int, int]:
         """Casts of activations, copies of weights, and the bytes that both move."""
@@ -207,6 +213,7 @@ _CONDITIONS = {
     Reason.REFUSED: "if the op took {low}: it said {detail}",
     Reason.CONSTANT: "in a format that holds the constant: {detail}",
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",
+    Reason.CANCELS: "if no difference magnified its rounding ({detail})",
     Reason.WRITES_STATE: "if it did not write to memory that outlives the graph",
     Reason.ASKED: "without overrides['{detail}']",
     Reason.IN_PLAN: "with another colour in the plan: plan.edit({{'{name}': ...}})",

@@ -63,7 +63,8 @@ def large(layers: int = 200) -> CastPlan:
             reason = Reason.ON_DENYLIST if high else Reason.ON_ALLOWLIST
             module = f"model.layers.{layer}.{'attention' if place > 5 else 'mlp'}"
             flops = 10**6 if op in ("linear", "matmul") else 0
-            nodes.append(NodePlan(name, op, colour, reason, "", "", OpKind.ALLOW, dtype, (8, 64), flops, module, f"net.py:{place}", "op", reads))
+            where = (module, f"net.py:{place}", "op", reads)
+            nodes.append(NodePlan(name, op, colour, reason, "", "", OpKind.ALLOW, dtype, (8, 64), flops, *where))
             if nodes[-1].dtype != nodes[-2].dtype:
                 casts.append(Cast(last, dtype, (name,)))
             last = name
@@ -263,13 +264,14 @@ def test_the_canvas_shows_both_colours_and_casts(browser: Any, small: Path, view
     """A screenshot test that does not hang on fonts: the colours that the legend names are drawn, on most of the page's ground."""
     tab = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme=view)
     page = Page(tab, small)
-    page.ask("amprewriteReport.openAll(); amprewriteReport.state.k = 1; amprewriteReport.select(amprewriteReport.byName('linear_3').id); amprewriteReport.draw()")
+    page.ask("amprewriteReport.openAll(); amprewriteReport.state.k = 1")
+    page.ask("amprewriteReport.select(amprewriteReport.byName('linear_3').id); amprewriteReport.draw()")
     counted = page.ask(
         """(() => { const c = document.getElementById('graph'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
         const style = getComputedStyle(document.documentElement), found = {};
         for (const name of ['low', 'high', 'cast', 'bg']) { const h = style.getPropertyValue('--' + name).trim();
           const rgb = [1, 3, 5].map(i => parseInt(h.slice(i, i + 2), 16)); found[name] = 0;
-          for (let i = 0; i < d.length; i += 4) if (Math.abs(d[i] - rgb[0]) + Math.abs(d[i + 1] - rgb[1]) + Math.abs(d[i + 2] - rgb[2]) < 12) found[name]++; }
+          for (let i = 0; i < d.length; i += 4) if (rgb.reduce((s, v, j) => s + Math.abs(d[i + j] - v), 0) < 12) found[name]++; }
         return found; })()"""
     )
     assert counted["low"] > 300 and counted["high"] > 40 and counted["cast"] > 10 and counted["bg"] > 100_000, counted
@@ -286,6 +288,7 @@ def test_two_thousand_nodes_open_in_two_seconds(browser: Any, tmp_path: Path, ma
     assert best.seconds < SECONDS and best.said == []
     shown = best.ask("amprewriteReport.state.rects.size")
     assert shown < 400 or make is flat
-    assert best.ask("(() => { const t = performance.now(); amprewriteReport.openAll(); amprewriteReport.draw(); return performance.now() - t; })()") < 2000
+    opening = "(() => { const t = performance.now(); amprewriteReport.openAll(); amprewriteReport.draw(); return performance.now() - t; })()"
+    assert best.ask(opening) < 1000 * SECONDS
     assert best.ask("amprewriteReport.state.rects.size") >= 2000
     tab.close()

@@ -133,7 +133,7 @@ def test_parts_of_a_layout_never_overlap() -> None:
     edges = [(i, i + 1) for i in range(99)] + [(i, min(i + 9, 99)) for i in range(0, 90, 5)]
     found = nest(paths, edges)
     opened = {box.id for box in found.boxes}
-    sizes = {i: (100.0, 40.0) for i in range(100)} | {box.id: (150.0, 50.0) for box in found.boxes}
+    sizes = dict.fromkeys(range(100), (100.0, 40.0)) | {box.id: (150.0, 50.0) for box in found.boxes}
     placed = place(found, sizes, opened)
     assert set(range(100)) <= placed.rects.keys()
     for box in found.boxes:

@@ -21,7 +21,7 @@ from amprewrite.debug import op_table
 from amprewrite.devices import DEVICES, device_row
 from amprewrite.formats import parse_format
 from amprewrite.oplists import OPS, find_op, op_lists
-from amprewrite.passes import APPLY, DECIDE
+from amprewrite.passes import APPLY, DECIDE, WEIGH
 from amprewrite.passes.tidy import Tidy
 from amprewrite.plan import CastPlan
 from amprewrite.render.explain import region_of
@@ -190,7 +190,14 @@ def debug(options: Options) -> int:
             overrides = report.suggest_overrides(options.max_rel_err)
     if options.json:
         findings = [
-            {"kind": f.kind, "seen": f.row.name, "lost": f.lost_at.name, "source": f.lost_at.source, "detail": f.detail, "backward": f.backward}
+            {
+                "kind": f.kind,
+                "seen": f.row.name,
+                "lost": f.lost_at.name,
+                "source": f.lost_at.source,
+                "detail": f.detail,
+                "backward": f.backward,
+            }
             for f in report.findings
         ]
         as_json({"error": report.output_error, "low": report.low, "findings": findings, "overrides": overrides})
@@ -225,7 +232,7 @@ def lists(options: Options) -> int:
 
 def passes(options: Options) -> int:
     rows = []
-    for stage, members in (("decide", DECIDE), ("apply", (*APPLY, Tidy()))):
+    for stage, members in (("decide", DECIDE), ("weigh", WEIGH), ("apply", (*APPLY, Tidy()))):
         for each in members:
             module = inspect.getmodule(type(each))
             said = (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")

@@ -24,7 +24,11 @@ MODEL = f"""A MODEL is
 {HOW[0].upper()}{HOW[1:]}."""
 
 EXAMPLES = {
-    "plan": ["amprewrite plan zoo:bert --dtype bf16", "amprewrite plan zoo:bert --html bert.html", "amprewrite plan model.onnx --json > plan.json"],
+    "plan": [
+        "amprewrite plan zoo:bert --dtype bf16",
+        "amprewrite plan zoo:bert --html bert.html --errors",
+        "amprewrite plan model.onnx --json > plan.json",
+    ],
     "explain": ["amprewrite explain zoo:bert encoder.layer.0", "amprewrite explain plan.json linear_3", "amprewrite explain zoo:bert"],
     "diff": ["amprewrite diff before.json after.json", "amprewrite diff zoo:small zoo:large"],
     "convert": ["amprewrite convert fp32.onnx mixed.onnx --max-rel-err 1e-2", "amprewrite convert zoo:bert bert.onnx --dtype fp16"],
@@ -124,7 +128,8 @@ def _policy(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("policy")
     group.add_argument("--dtype", metavar="FORMAT", help="bf16 or fp16; the device's best if left out")
     group.add_argument("--lists", default="default", metavar="NAME", help="default, tf, autocast, o2 or o3")
-    group.add_argument("--override", action="append", default=[], metavar="KEY=KIND", help="softmax=deny, module:head=fp32, node:linear_3=low")
+    kinds = "softmax=deny, module:head=fp32, node:linear_3=low"
+    group.add_argument("--override", action="append", default=[], metavar="KEY=KIND", help=kinds)
     group.add_argument("--train", action="store_true", help="training mode, with gradients")
     group.add_argument("--device", metavar="DEVICE", help="move model and inputs there first, such as cuda")
 

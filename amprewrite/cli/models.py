@@ -94,7 +94,8 @@ def _load_pt2(path: Path) -> TorchModel:
     try:
         program = torch.export.load(path)
     except Exception as error:
-        raise UsageError(f"{path} is no exported program, or a damaged one: {first_line(error)}; write it with torch.export.save") from error
+        what = f"{path} is no exported program, or a damaged one: {first_line(error)}"
+        raise UsageError(f"{what}; write it with torch.export.save") from error
     if program.example_inputs is None:
         raise UsageError(f"{path} holds no example inputs; save the program that torch.export.export gave")
     args, kwargs = program.example_inputs

@@ -56,7 +56,8 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
         node = drawing.nodes[part]
         label = f"{node.op}\n{shape_of(node)} {node.dtype}" if node.role == "op" else node.name
         tip = node.why() if node.role == "op" else node.role
-        lines.append(f'{pad}n{part} [label={_quoted(label)}, tooltip={_quoted(tip)}, fillcolor="{FILL[node.colour]}", color="{INK[node.colour]}"];')
+        paint = f'fillcolor="{FILL[node.colour]}", color="{INK[node.colour]}"'
+        lines.append(f"{pad}n{part} [label={_quoted(label)}, tooltip={_quoted(tip)}, {paint}];")
     return lines
 
 

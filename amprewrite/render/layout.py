@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 SWEEPS = 6
 LONGEST_ROUTE = 60
@@ -166,7 +167,7 @@ def _order(box: Box) -> None:
     up: dict[int, list[int]] = {}
     down: dict[int, list[int]] = {}
     for chain in box.chains:
-        for a, b in zip(chain, chain[1:], strict=False):
+        for a, b in pairwise(chain):
             up.setdefault(b, []).append(a)
             down.setdefault(a, []).append(b)
     place = {item: index for layer in box.layers for index, item in enumerate(layer)}
@@ -249,7 +250,7 @@ def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int,
     middle: dict[int, float] = {}
     near: dict[int, list[int]] = {}
     for chain in box.chains:
-        for a, b in zip(chain, chain[1:], strict=False):
+        for a, b in pairwise(chain):
             near.setdefault(a, []).append(b)
             near.setdefault(b, []).append(a)
     width = {item: extent[item][0] if item >= 0 else PASS for layer in box.layers for item in layer}

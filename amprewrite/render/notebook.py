@@ -25,11 +25,16 @@ def to_notebook(plan: CastPlan) -> str:
             f'<div style="width:70px;height:7px;border-radius:3px;overflow:hidden;background:{HIGH if row.high else "#ccc"}">'
             f'<div style="width:{100 * row.low / whole:.0f}%;height:7px;background:{LOW}"></div></div>'
         )
-        values = (str(row.ops), str(row.casts), str(row.weight_casts), amount(row.flops) if row.flops else "-", share(row.low_flops, row.flops))
-        rows.append(f"<tr><td {first}>{name}</td><td {first}>{bar}</td>" + "".join(f"<td {cell}>{value}</td>" for value in values) + "</tr>")
+        flops = amount(row.flops) if row.flops else "-"
+        values = (str(row.ops), str(row.casts), str(row.weight_casts), flops, share(row.low_flops, row.flops))
+        cells = "".join(f"<td {cell}>{value}</td>" for value in values)
+        rows.append(f"<tr><td {first}>{name}</td><td {first}>{bar}</td>{cells}</tr>")
     titles = "".join(f"<th {cell}>{title}</th>" for title in ("ops", "casts", "weights", "FLOPs", "low"))
-    table = f"<table><thead><tr><th {first}>module</th><th {first}>low, high</th>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    head = f"<tr><th {first}>module</th><th {first}>low, high</th>{titles}</tr>"
+    table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
     summary = "<br>".join(escape(line) for line in plan.summary().splitlines())
-    small = sum(node.role == "op" for node in plan.nodes) <= MOST_DRAWN
-    drawing = f'<details><summary>graph</summary><div style="max-width:100%;overflow:auto;background:#fff">{to_svg(plan)}</div></details>' if small else ""
+    drawing = ""
+    if sum(node.role == "op" for node in plan.nodes) <= MOST_DRAWN:
+        frame = "max-width:100%;overflow:auto;background:#fff"
+        drawing = f'<details><summary>graph</summary><div style="{frame}">{to_svg(plan)}</div></details>'
     return f'<div><p style="margin:4px 0">cast plan, low = {escape(plan.low)}: {summary}</p>{table}{drawing}</div>'

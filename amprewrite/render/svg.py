@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from amprewrite.plan import CastPlan
 from amprewrite.render.facts import shape_of
 from amprewrite.render.graph import Drawing, draw
 from amprewrite.render.html import write_text
-from amprewrite.render.layout import Placed, place
+from amprewrite.render.layout import Placed, Rect, place
 
 LOW, HIGH, CAST, INK, SOFT, LINE = "#0b8c82", "#c96f06", "#8b3fe0", "#171c26", "#6b7686", "#d5dae2"
 TINT = {Colour.LOW: "#e3f4f1", Colour.HIGH: "#fdf1df", Colour.PLAIN: "#eceef3"}
@@ -98,7 +99,7 @@ def _boxes(drawing: Drawing, placed: Placed) -> list[str]:
         if box.id not in placed.rects or box.id not in placed.open:
             continue
         r = placed.rects[box.id]
-        found.append(f'<rect x="{r.x:.1f}" y="{r.y:.1f}" width="{r.w:.1f}" height="{r.h:.1f}" rx="10" fill="#fff" fill-opacity=".7" stroke="{LINE}"/>')
+        found.append(f'<rect {_frame(r)} rx="10" fill="#fff" fill-opacity=".7" stroke="{LINE}"/>')
         found.append(_text(r.x + 12, r.y + 17, box.label, r.w - 20, SOFT, 'font-weight="bold" font-size="11"'))
     return found
 
@@ -114,12 +115,12 @@ def _ops(drawing: Drawing, placed: Placed) -> list[str]:
         node = drawing.nodes[number]
         ink = INK_OF[node.colour]
         if node.role != "op":
-            found.append(f'<rect x="{r.x:.1f}" y="{r.y:.1f}" width="{r.w:.1f}" height="{r.h:.1f}" rx="13" fill="#eceef3" stroke="#9aa6b6"/>')
+            found.append(f'<rect {_frame(r)} rx="13" fill="#eceef3" stroke="#9aa6b6"/>')
             found.append(_text(r.x + r.w / 2, r.y + 17, node.name.rpartition("/")[2], r.w - 12, INK, 'text-anchor="middle"'))
             continue
         tip = escape(f"{node.name}: {node.why()}")
         found.append(
-            f'<g><title>{tip}</title><rect x="{r.x:.1f}" y="{r.y:.1f}" width="{r.w:.1f}" height="{r.h:.1f}" rx="6" '
+            f'<g><title>{tip}</title><rect {_frame(r)} rx="6" '
             f'fill="{TINT[node.colour]}" stroke="{ink}" stroke-opacity=".4"/>'
             f'<rect x="{r.x:.1f}" y="{r.y:.1f}" width="4" height="{r.h:.1f}" rx="2" fill="{ink}"/>'
         )
@@ -137,7 +138,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
     bar, share = r.w - 24, low / max(len(inside), 1)
     y = r.y + r.h - 12
     return [
-        f'<rect x="{r.x:.1f}" y="{r.y:.1f}" width="{r.w:.1f}" height="{r.h:.1f}" rx="9" fill="#fff" stroke="#9aa6b6"/>',
+        f'<rect {_frame(r)} rx="9" fill="#fff" stroke="#9aa6b6"/>',
         _text(r.x + 12, r.y + 19, box.label or "model", r.w - 76, INK, 'font-weight="bold"'),
         _text(r.x + r.w - 12, r.y + 19, f"{len(inside)} op{'s' * (len(inside) != 1)}", 60, SOFT, 'text-anchor="end" font-size="10"'),
         f'<rect x="{r.x + 12:.1f}" y="{y:.1f}" width="{bar:.1f}" height="4" rx="2" fill="{HIGH}"/>',
@@ -162,7 +163,7 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
         ink = INK_OF[colours.pop()] if len(colours) == 1 else SOFT
         points = _route(drawing, placed, a, b)
         path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-        for (x0, y0, _), (x1, y1, gutter) in zip(points, points[1:], strict=False):
+        for (x0, y0, _), (x1, y1, gutter) in pairwise(points):
             if y1 < y0:  # up the gutter to the next column
                 path += f"V{y0 + 12:.1f}H{gutter:.1f}V{y1 - 13:.1f}H{x1:.1f}V{y1:.1f}"
                 continue
@@ -214,6 +215,10 @@ def _casts(drawing: Drawing, placed: Placed) -> list[str]:
         found.append(f'<path d="M{x:.1f} {y - 5:.1f}l5 5-5 5-5-5z" fill="{CAST}" stroke="#fff"/>')
         found.append(_text(x + 8, y + 3.5, ", ".join(sorted(formats)), 60, CAST, 'font-size="9" font-weight="bold"'))
     return found
+
+
+def _frame(r: Rect) -> str:
+    return f'x="{r.x:.1f}" y="{r.y:.1f}" width="{r.w:.1f}" height="{r.h:.1f}"'
 
 
 def _text(x: float, y: float, text: str, room: float, ink: str, style: str) -> str:
