@@ -85,6 +85,8 @@ class Program:
                 )
             )
         notes, priced_on = tuple(self.notes), self.costs.place if self.candidates else ""
+        if self.given is not None:
+            priced_on = self.given.priced_on
         return RegionPlan(
             self.name, tuple(nodes), self.casts, self.training, notes, self.entry, candidates=self.candidates, priced_on=priced_on
         )

@@ -13,7 +13,7 @@ from amprewrite.devices import named_device
 from amprewrite.errors import CaptureError, OpListError, PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
 from amprewrite.loss_scale import parse_loss_scale
-from amprewrite.oplists import OpLists, op_lists
+from amprewrite.oplists import PRESETS, OpLists, op_lists
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
 from amprewrite.rewritten import Rewritten, plain_of, rewritten
@@ -139,8 +139,9 @@ def _options(
             )
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
-    if dtype is None and plan is not None:
-        dtype = plan.low
+    if plan is not None:
+        dtype = plan.low if dtype is None else dtype
+        lists = plan.lists if lists == "default" and plan.lists in PRESETS else lists  # they decide what is one op
     low = None if dtype is None else parse_format(dtype)
     checked = parse_overrides(overrides or {}, low or LOW_FORMATS[1])
     if not isinstance(lists, str | OpLists):
