@@ -112,12 +112,12 @@ class Program:
                     node.flops, node.module, node.source, node.role, tuple(o.value for o in node.operands),
                 )
             )
-        notes, candidates, priced_on = tuple(self.notes), self.candidates, self.costs.place if self.candidates else ""
+        notes, priced_on = tuple(self.notes), self.costs.place if self.candidates else ""
         if self.given is not None:
-            candidates, priced_on = self.given.candidates, self.given.priced_on
+            priced_on = self.given.priced_on
         return RegionPlan(
             self.name, tuple(nodes), self.casts, self.training, notes, self.entry, basis=self.undecided(),
-            candidates=candidates, priced_on=priced_on, pads=self.pads,
+            candidates=self.candidates, priced_on=priced_on, pads=self.pads,
         )
 
     def undecided(self) -> Program:

@@ -17,7 +17,7 @@ from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_form
 from amprewrite.granularity import MODEL, parse_granularity
 from amprewrite.kept_state import state_kept
 from amprewrite.loss_scale import parse_loss_scale
-from amprewrite.oplists import OpLists, op_lists
+from amprewrite.oplists import PRESETS, OpLists, op_lists
 from amprewrite.pad_policy import parse_pad
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
@@ -177,8 +177,9 @@ def _options(
             )
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
-    if dtype is None and plan is not None:
-        dtype = plan.low
+    if plan is not None:
+        dtype = plan.low if dtype is None else dtype
+        lists = plan.lists if lists == "default" and plan.lists in PRESETS else lists  # they decide what is one op
     low = None if dtype is None else parse_format(dtype)
     checked = parse_overrides(overrides or {}, low or LOW_FORMATS[1])
     if not isinstance(lists, str | OpLists):

@@ -3,7 +3,7 @@
 1. TensorFlow's lists and rules, torch.autocast's, our lists painted by TensorFlow's rules, and everything fp32.
 2. Each is painted on the same graph, its casts planned the same way, and priced on the same device.
 
-None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
+A given plan keeps what was weighed when it was made. None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
 may be; it is shown all the same.
 """
 
@@ -29,9 +29,12 @@ class WeighPlans(Pass):
     name = "weigh-plans"
 
     def call(self, program: Program) -> bool:
-        if program.lists.rule != "cost" or program.given is not None:
-            return False
         before = program.candidates
+        if program.given is not None:
+            program.candidates = program.given.candidates
+            return program.candidates != before
+        if program.lists.rule != "cost":
+            return False
         prices = Prices(program.graph, program.costs)
         found = []
         for name, colours in {PLANNED: program.colours, **painted_otherwise(program)}.items():

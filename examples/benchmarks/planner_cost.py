@@ -83,10 +83,6 @@ CASES: dict[str, Make] = {
     "mpnet": text(hf.MPNetConfig(**N), hf.MPNetModel),
     "gpt2": text(hf.GPT2Config(n_layer=LAYERS), hf.GPT2LMHeadModel, **NO_CACHE),
     "gpt2-eager": text(hf.GPT2Config(n_layer=LAYERS, **EAGER), hf.GPT2LMHeadModel, **NO_CACHE),
-    "gpt-neo": text(
-        hf.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]], hidden_size=768, num_heads=12),
-        hf.GPTNeoModel, **NO_CACHE,
-    ),
     "gpt-neox": text(hf.GPTNeoXConfig(**N, hidden_size=768, num_attention_heads=12, intermediate_size=3072), hf.GPTNeoXModel, **NO_CACHE),
     "opt": text(hf.OPTConfig(**N), hf.OPTModel, **NO_CACHE),
     "bloom": text(hf.BloomConfig(n_layer=LAYERS, hidden_size=768, n_head=12), hf.BloomModel, **NO_CACHE),
