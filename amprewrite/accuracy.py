@@ -23,11 +23,10 @@ from torch import nn
 
 from amprewrite.careful import Careful
 from amprewrite.colour import Colour
-from amprewrite.cost import CostModel
-from amprewrite.devices import device_row
-from amprewrite.error_cut import Chain, movable
+from amprewrite.cost import TICK, price
+from amprewrite.error_cut import Chain
 from amprewrite.errors import AccuracyError, PolicyError
-from amprewrite.formats import FP32, Format
+from amprewrite.formats import Format
 from amprewrite.program import Program
 from amprewrite.ranges import as_text, fingerprint
 from amprewrite.rewritten import session_of
@@ -242,10 +241,7 @@ def _candidate(name: str, error: float, manner: Strictly) -> Candidate:
 
 def predicted_seconds(program: Program) -> float:
     """What the cost model says that a decided program takes in one pass, ops and casts."""
-    model = CostModel(device_row(program.device), program.policy.low, program.training)
-    colours, graph = program.colours, program.graph
-    ops = (model.op(node, model.low if colours[node.name] is Colour.LOW else FP32) for node in graph if movable(node))
-    return sum(ops) + sum(model.cast(graph[cast.value]) for cast in program.casts)
+    return price(program.graph, program.colours, program.costs).total * TICK
 
 
 def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:

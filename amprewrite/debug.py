@@ -134,7 +134,8 @@ class DebugReport:
         return _suggest(self.run, self.amp, target, most_runs)
 
     def __str__(self) -> str:
-        lines = [f"debugged in {self.low}: output error {self.output_error:.2e}, {len(self.findings)} finding{'s' * (len(self.findings) != 1)}"]
+        count = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
+        lines = [f"debugged in {self.low}: output error {self.output_error:.2e}, {count}"]
         lines += [f"{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
         if not self.findings:
             lines.append("no overflow, no underflow to speak of, no cancellation: errors are rounding as usual")

@@ -27,8 +27,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from amprewrite.careful import Careful
 from amprewrite.colour import Colour, OpKind, Reason
-from amprewrite.cost import CostModel
-from amprewrite.devices import device_row
+from amprewrite.cost import elements_read
 from amprewrite.formats import FP32
 from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.pass_base import run_passes
@@ -45,10 +44,6 @@ STEP = 2**0.5
 """Ratio of one λ to the next."""
 SLICES, LEAST_SLICE = 16, 4
 """Plans between two neighbouring cuts at most, and nodes by which they differ at least."""
-FLOPS_A_BYTE = 150
-"""What matrix units multiply in the time that a byte moves; fp32 takes FP32_SLOWER times as long (A100, H100: 156 and 295,
-16 and 15 without TF32, 2 with it). Matmuls are raised only once nothing else is left, so this orders them, no more."""
-FP32_SLOWER = 8
 
 
 @dataclass
@@ -85,24 +80,6 @@ class _Network:
         return set(breadth_first_order(residual, SOURCE, return_predecessors=False).tolist())
 
 
-@dataclass(frozen=True)
-class _Times:
-    """Seconds of ops and copies in one pass."""
-
-    model: CostModel
-
-    def op(self, node: OpNode, low: bool) -> float:
-        fmt = self.model.low if low else FP32
-        seconds = self.model.op(node, fmt)
-        if node.flops:
-            rate = self.model.device.bandwidth * FLOPS_A_BYTE / (1 if low else FP32_SLOWER)
-            seconds += node.flops / rate * (3 if self.model.training else 1)
-        return seconds
-
-    def cast(self, node: OpNode) -> float:
-        return 0.0 if node.role == "parameter" and not self.model.training else self.model.cast(node)
-
-
 def movable(node: OpNode) -> bool:
     """Whether a plan may choose the format of this node at all."""
     return node.role == "op" and node.carries_fp32
@@ -114,7 +91,7 @@ class Graph:
     def __init__(self, program: Program, edges: Edges) -> None:
         self.graph, self.edges = program.graph, edges
         self.fingerprint = fingerprint(program.graph)
-        self.times = _Times(CostModel(device_row(program.device), program.policy.low, program.training))
+        self.model = program.costs
         program.paints, program.casts = {}, ()
         run_passes((Paint(), RepaintByRange()), program)
         paints = program.paints
@@ -123,7 +100,7 @@ class Graph:
         self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.tie not in tied}
         self.low = {name for name, paint in paints.items() if name not in self.open and paint.colour is Colour.LOW}
         self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
-        self.typical = sum(self.times.cast(node) for node in self.graph if movable(node))
+        self.typical = sum(self._copy(node) for node in self.graph if movable(node))
         program.paints = {}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
@@ -148,7 +125,8 @@ class Graph:
 
         for name in self.open:
             node = self.graph[name]
-            more = self.times.op(node, True) - self.times.op(node, False)
+            read = elements_read(self.graph, node)
+            more = self.model.op(node, self.model.low, read) - self.model.op(node, FP32, read)
             network.arc(end(name), SINK, more)
             network.arc(SOURCE, end(name), -more)
         for node in self.graph:
@@ -158,8 +136,11 @@ class Graph:
         low = network.source_side()
         return {name for name in self.open if end(name) not in low}
 
+    def _copy(self, node: OpNode) -> int:
+        return self.model.cast(node) + (self.model.crossing(node) if self.model.training else 0)
+
     def _copies(self, network: _Network, node: OpNode, end: Callable[[str], int]) -> None:
-        maker, cost = end(node.name), self.times.cast(node)
+        maker, cost = end(node.name), self._copy(node)
         low: set[int] = set()
         high: set[int] = set()
         for reader, operand in _reads(self.graph, node):

@@ -36,14 +36,14 @@ def worth_watching(program: Program) -> bool:
 class FirstCalls:
     """The first calls of one graph.
 
-    `learn` adds ranges to what the model's calibration says, `again` decides and emits the program anew, `warn` tells the user.
+    `learn` adds ranges to what the calibration says, `again` decides and emits the program anew for such inputs, `warn` tells the user.
     """
 
     def __init__(
         self,
         program: Program,
         learn: Callable[[tuple[RegionRanges, ...]], Calibration],
-        again: Callable[[], None],
+        again: Callable[[tuple[Any, ...]], None],
         warn: Callable[[str], None],
     ) -> None:
         self.program, self.learn, self.again, self.warn = program, learn, again, warn
@@ -62,11 +62,11 @@ class FirstCalls:
         if not _broken(result, exact):
             return result
         if not before.can_undo(inputs):
-            self._decide_anew(watch)
+            self._decide_anew(watch, inputs)
             self.warn(f"{self._place} overflowed in {self._low} in this call; the next one runs on a plan that knows its ranges")
             return result
         before.undo(inputs)
-        self._decide_anew(watch)
+        self._decide_anew(watch, inputs)
         result = run(inputs)
         if _broken(result, exact):
             self.left = 0
@@ -84,14 +84,14 @@ class FirstCalls:
     def _low(self) -> str:
         return self.program.policy.low.name
 
-    def _decide_anew(self, watch: Watch) -> None:
+    def _decide_anew(self, watch: Watch, inputs: tuple[Any, ...]) -> None:
         program = self.program
         program.calibration = self.learn(tuple(watch.regions.values()))
         for part in program.parts.values():
             part.calibration = program.calibration
         program.paints, program.casts = {}, ()
         program.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
-        self.again()
+        self.again(inputs)
 
 
 class _Before:

@@ -153,7 +153,7 @@ def pad_summary(plans: list[PadPlan]) -> list[str]:
     text += f", {copied} weights copied" if (copied := kinds.count("weight copy")) else ""
     whys = dict.fromkeys(region.why for region in regions if region.declined)
     lines = [text] if done else []
-    return lines + [f"unaligned sizes left as they are: {why}" for why in list(whys)[:4]]
+    return lines + [f"unaligned sizes stay: {why}" for why in list(whys)[:4]]
 
 
 def _few(words: tuple[str, ...], most: int = 4) -> str:

@@ -406,11 +406,11 @@ class Session:
         region = Region(entry, plan, run, rewritten if program.scale_loss else None)
         if worth_watching(program):
 
-            def again() -> None:
+            def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, region.plan = rewrite_graph(program)
                     region.module = rewritten if program.scale_loss else None
-                    region.run = emit(rewritten, example_inputs, backend, cache)
+                    region.run = emit(rewritten, [*inputs, *(self.scales() if program.scale_loss else ())], backend, cache)
 
             read_parts(program)
             region.first_calls = FirstCalls(program, self.learn, again, self.warn_fp32)

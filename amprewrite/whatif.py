@@ -214,6 +214,7 @@ _CONDITIONS = {
     Reason.CONSTANT: "in a format that holds the constant: {detail}",
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",
     Reason.CANCELS: "if no difference magnified its rounding ({detail})",
+    Reason.SENSITIVE: "with a looser tolerance ({detail})",
     Reason.WRITES_STATE: "if it did not write to memory that outlives the graph",
     Reason.ASKED: "without overrides['{detail}']",
     Reason.IN_PLAN: "with another colour in the plan: plan.edit({{'{name}': ...}})",

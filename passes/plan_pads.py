@@ -182,7 +182,7 @@ class _Chooser:
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
         """Seconds a step saves when all of `wants` are met; 0, with a reason, where none should be."""
         if not self.model.gains and mode == "auto":
-            self.why[call] = f"auto declines on {self.model.device.name}, whose kernels gain nothing from aligned sizes"
+            self.why[call] = f"{self.model.device.name} gains nothing from aligned ones"
             return 0.0
         found, padded = self._products(call, wants)
         gain = (self.watch if mode == "measure" else self.model).gain(found, padded)

@@ -3,8 +3,8 @@
 1. TensorFlow's lists and rules, torch.autocast's, our lists painted by TensorFlow's rules, and everything fp32.
 2. Each is painted on the same graph, its casts planned the same way, and priced on the same device.
 
-A given plan keeps what was weighed when it was made. None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
-may be; it is shown all the same.
+None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
+may be; it is shown all the same. A given plan keeps what was weighed when it was made.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ def module_tree(plan: CastPlan) -> ModuleRow:
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
         for node in nodes:
-            if node.role != "op":
+            if node.role != "op":  # a result that is handed back in its promised format
+                root.casts += first[node.name, False]
+                root.weight_casts += first[node.name, True]
                 continue
             here, path = root, ""
             counted = first[node.name, False], first[node.name, True]

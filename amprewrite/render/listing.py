@@ -47,11 +47,14 @@ def code_lines(plan: CastPlan) -> Iterator[Line]:
             inside = list(group)
             yield Line("module", f"# {module or 'the model'}: {_tally(inside)}")
             for node in inside:
-                for cast in made.get(node.name, ()):
+                for cast in made.pop(node.name, ()):
                     yield _cast_line(cast, module, prefix)
                 operands = ", ".join(_short(value, module, prefix, reads.get((value, node.name), "")) for value in _inputs(node, prefix))
                 code = f"{node.name.removeprefix(prefix)} = {node.op}({operands or '…'})"
                 yield Line(node.colour.value, code, node.dtype, shape_of(node), node.source, node.why())
+        if made:
+            yield Line("module", "# results")
+            yield from (_cast_line(cast, "", prefix) for left in made.values() for cast in left)
         yield from (Line("note", f"# note: {note}") for note in region.notes)
 
 
