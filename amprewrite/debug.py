@@ -204,8 +204,8 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
                 yield Finding("overflow", row, row, reach)
             told.add(_node(row))
         elif row.underflow >= FLUSHED and row.introduced > NOISE * fmt.eps:
-            lost = f"{_share(row.underflow)} of its values become zero, below {fmt.smallest_subnormal:.2g}"
-            yield Finding("underflow", row, row, lost)
+            zeros = f"{_share(row.underflow)} of its values become zero, below {fmt.smallest_subnormal:.2g}"
+            yield Finding("underflow", row, row, zeros)
         elif row.introduced > fmt.eps * GROWTH:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
         elif _cancels(row, by_name, fmt.eps):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -111,9 +112,11 @@ def fp32_rate(row: Device, convolution: bool) -> str:
     """How `row` multiplies fp32 under torch's present settings: "tf32" or "fp32"; convolutions have a switch of their own."""
     if row.type != "cuda":
         return "fp32"
-    backend = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn  # its submodules and properties are set up at run time
+    backend = cudnn.conv if convolution else torch.backends.cuda.matmul
     asked = backend.fp32_precision
-    return "tf32" if (torch.backends.fp32_precision if asked == "none" else asked) == "tf32" else "fp32"
+    everywhere = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if (everywhere if asked == "none" else asked) == "tf32" else "fp32"
 
 
 def _cpu_has_bf16() -> bool:

@@ -73,7 +73,7 @@ def measure(program: Program) -> Measured:
             seconds = known[whole]
             if seconds is not None and isinstance(where, tuple):
                 found.ops[where] = seconds
-            elif seconds is not None:
+            elif seconds is not None and isinstance(where, int):
                 found.casts[where] = seconds
     found.fresh = len(known) - before
     if found.fresh:

@@ -72,7 +72,8 @@ def load(word: str) -> Source:
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():
             raise UsageError(f"there is no file {word}; {HOW}")
-        return {".onnx": OnnxModel, ".pt2": _load_pt2, ".json": load_plan}[path.suffix](path)
+        readers: dict[str, Callable[[Path], Source]] = {".onnx": OnnxModel, ".pt2": _load_pt2, ".json": load_plan}
+        return readers[path.suffix](path)
     place, colon, name = word.rpartition(":")
     if not colon or not place or not name:
         what = f"{word} is a file of a kind that is not read" if path.exists() else f"{word!r} names no model"

@@ -73,8 +73,8 @@ def nest(paths: list[tuple[str, ...]], edges: Iterable[tuple[int, int]]) -> Nest
     inner: dict[int, set[tuple[int, int]]] = {}
     ways = [found.path_of(op) for op in range(len(paths))]
     for source, target in edges:
-        box, a, b = _meeting(ways[source], ways[target])
-        inner.setdefault(box, set()).add((a, b))
+        where, a, b = _meeting(ways[source], ways[target])
+        inner.setdefault(where, set()).add((a, b))
     for box in found.boxes:
         _arrange(box, inner.get(box.id, set()))
     return found
