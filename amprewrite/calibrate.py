@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
@@ -55,14 +56,18 @@ def calibrate(
     watch = Watch(gradients=loss is not None)
     checked = Batches(batches, module, forward is not None)
     count = 0
-    bar = Progress(
-        TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), disable=not progress, transient=True
-    )
+    console = Console(stderr=True)
+    columns = TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal), transient=True)
     with bar:
         task = bar.add_task("", total=len(checked) or None)
         for batch in checked:
             with torch.set_grad_enabled(loss is not None):
-                result = trial.run(batch, watch)
+                try:
+                    result = trial.run(batch, watch)
+                except (TypeError, ValueError, RuntimeError, LookupError) as error:
+                    said = f"batch {count + 1} cannot be run: {type(error).__name__}: {error}"
+                    raise CalibrationError(f"{said}; forward= says how to call the model on a batch") from error
                 if loss is not None:
                     _backward(loss, result, module)
             count += 1

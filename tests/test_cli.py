@@ -38,6 +38,10 @@ def cancels():
     torch.manual_seed(0)
     return Cancels(), (torch.randn(4, 16),), {"shift": torch.full((4, 32), 4096.0)}
 
+def batches():
+    torch.manual_seed(1)
+    return [torch.randn(2, 16) for _ in range(3)]
+
 def raises(): raise ValueError("the weights are on another machine")
 def needs(width, depth=2): ...
 def wrong(): return 42
@@ -122,6 +126,17 @@ def test_debug_as_a_process(folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == "overrides={'node:sub': 'fp32'}"  # the add then costs less in fp32, too
 
 
+def test_calibrate_as_a_process(folder: Path) -> None:
+    name = models(folder)
+    done = process(folder, "calibrate", f"{name}:good", f"{name}:batches", "-o", "ranges.json")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "values in 3 batches" in done.stdout and "gelu" in done.stdout and max(map(len, done.stdout.splitlines())) <= 82
+    held = amprewrite.Calibration.load(folder / "ranges.json")
+    assert (held.batches, set(held.regions[0].values)) > (2, set())
+    done = process(folder, "plan", f"{name}:good", "--dtype", "fp16", "--calibration", "ranges.json", "--nodes")
+    assert done.returncode == 0 and "3 ops in 1 graph: 3 low (fp16)" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("command", ["lists", "passes", "devices"])
 def test_tables_as_processes(folder: Path, command: str) -> None:
     done = process(folder, command)
@@ -166,6 +181,10 @@ def plain_consoles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BAD = {
+    "calibrate {m}:good batches": "'batches' names no batches; name them as package.module:callable",
+    "calibrate {m}:good {m}:wrong": "returned an int; it should return an iterable of batches",
+    "calibrate {m}:good {m}:good": "batch 1 cannot be run: TypeError",
+    "plan {m}:good --calibration gone.json": "no calibration at gone.json",
     "plan {m}:raises": "raised ValueError: the weights are on another machine (models_",
     "plan {m}:needs": "needs arguments (width); name a callable that takes none",
     "plan {m}:wrong": "returned an int; it should return (module, inputs)",
@@ -252,9 +271,10 @@ def test_json_and_help_of_every_command(folder: Path, capsys: pytest.CaptureFixt
     word = f"{models(folder)}:good"
     rest: dict[str, list[str]] = {
         "plan": [word], "explain": [word, "gelu"], "diff": [word, word], "convert": [word, "out.pt2"], "verify": [word],
-        "debug": [word],
+        "debug": [word], "calibrate": [word],
     }  # fmt: skip
-    status, out, err = ask(capsys, command, *rest.get(command, []), "--json", *(["--dtype", "bf16"] if command in rest else []))
+    policy = ["--dtype", "bf16"] if command in rest and command != "calibrate" else []
+    status, out, err = ask(capsys, command, *rest.get(command, []), "--json", *policy)
     assert status == 0, err
     assert isinstance(json.loads(out), list | dict)
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from amprewrite.cli.models import OnnxModel, Source, TorchModel, UsageError, load, torch_model
+from amprewrite.calibrate import calibrate as run_calibrate
+from amprewrite.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
 from amprewrite.cli.output import as_json, say, table, text, working
 from amprewrite.colour import Colour
 from amprewrite.debug import debug as run_debug
@@ -24,6 +26,7 @@ from amprewrite.oplists import OPS, find_op, op_lists
 from amprewrite.passes import APPLY, DECIDE, WEIGH
 from amprewrite.passes.tidy import Tidy
 from amprewrite.plan import CastPlan
+from amprewrite.ranges import Calibration, as_text
 from amprewrite.render.explain import region_of
 from amprewrite.render.listing import code_lines, fold_table, laid_out
 from amprewrite.rewrite import plan as make_plan
@@ -137,7 +140,7 @@ def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> d
     if isinstance(source, OnnxModel):
         with working("converting"):
             result = onnx_road().rewrite_onnx(
-                source.path, out, **_onnx_options(options), calibration=options.calibration, keep_io=not options.low_io
+                source.path, out, **_onnx_options(options), keep_io=not options.low_io
             )
     else:
         amp = _rewritten(source, options)
@@ -206,6 +209,28 @@ def debug(options: Options) -> int:
         if overrides is not None:
             say([("good", f"overrides={overrides}")])
     return 1 if report.findings else 0
+
+
+def calibrate(options: Options) -> int:
+    source = torch_model(load(options.model), "calibrate")
+    batches = load_batches(options.batches) if options.batches else [None]
+    source = _on_device(source, options)
+
+    def on_inputs(model: Any, batch: Any) -> Any:
+        return model(*source.args, **source.kwargs)
+
+    if options.device and options.batches:
+        batches = (tree_map(lambda leaf: leaf.to(options.device) if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches)
+    found = run_calibrate(_set(source.model, options), batches, forward=None if options.batches else on_inputs)
+    if options.output:
+        _write(options.output, found.to_json())
+    if options.json:
+        print(found.to_json())
+        return 0
+    text(as_text(found.table(options.top), 80).rstrip())
+    if options.output:
+        say([("note", f"wrote {options.output}")])
+    return 0
 
 
 # -- lists, passes, devices --------------------------------------------------------------------------
@@ -293,11 +318,13 @@ def _rewrite_options(options: Options) -> dict[str, Any]:
         if not isinstance(source, CastPlan):
             raise UsageError(f"--plan {options.plan}: name a plan's .json file")
         found["plan"] = source
+    if options.calibration:
+        found["calibration"] = Calibration.load(options.calibration)
     return found
 
 
 def _onnx_options(options: Options) -> dict[str, Any]:
-    found = {"lists": options.lists, "overrides": _overrides(options)}
+    found = {"lists": options.lists, "overrides": _overrides(options), "calibration": options.calibration}
     return found | ({"dtype": options.dtype} if options.dtype else {})
 
 
@@ -333,4 +360,4 @@ def _rows() -> int:
         return 40
 
 
-__all__ = ["convert", "debug", "devices", "diff", "explain", "lists", "passes", "plan", "verify"]
+__all__ = ["calibrate", "convert", "debug", "devices", "diff", "explain", "lists", "passes", "plan", "verify"]

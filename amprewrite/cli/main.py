@@ -23,6 +23,9 @@ MODEL = f"""A MODEL is
 
 {HOW[0].upper()}{HOW[1:]}."""
 
+BATCHES = """BATCHES is package.module:callable or file.py:callable, which returns an iterable
+of batches: a tensor is the one argument, a tuple the arguments, a dict keywords."""
+
 EXAMPLES = {
     "plan": [
         "amprewrite plan zoo:bert --dtype bf16",
@@ -34,6 +37,10 @@ EXAMPLES = {
     "convert": ["amprewrite convert fp32.onnx mixed.onnx --max-rel-err 1e-2", "amprewrite convert zoo:bert bert.onnx --dtype fp16"],
     "verify": ["amprewrite verify zoo:bert --dtype fp16 --max-rel-err 1e-2", "amprewrite verify fp32.onnx"],
     "debug": ["amprewrite debug zoo:bert --dtype fp16 --suggest", "amprewrite debug zoo:bert --train"],
+    "calibrate": [
+        "amprewrite calibrate zoo:bert zoo:batches -o ranges.json",
+        "amprewrite plan zoo:bert --dtype fp16 --calibration ranges.json",
+    ],
     "lists": ["amprewrite lists softmax --dtype fp16", "amprewrite lists --lists tf | grep deny"],
     "passes": ["amprewrite passes"],
     "devices": ["amprewrite devices --json"],
@@ -89,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--suggest", action="store_true", help="bisect to the fewest nodes to keep in fp32")
     made.add_argument("--max-rel-err", type=_positive, metavar="X", help="the output error that --suggest aims at")
     _policy(made)
+    made = command("calibrate", "watch a model's values on batches: what fp16 cannot hold", epilog=f"{BATCHES}\n\n{MODEL}")
+    made.add_argument("model", metavar="MODEL")
+    made.add_argument("batches", metavar="BATCHES", nargs="?", default="", help="the model's example inputs if left out")
+    made.add_argument("-o", "--output", metavar="PATH", help="write the ranges, for --calibration and rewrite(calibration=...)")
+    made.add_argument("--top", type=int, default=20, metavar="N", help="how many values to show, those most at risk first")
+    made.add_argument("--train", action="store_true", help="training mode")
+    made.add_argument("--device", metavar="DEVICE", help="move model and inputs there first, such as cuda")
     made = command("lists", "print the op lists", model=False)
     made.add_argument("op", metavar="OP", nargs="?", default="")
     _policy(made)
@@ -119,7 +133,6 @@ def _convert(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", metavar="MODEL")
     made.add_argument("out", metavar="OUT", help="the file to write: .onnx, or .pt2 for PyTorch models")
     made.add_argument("--max-rel-err", type=_positive, metavar="X", help="status 1, and nothing written, where the error exceeds X")
-    made.add_argument("--calibration", metavar="NPZ", help="sample inputs by name (ONNX files)")
     made.add_argument("--low-io", action="store_true", help="inputs and outputs go low, too")
     _policy(made)
 
@@ -130,6 +143,8 @@ def _policy(made: argparse.ArgumentParser) -> None:
     group.add_argument("--lists", default="default", metavar="NAME", help="default, tf, autocast, o2 or o3")
     kinds = "softmax=deny, module:head=fp32, node:linear_3=low"
     group.add_argument("--override", action="append", default=[], metavar="KEY=KIND", help=kinds)
+    ranges = "ranges.json of amprewrite calibrate; for an ONNX file an .npz of inputs by name"
+    group.add_argument("--calibration", metavar="PATH", help=ranges)
     group.add_argument("--train", action="store_true", help="training mode, with gradients")
     group.add_argument("--device", metavar="DEVICE", help="move model and inputs there first, such as cuda")
 

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -103,19 +103,33 @@ def _load_pt2(path: Path) -> TorchModel:
     return TorchModel(path.stem, program, tuple(args), dict(kwargs))
 
 
+def load_batches(word: str) -> Iterable[Any]:
+    """The batches that a callable returns, such as a DataLoader. UsageError that says what is wrong with it."""
+    place, colon, name = word.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{word!r} names no batches; name them as package.module:callable or file.py:callable")
+    found = _called(word, place, name, "return an iterable of batches")
+    if not isinstance(found, Iterable) or isinstance(found, torch.Tensor | str | Mapping):
+        raise UsageError(f"{word} returned {_a(type(found).__name__)}; it should return an iterable of batches, such as a list")
+    return found
+
+
 # -- factories ----------------------------------------------------------------------------
 def _from_factory(word: str, place: str, name: str) -> TorchModel:
+    return _checked(word, name, _called(word, place, name, RETURNS))
+
+
+def _called(word: str, place: str, name: str, returns: str) -> Any:
     factory = _attribute(_module(word, place), place, name)
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise UsageError(f"{word} is {_a(type(factory).__name__)}, no function to call; it should {RETURNS}")
+        raise UsageError(f"{word} is {_a(type(factory).__name__)}, no function to call; it should {returns}")
     missing = _missing(factory)
     if missing:
         raise UsageError(f"{word} needs arguments ({', '.join(missing)}); name a callable that takes none")
     try:
-        made = factory()
+        return factory()
     except Exception as error:
         raise UsageError(f"{word} raised {type(error).__name__}: {first_line(error)}{_where(error)}") from error
-    return _checked(word, name, made)
 
 
 def _module(word: str, place: str) -> ModuleType:
@@ -210,4 +224,4 @@ def _a(word: str) -> str:
     return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"
 
 
-__all__ = ["OnnxModel", "Source", "TorchModel", "UsageError", "first_line", "load", "load_plan", "torch_model"]
+__all__ = ["OnnxModel", "Source", "TorchModel", "UsageError", "first_line", "load", "load_batches", "load_plan", "torch_model"]
