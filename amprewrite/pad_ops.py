@@ -90,7 +90,7 @@ class BufferPool:
         for _ in range(len(found)):
             buffer = found[0]
             found.rotate(-1)
-            if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= _ALONE:
+            if held_by_nobody_else(buffer):
                 return buffer
         memory_format = torch.channels_last if last else torch.contiguous_format
         with torch.inference_mode(False):
@@ -98,6 +98,11 @@ class BufferPool:
         found.append(buffer)
         self.made += 1
         return buffer
+
+
+def held_by_nobody_else(buffer: Tensor) -> bool:
+    """Whether no view, no autograd graph and no other tensor shares the storage."""
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= _ALONE
 
 
 def _alone() -> int:
@@ -169,4 +174,4 @@ def batch_norm_padded(
     return out
 
 
-__all__ = ["BufferPool", "batch_norm_padded", "pad_cast", "pad_dims", "resize", "slice_dims"]
+__all__ = ["BufferPool", "batch_norm_padded", "held_by_nobody_else", "pad_cast", "pad_dims", "resize", "slice_dims"]

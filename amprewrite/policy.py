@@ -81,7 +81,7 @@ class Policy:
     low: Format
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
-    cache_weights: bool = True
+    cache_weights: bool | str = True
     strict: bool = False
     device: str = ""
     """The device to plan for, by a name of `amprewrite.devices.NAMED`; "": the one at hand."""

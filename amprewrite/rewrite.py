@@ -50,7 +50,7 @@ def rewrite(
     pad: Any = "auto",
     granularity: str | Iterable[str] = MODEL,
     backend: str | Callable[..., Any] = "eager",
-    cache_weights: bool = True,
+    cache_weights: bool | str = True,
     strict: bool = False,
 ) -> M:
     """A mixed-precision twin of `model`: same class, same Parameters and buffers, fp32 in and out.
@@ -86,7 +86,9 @@ def rewrite(
             gradients, state_dict and results keep their sizes.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
         cache_weights: keep low copies of weights between calls without gradients. They are dropped when a weight is
-            written, at train() and eval(), and by load_state_dict; only a write through `.data` goes unseen.
+            written, at train() and eval(), and by load_state_dict; only a write through `.data` goes unseen. "step": in
+            training, too: made anew, all in one go, once a weight was written, so gradient accumulation, frozen weights and
+            repeated forwards cast nothing twice. Attach optimizers that write through `.data`.
         strict: whatever cannot be captured raises CaptureError instead of running in fp32 with a warning.
 
     Raises:
@@ -166,7 +168,7 @@ def _options(
     overrides: Mapping[str, str] | None,
     plan: CastPlan | None,
     backend: str | Callable[..., Any],
-    cache_weights: bool,
+    cache_weights: bool | str,
     strict: bool,
 ) -> Options:
     for name, tensor in module.named_parameters():
@@ -175,6 +177,8 @@ def _options(
                 f"parameter {name} is {dtype_name(tensor.dtype)} already: fp32 parameters are the master weights; "
                 "call model.float() first, or use the model as it is"
             )
+    if not isinstance(cache_weights, bool) and cache_weights != "step":
+        raise PolicyError(f"cache_weights={cache_weights!r} is not understood: use True, False or 'step'")
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     if plan is not None:

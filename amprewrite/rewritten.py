@@ -61,7 +61,7 @@ class Rewritten(nn.Module):
         found at their first step; attaching tells mistakes early. One that steps `copies` of the parameters, offloaded to
         another device say, cannot be found: attach it.
         """
-        session_of(self).gate.attach(optimizer, copies)
+        session_of(self).attach(optimizer, copies)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.

@@ -59,7 +59,8 @@ class Options:
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
     backend: str | Callable[..., Any] = "eager"
-    cache_weights: bool = True
+    cache_weights: bool | str = True
+    """"step": in training, too."""
     strict: bool = False
     given: CastPlan | None = None
     granularity: Granularity = MODEL
@@ -243,7 +244,7 @@ class Session:
             entry.start_afresh()
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.options.cache_weights != "step":
             self.cache.clear()
         state = self.state
         outer = state.ran, state.scales
@@ -399,10 +400,11 @@ class Session:
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), grad, (f"left in fp32: {why}",), entry.path)
             return Region(entry, plan, emit(module, example_inputs, backend, None))
-        cache = self.cache if self.options.cache_weights and not grad else None
+        kept = self.options.cache_weights if not grad else self.options.cache_weights == "step" and not self._sharded()
+        cache = self.cache if kept else None
         if program.scale_loss:
             example_inputs = [*example_inputs, *self.scales()]
-        run = emit(rewritten, example_inputs, backend, cache)
+        run = emit(rewritten, example_inputs, backend, cache, grad)
         region = Region(entry, plan, run, rewritten if program.scale_loss else None)
         if worth_watching(program):
 
@@ -410,7 +412,7 @@ class Session:
                 with self.lock:
                     rewritten, region.plan = rewrite_graph(program)
                     region.module = rewritten if program.scale_loss else None
-                    region.run = emit(rewritten, [*inputs, *(self.scales() if program.scale_loss else ())], backend, cache)
+                    region.run = emit(rewritten, [*inputs, *(self.scales() if program.scale_loss else ())], backend, cache, grad)
 
             read_parts(program)
             region.first_calls = FirstCalls(program, self.learn, again, self.warn_fp32)
@@ -422,6 +424,20 @@ class Session:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration = old | Calibration("", old.parameters, 1, regions)
             return self.calibration
+
+    def _sharded(self) -> bool:
+        """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
+        found = any(cls.__name__ == "FSDPModule" for part in self.root.modules() for cls in type(part).__mro__)
+        if found:
+            self._note("cache_weights='step' does nothing here: FSDP gathers the weights anew for every forward")
+        return found
+
+    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
+        """Guard the steps of `optimizer`; low copies that outlive a forward end with its steps, however it writes the weights."""
+        self.gate.attach(optimizer, copies)
+        if self.options.cache_weights == "step":
+            cache = weakref.ref(self.cache)
+            optimizer.register_step_post_hook(lambda *_: kept.clear() if (kept := cache()) is not None else None)
 
     def _match_given(self, program: Program) -> RegionPlan:
         assert self.options.given is not None

