@@ -457,7 +457,10 @@ class Session:
                 self._note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
         elif low is not FP32 and low.name not in row.low_formats:
             self._note(f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively")
-        return Policy(low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure)
+        return Policy(
+            low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure,
+            may_decline=options.low is None and options.backend == "eager" and not options.overrides,
+        )  # fmt: skip
 
     def _note(self, text: str) -> None:
         self.notes[text] = None

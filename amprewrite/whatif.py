@@ -218,6 +218,6 @@ _CONDITIONS = {
     Reason.WRITES_STATE: "if it did not write to memory that outlives the graph",
     Reason.ASKED: "without overrides['{detail}']",
     Reason.IN_PLAN: "with another colour in the plan: plan.edit({{'{name}': ...}})",
-    Reason.DEVICE: "on a device that gains from low precision, or with dtype= given",
+    Reason.DEVICE: "with dtype= given: what is asked for is done",
     Reason.FP32_POLICY: "with dtype='bf16' or 'fp16'",
 }

@@ -12,6 +12,7 @@ from amprewrite.passes.plan_pads import PlanPads
 from amprewrite.passes.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint_by_range import RepaintByRange
+from amprewrite.passes.repaint_small import RepaintSmall
 from amprewrite.passes.scale_loss import ScaleLoss
 from amprewrite.passes.weigh_plans import WeighPlans
 
@@ -23,6 +24,7 @@ DECIDE: tuple[Pass, ...] = (
     PaintLocal(),  # lists="autocast": op by op, as torch.autocast does at run time
     PaintForce(),  # lists="o2", "o3": everything else low
     RepaintByCost(),  # lists="default": what is open goes where casts and bytes cost least
+    RepaintSmall(),  # dtype=None: a graph that is too small to gain stays fp32
     PlanCasts(),  # one cast wherever two colours meet
     PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
 )

@@ -19,6 +19,7 @@ from amprewrite.pass_base import Pass
 from amprewrite.passes.paint import Paint
 from amprewrite.passes.paint_local import PaintLocal
 from amprewrite.passes.paint_tf import PaintTF
+from amprewrite.passes.repaint_small import all_high
 from amprewrite.plan import Candidate
 from amprewrite.program import Program
 
@@ -52,9 +53,7 @@ def painted_otherwise(program: Program) -> dict[str, dict[str, Colour]]:
         "autocast rules": _painted(program, op_lists("autocast", low, device)),
         "our lists, tf rules": _painted(program, replace(program.lists, rule="tf")),
     }
-    fixed = {node.name for node in program.graph if node.role != "op" or node.pinned is not None}
-    fp32 = {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in program.colours.items()}
-    return {**found, "all fp32": fp32}
+    return {**found, "all fp32": all_high(program)}
 
 
 def _painted(program: Program, lists: OpLists) -> dict[str, Colour]:

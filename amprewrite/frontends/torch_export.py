@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def export_with_plan(
     session = session_of(amp)
     plain = plain_of(amp)
     module = capture(plain, args, kwargs, **options)
-    policy = session.policy_for(_device(module))
+    policy = replace(session.policy_for(_device(module)), may_decline=False)  # it may run elsewhere
     program = read_program(module, policy, "graph0", "", plain.training, parameter_names(plain.forward))
     program.calibration, program.careful = session.calibration, session.options.careful
     if session.options.given is not None:
