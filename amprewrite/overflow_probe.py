@@ -209,8 +209,8 @@ class _Watched(torch.fx.Interpreter):
 
 
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
-    def look(gradient: Tensor) -> None:
-        if probe.backward is not None or _finite(gradient):
+    def look(gradient: Tensor | None) -> None:
+        if gradient is None or probe.backward is not None or _finite(gradient):  # None: nothing depends on it
             return
         if node.target is scale_gradient:
             probe.backward = Finding(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")

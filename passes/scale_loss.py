@@ -19,7 +19,8 @@ import torch
 import torch.fx
 
 from amprewrite.errors import PassError
-from amprewrite.frontends.fx_facts import NODE, example_value, hint, tensors
+from amprewrite.frontends.fx_facts import GRAD_SWITCHES, NODE, example_value, hint, tensors
+from amprewrite.oplists import op_name
 from amprewrite.pad_ops import pad_cast
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST
@@ -94,8 +95,9 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
     casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
     for cast in [node for node in graph.nodes if node.target is pad_cast and node.args[0] in known]:
         cast.args = (*cast.args, inverse)
-    weights = [cast for cast in casts if cast.meta["weight"]]
-    batches = [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights])]
+    batches = []
+    for weights in _by_grad_mode(graph, [cast for cast in casts if cast.meta["weight"]]):
+        batches += [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights])]
     for chosen in (*batches, *([cast] for cast in casts if not cast.meta["weight"])):
         dtypes = {cast.args[1] for cast in chosen}
         if len(chosen) == 1 or len(dtypes) > 1:
@@ -110,6 +112,18 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
             copy.meta = dict(cast.meta)
             cast.replace_all_uses_with(copy)
             graph.erase_node(cast)
+
+
+def _by_grad_mode(graph: torch.fx.Graph, casts: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
+    """The casts between one switch of the gradient mode and the next: casts under no_grad must take no other along."""
+    wanted = set(casts)
+    found: list[list[torch.fx.Node]] = [[]]
+    for node in graph.nodes:
+        if op_name(node.target) in GRAD_SWITCHES:
+            found.append([])
+        elif node in wanted:
+            found[-1].append(node)
+    return found
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, sources: list[torch.fx.Node], weights: set[torch.fx.Node], inverse: torch.fx.Node) -> None:

@@ -354,3 +354,26 @@ def test_a_detector_whose_gradients_lie_below_fp16_trains_only_with_scaling() ->
     assert fp32[-1] < 0.5 * fp32[0]
     assert scaled[-1] == pytest.approx(fp32[-1], rel=2e-2)
     assert unscaled[-1] > 0.9 * unscaled[0]
+
+
+@pytest.mark.parametrize("cache_weights", [True, "step"])
+def test_a_head_on_a_backbone_under_no_grad_trains(cache_weights):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), nn.Linear(8, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.backbone(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Net()
+    amp = amprewrite.rewrite(model, dtype="fp16", cache_weights=cache_weights, loss_scale=64.0)
+    x = torch.randn(4, 8)
+    amp(x).square().sum().backward()
+    got = model.head.weight.grad
+    assert got is not None and model.backbone[0].weight.grad is None
+    (want,) = torch.autograd.grad(model(x).square().sum(), model.head.weight)
+    assert torch.allclose(got, want, rtol=2e-2, atol=2e-2)

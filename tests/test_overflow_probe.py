@@ -199,3 +199,22 @@ def test_inputs_are_not_kept_alive():
     amp(x).sum().backward()
     del x
     assert gone() is None
+
+
+def test_a_result_that_gets_no_gradient_is_watched_too():
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept, left = self.up(x).split(4, -1)
+            return kept.sin() + 0 * left.detach().sum()
+
+    torch.manual_seed(0)
+    model = Split()
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(3):
+        step(amp, optimizer, CASES["loss"] if index == 0 else Case("", "", ""), index)
+    assert amp.loss_scale.report().skipped == 1
