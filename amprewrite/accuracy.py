@@ -27,10 +27,10 @@ from amprewrite.cost import TICK, price
 from amprewrite.error_cut import Chain
 from amprewrite.errors import AccuracyError, PolicyError
 from amprewrite.formats import Format
+from amprewrite.options import Options
 from amprewrite.program import Program
 from amprewrite.ranges import as_text, fingerprint
 from amprewrite.rewritten import session_of
-from amprewrite.runtime import Options
 from amprewrite.sensitivity import measure_edges
 from amprewrite.strict_trial import Strictly, exactly, planned, reference, strict_error
 from amprewrite.trial import Forward, Trial

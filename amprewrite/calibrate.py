@@ -17,9 +17,9 @@ from torch import nn
 
 from amprewrite.errors import CalibrationError
 from amprewrite.formats import LOW_FORMATS
+from amprewrite.options import Options
 from amprewrite.ranges import Calibration, parameters_fingerprint
 from amprewrite.rewritten import module_of
-from amprewrite.runtime import Options
 from amprewrite.trial import Batches, Forward, Trial
 from amprewrite.watch import Watch
 

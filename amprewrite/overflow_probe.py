@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.frontends.fx_facts import NODE
+from amprewrite.frontends.fx_facts import NODE, is_batched
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.plan import NodePlan, RegionPlan
 from amprewrite.scale_ops import scale_gradient
@@ -237,8 +237,10 @@ def _names(plan: RegionPlan) -> dict[str, NodePlan]:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
+    """Floating tensors that can be looked at: what vmap batches inside the graph cannot, its results can."""
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value) if isinstance(value, tuple | list) else ()
-    return (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
+    tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
+    return (t for t in tensors if not is_batched(t))
 
 
 def _infinities(t: Tensor, given: bool) -> Tensor:

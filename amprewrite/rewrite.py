@@ -18,12 +18,13 @@ from amprewrite.granularity import MODEL, parse_granularity
 from amprewrite.kept_state import state_kept
 from amprewrite.loss_scale import parse_loss_scale
 from amprewrite.oplists import PRESETS, OpLists, op_lists
+from amprewrite.options import Options
 from amprewrite.pad_policy import parse_pad
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
 from amprewrite.ranges import Calibration
 from amprewrite.rewritten import Rewritten, module_of, plain_of, rewritten
-from amprewrite.runtime import Options, lookup_backend, refuse_ambient_autocast
+from amprewrite.runtime import lookup_backend, refuse_ambient_autocast
 from amprewrite.trial import Call, kept
 
 M = TypeVar("M")

@@ -16,8 +16,9 @@ from amprewrite.dynamo import fresh_code, kept_out
 from amprewrite.errors import CaptureError, EmitError, PolicyError
 from amprewrite.granularity import part_paths
 from amprewrite.loss_scale import LossScale
+from amprewrite.options import Options
 from amprewrite.plan import CastPlan, PendingPlan
-from amprewrite.runtime import Entry, Options, Session, enter
+from amprewrite.runtime import Entry, Session, enter
 from amprewrite.twin import twin_of
 
 if TYPE_CHECKING:

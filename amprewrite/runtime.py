@@ -10,36 +10,32 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn, emit
-from amprewrite.careful import Careful
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError
 from amprewrite.first_calls import FirstCalls, worth_watching
-from amprewrite.formats import FP32, Format
+from amprewrite.formats import FP32
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
-from amprewrite.granularity import MODEL, Granularity
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.magnitudes import magnitudes
-from amprewrite.oplists import OpLists
+from amprewrite.modes_aside import modes_aside, pushed, put_aside
+from amprewrite.options import Options
 from amprewrite.overflow_probe import LatestInputs, OverflowProbe
-from amprewrite.pad_policy import PadPolicy
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
-from amprewrite.policy import Override, Policy
+from amprewrite.policy import Policy
 from amprewrite.program import Program
 from amprewrite.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.rewrite_graph import _device, read_parts, read_program, rewrite_graph
@@ -48,31 +44,6 @@ from amprewrite.weight_cache import WeightCache
 
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of one `rewrite` call, checked."""
-
-    low: Format | None
-    """None: what the device does best, which may be nothing."""
-    lists: str | OpLists = "default"
-    overrides: tuple[Override, ...] = ()
-    backend: str | Callable[..., Any] = "eager"
-    cache_weights: bool | str = True
-    """"step": in training, too."""
-    strict: bool = False
-    given: CastPlan | None = None
-    granularity: Granularity = MODEL
-    """What `parse_granularity` returns."""
-    calibration: Calibration | None = None
-    careful: Careful | None = None
-    loss_scale: Any = "auto"
-    """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
-    device: str = ""
-    """The device to plan for; "": the one at hand."""
-    measure: bool = False
-    pad: PadPolicy = field(default_factory=PadPolicy)
 
 
 class Region:
@@ -101,10 +72,10 @@ class Region:
             self.latest.keep(inputs)
             if self.session.probe.armed:
                 run = self._watched
-        modes = _aside.modes
+        modes = put_aside.modes
         if not modes:
             return run(*inputs)
-        with _pushed(modes):
+        with pushed(modes):
             return run(*inputs)
 
     def _watched(self, *inputs: Any) -> Any:
@@ -193,19 +164,6 @@ class _State(threading.local):
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-class _Aside(threading.local):
-    """Per thread: the user's dispatch modes, which Dynamo cannot run under.
-
-    Every region puts them back; code that runs as it is written, between regions, runs without them.
-    """
-
-    def __init__(self) -> None:
-        self.modes: list[Any] = []
-
-
-_aside = _Aside()
-
-
 @dataclass
 class Session:
     """Everything one rewritten model keeps at run time."""
@@ -273,7 +231,7 @@ class Session:
         try:
             if torch._C._len_torch_dispatch_stack() == 0 and not global_hooks():
                 return graphs.compiled(*args, **kwargs)
-            with _modes_aside(), global_hooks_aside():
+            with modes_aside(), global_hooks_aside():
                 return graphs.compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             entry.start_afresh()
@@ -494,30 +452,6 @@ class Session:
 _FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
 
 
-@contextmanager
-def _modes_aside() -> Iterator[None]:
-    """Take the user's dispatch modes off, for the regions to put back."""
-    outer = _aside.modes
-    _aside.modes = outer + dynamo.user_modes()
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        _aside.modes = outer
-
-
-@contextmanager
-def _pushed(modes: list[Any]) -> Iterator[None]:
-    """Put the user's dispatch modes back while a rewritten graph runs."""
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()
-
-
 _OUR_DOOR = "a rewritten model compiles its own graphs"
 
 
@@ -536,4 +470,4 @@ def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dic
     return session.call(session.entries[path], args, kwargs)
 
 
-__all__ = ["Entry", "Options", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]
+__all__ = ["Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]

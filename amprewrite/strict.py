@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.colour import Colour
 from amprewrite.formats import FP32, Format
+from amprewrite.frontends.fx_facts import is_batched
 from amprewrite.plan import Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
 from amprewrite.program import Program
@@ -107,8 +108,9 @@ def is_fp32(value: Any) -> bool:
 
 
 def floats(value: Any) -> list[torch.Tensor]:
-    """Dense floating tensors of a result."""
-    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout == torch.strided]
+    """Dense floating tensors of a result that can be looked at: those inside a vmap cannot, its results can."""
+    tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
 
 
 # -- one graph and one run of it -----------------------------------------------------------------

@@ -17,12 +17,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from amprewrite.dynamo import parameter_names, refuse_ambient_autocast
 from amprewrite.errors import CalibrationError
 from amprewrite.kept_state import state_kept
+from amprewrite.options import Options
 from amprewrite.plan import RegionPlan
 from amprewrite.policy import Policy
 from amprewrite.program import Program
 from amprewrite.rewrite_graph import read_parts, read_program
 from amprewrite.rewritten import Rewritten, plain_of, rewritten, session_of
-from amprewrite.runtime import Graphs, Options, Region, Session
+from amprewrite.runtime import Graphs, Region, Session
 
 Manner = Callable[[Program, tuple[Any, ...]], Any]
 """Runs a captured graph on real inputs, and gives its results."""

@@ -152,5 +152,5 @@ def _read_through(readers: list[torch.fx.Node], source: torch.fx.Node, unscaled:
         reader.replace_input_with(source, unscaled)
 
 
-def _numel(node: torch.fx.Node) -> int:
+def _numel(node: Any) -> int:
     return math.prod(hint(size) for size in example_value(node).shape)

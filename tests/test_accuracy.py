@@ -19,8 +19,8 @@ from amprewrite.accuracy import NEIGHBOURS, bisect, search
 from amprewrite.colour import Colour, Reason
 from amprewrite.error_cut import Chain
 from amprewrite.formats import BF16, FP16
+from amprewrite.options import Options
 from amprewrite.program import Program
-from amprewrite.runtime import Options
 from amprewrite.sensitivity import measure_edges
 from amprewrite.strict_trial import planned
 from amprewrite.trial import Trial

@@ -218,3 +218,25 @@ def test_a_result_that_gets_no_gradient_is_watched_too():
     for index in range(3):
         step(amp, optimizer, CASES["loss"] if index == 0 else Case("", "", ""), index)
     assert amp.loss_scale.report().skipped == 1
+
+
+def test_values_that_a_vmap_batches_are_not_looked_at():
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            return self.down(torch.vmap(lambda row: row * row.sum().cos())(hidden))
+
+    torch.manual_seed(0)
+    model = Mapped()
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(3):
+        step(amp, optimizer, CASES["loss"] if index == 0 else Case("", "", ""), index)
+    assert amp.loss_scale.report().skipped == 1
+    assert len(amp.plan.regions) == 1
+    assert 0 < amprewrite.verify(amp, (batch(),)).output_error < 0.01
+    assert not amprewrite.debug(amp, (batch(),), backward=True).findings

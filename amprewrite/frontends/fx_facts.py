@@ -69,6 +69,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a vmap inside the graph batches this tensor: it can be computed with, not looked at."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
 def value_dtype(value: Any) -> str:
     """Name of the dtype of a value's floating tensors, or of all its tensors where none is floating."""
     every = tensors(value)

@@ -23,7 +23,7 @@ import amprewrite
 from amprewrite.accuracy import search
 from amprewrite.colour import Reason
 from amprewrite.formats import parse_format
-from amprewrite.runtime import Options
+from amprewrite.options import Options
 
 
 class ActivationCasts(TorchDispatchMode):

@@ -1,0 +1,41 @@
+"""The options of one rewrite, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from amprewrite.careful import Careful
+from amprewrite.formats import Format
+from amprewrite.granularity import MODEL, Granularity
+from amprewrite.oplists import OpLists
+from amprewrite.pad_policy import PadPolicy
+from amprewrite.plan import CastPlan
+from amprewrite.policy import Override
+from amprewrite.ranges import Calibration
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one `rewrite` call, checked."""
+
+    low: Format | None
+    """None: what the device does best, which may be nothing."""
+    lists: str | OpLists = "default"
+    overrides: tuple[Override, ...] = ()
+    backend: str | Callable[..., Any] = "eager"
+    cache_weights: bool | str = True
+    """"step": in training, too."""
+    strict: bool = False
+    given: CastPlan | None = None
+    granularity: Granularity = MODEL
+    """What `parse_granularity` returns."""
+    calibration: Calibration | None = None
+    careful: Careful | None = None
+    loss_scale: Any = "auto"
+    """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
+    device: str = ""
+    """The device to plan for; "": the one at hand."""
+    measure: bool = False
+    pad: PadPolicy = field(default_factory=PadPolicy)
