@@ -60,7 +60,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[torch.fx.Node]) -> bool:
     output = next(node for node in graph.nodes if node.op == "output")
     results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
     sources = [node for node in inputs if differentiable(example_value(node))]
-    like = next((t for node in (*results, *sources) for t in tensors(example_value(node))), None)
+    like = next((t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))), torch.empty(()))
     scale, inverse = _scale_inputs(graph, inputs, like)
     with graph.inserting_before(output):
         for result in results:  # before the inputs: one that is handed on as a result must cross both borders
@@ -72,15 +72,13 @@ def scale_loss(graph: torch.fx.Graph, weights: set[torch.fx.Node]) -> bool:
     return bool(results or sources)
 
 
-def _scale_inputs(
-    graph: torch.fx.Graph, inputs: list[torch.fx.Node], like: torch.Tensor | None
-) -> tuple[torch.fx.Node, torch.fx.Node]:
+def _scale_inputs(graph: torch.fx.Graph, inputs: list[torch.fx.Node], like: torch.Tensor) -> tuple[torch.fx.Node, torch.fx.Node]:
     made = []
     last = inputs[-1] if inputs else None
     for name in (SCALE, INVERSE):
         with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
             last = graph.placeholder(name)
-        last.meta["example_value"] = None if like is None else like.detach().new_empty((), dtype=torch.float32)
+        last.meta["example_value"] = like.detach().new_empty((), dtype=torch.float32)
         made.append(last)
     return made[0], made[1]
 

@@ -377,3 +377,20 @@ def test_a_head_on_a_backbone_under_no_grad_trains(cache_weights):
     assert got is not None and model.backbone[0].weight.grad is None
     (want,) = torch.autograd.grad(model(x).square().sum(), model.head.weight)
     assert torch.allclose(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_graph_with_nothing_differentiable_is_rewritten_too():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 2)
+
+        def forward(self, x, lengths):
+            mask = torch.arange(4) < lengths.unsqueeze(-1)
+            torch._dynamo.graph_break()
+            return self.up(x) * mask.unsqueeze(-1)
+
+    amp = amprewrite.rewrite(Masked(), dtype="fp16", loss_scale=64.0)
+    amp(torch.randn(3, 4, 8), torch.tensor([1, 2, 4])).sum().backward()
+    assert len(amp.plan.regions) == 2 and not [part for part in amp.plan.skipped if "stays fp32" in str(part)]
+    assert amp.up.weight.grad is not None
