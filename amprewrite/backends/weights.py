@@ -21,6 +21,8 @@ from amprewrite.scale_ops import cast_batches, cast_in, cast_in_many, kept_in_ma
 from amprewrite.weight_cache import WeightCache
 
 CompiledFn = Callable[..., Any]
+TOGETHER, LARGE = 16, 1 << 24
+"""How many copies share an autograd node, about a transformer block, and from how many elements on one goes alone."""
 Hoisted = tuple[int, torch.dtype, Layout]
 """Index of the parameter among the inputs, dtype of its copy, its padded layout."""
 
@@ -92,7 +94,7 @@ def with_kept_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCach
         weights = [inputs[place] for place in places]
         copies = cache.get_many(weights, dtypes)
         if not batches:
-            batches.extend(cast_batches([weight.numel() for weight in weights]))
+            batches.extend(cast_batches([weight.numel() for weight in weights], TOGETHER, LARGE))
         if torch.is_grad_enabled():
             factor = None if inverse is None else inputs[inverse]
             for batch in batches:
