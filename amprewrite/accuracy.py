@@ -241,7 +241,7 @@ def _candidate(name: str, error: float, manner: Strictly) -> Candidate:
 
 def predicted_seconds(program: Program) -> float:
     """What the cost model says that a decided program takes in one pass, ops and casts."""
-    return price(program.graph, program.colours, program.costs).total * TICK
+    return price(program.graph, program.colours, program.costs.time).total * TICK
 
 
 def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:

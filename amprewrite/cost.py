@@ -6,13 +6,16 @@ back, once for all readers of the value. Beside a high operand a promoting kerne
 gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Low copies of
 parameters are kept between calls without gradients, so there they cost nothing.
 
+Where memory has a price (`rewrite(..., memory=...)`), a step of training pays for the bytes of every result and copy besides:
+they are what may be kept for backward.
+
 Prices are whole ticks of 0.1 ns: sums are exact, and what is cheapest depends on no rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -51,6 +54,13 @@ class CostModel:
     training: bool
     cached_weights: bool = True
     timings: Timings | None = None
+    memory: float = 0.0
+    """Seconds that a byte kept for backward is worth."""
+
+    @property
+    def time(self) -> CostModel:
+        """Time alone: what a pass is said to take."""
+        return replace(self, memory=0.0)
 
     @property
     def place(self) -> str:
@@ -62,7 +72,11 @@ class CostModel:
         seconds = self._seconds(node, fmt, read)
         if fmt is not FP32 and node.kind is not OpKind.CLEAR:
             seconds += RISK * self.device.launch
-        return _ticks(seconds * (3 if self.training else 1))
+        kept = 0.0 if moves_nothing(node) else self._kept(node.numel * fmt.bytes)
+        return _ticks(seconds * (3 if self.training else 1) + kept)
+
+    def _kept(self, size: int) -> float:
+        return size * self.memory if self.training else 0.0
 
     def _seconds(self, node: OpNode, fmt: Format, read: int) -> float:
         if moves_nothing(node):
@@ -82,7 +96,8 @@ class CostModel:
             return 0
         measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
         moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
-        return _ticks(self.device.launch + moved if measured is None else measured)
+        kept = 0.0 if node.role == "parameter" else self._kept(node.numel * self.low.bytes)
+        return _ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def crossing(self, node: OpNode) -> int:
         """What a value pays once, besides copies, for readers of the other format: its gradient's cast, or slower kernels."""

@@ -38,4 +38,5 @@ class Options:
     device: str = ""
     """The device to plan for; "": the one at hand."""
     measure: bool = False
+    memory: float = 0.0
     pad: PadPolicy = field(default_factory=PadPolicy)

@@ -87,6 +87,8 @@ class Policy:
     """The device to plan for, by a name of `amprewrite.devices.NAMED`; "": the one at hand."""
     measure: bool = False
     """Time ops and casts on the device at hand instead of taking the table's prices."""
+    memory: float = 0.0
+    """Seconds that a byte of activations kept for backward is worth."""
     may_decline: bool = False
     """Nobody asked for the format: a graph that would only lose by it may stay fp32."""
     notes: tuple[str, ...] = field(default=())

@@ -97,7 +97,7 @@ class Program:
     def costs(self) -> CostModel:
         """The prices that this program is planned with."""
         row = self.planned_for or device_row(self.device)
-        return CostModel(row, self.policy.low, self.training, bool(self.policy.cache_weights), self.timings)
+        return CostModel(row, self.policy.low, self.training, bool(self.policy.cache_weights), self.timings, self.policy.memory)
 
     def region_plan(self) -> RegionPlan:
         """Freeze what was decided."""

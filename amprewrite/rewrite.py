@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ def rewrite(
     accuracy: str | None = None,
     device: str | None = None,
     measure: bool = False,
+    memory: float = 0.0,
     high: str = "fp32",
     loss_scale: Any = "auto",
     pad: Any = "auto",
@@ -74,6 +76,7 @@ def rewrite(
             the calibration batches, or on `example_inputs`; `amprewrite.accuracy.search` has the details and the frontier.
         device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.devices.NAMED` has them all) instead of the one at
             hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
+        memory: seconds that a gigabyte of activations kept for backward is worth to the plan, such as 0.01; 0 plans for speed.
         measure: time ops and casts on the device at hand instead of taking prices from the table; kept on disk.
         high: "fp32". TF32 is no choice: PyTorch has one switch for the whole process, which kernels read as they start, so
             no region of a graph can have its own without changing it for everybody and breaking torch.compile's guards.
@@ -107,6 +110,7 @@ def rewrite(
         granularity=parse_granularity(granularity, module),
         device=_checked_device(device, measure),
         measure=measure,
+        memory=_checked_memory(memory),
         pad=parse_pad(pad, torch.cuda.is_available()),
     )
     options.pad.check_modules(path for path, _ in module.named_modules())
@@ -223,6 +227,13 @@ def _checked_device(device: Any, measure: Any) -> str:
         raise PolicyError(f"measure=True times the device at hand, device={device!r} plans for another: choose one")
     named_device(device)
     return str(device)
+
+
+def _checked_memory(memory: Any) -> float:
+    """Seconds a byte."""
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
+        raise PolicyError(f"memory={memory!r} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
+    return memory / 1e9
 
 
 def _check_high(high: Any) -> None:

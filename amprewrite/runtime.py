@@ -417,7 +417,7 @@ class Session:
             self._note(f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively")
         return Policy(
             low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure,
-            may_decline=options.low is None and options.backend == "eager" and not options.overrides,
+            memory=options.memory, may_decline=options.low is None and options.backend == "eager" and not options.overrides,
         )  # fmt: skip
 
     def _note(self, text: str) -> None:

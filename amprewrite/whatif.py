@@ -72,7 +72,7 @@ class WhatIf:
         self.basis: Program = region.basis
         self.base = self.decide({})
         self.colours = {node.name: node.colour for node in self.base.nodes}
-        self.prices = Prices(self.basis.graph, self.basis.costs)
+        self.prices = Prices(self.basis.graph, self.basis.costs.time)
 
     @classmethod
     def of(cls, region: RegionPlan) -> WhatIf | None:

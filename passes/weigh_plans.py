@@ -36,7 +36,7 @@ class WeighPlans(Pass):
             return program.candidates != before
         if program.lists.rule != "cost":
             return False
-        prices = Prices(program.graph, program.costs)
+        prices = Prices(program.graph, program.costs.time)
         found = []
         for name, colours in {PLANNED: program.colours, **painted_otherwise(program)}.items():
             priced = prices.of(colours)

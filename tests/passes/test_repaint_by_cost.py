@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from chains import chain, decided, letters
+from torch import nn
 
+import amprewrite
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.cost import MIXING, TICK, CostModel, elements_read, price
 from amprewrite.devices import CPU, CPU_BF16, H100, T4, V100
+from amprewrite.errors import PolicyError
 from amprewrite.formats import FP16, FP32
 from amprewrite.op_graph import Demand, Operand, OpNode
 from amprewrite.oplists import OpLists
@@ -21,6 +26,7 @@ from amprewrite.passes import DECIDE
 from amprewrite.passes.paint import Paint
 from amprewrite.passes.repaint_by_cost import RepaintByCost
 from amprewrite.program import Program
+from amprewrite.render.facts import node_bytes
 
 BIG = 1 << 20
 
@@ -266,3 +272,30 @@ def test_the_deciding_passes_need_no_fx_graph() -> None:
     program = chain("matmul gelu matmul", "default")
     run_passes(DECIDE, program)
     assert program.module is None
+
+
+class Scaled(nn.Module):
+    """Arithmetic on fp32 inputs, far from any matmul: fastest in fp32, smallest in low."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.up((x * y + x) * torch.sigmoid(y) * x)
+
+
+def test_memory_has_a_price() -> None:
+    inputs = torch.randn(16, 64), torch.randn(16, 64)
+    free, dear = (amprewrite.plan(Scaled(), inputs, dtype="bf16", device="h100", memory=each) for each in (0, 100))
+    sizes = [sum(node_bytes(node) for node in plan.nodes if node.role == "op") for plan in (free, dear)]
+    assert sizes[1] < sizes[0]
+    with torch.no_grad():
+        plans = [amprewrite.plan(Scaled(), inputs, dtype="bf16", device="h100", memory=each) for each in (0, 100)]
+    assert plans[0].nodes == plans[1].nodes  # nothing is kept for backward
+
+
+@pytest.mark.parametrize("memory", [-1, math.inf, math.nan, "much", True])
+def test_a_price_of_memory_that_is_none(memory) -> None:
+    with pytest.raises(PolicyError, match="is no price; give the seconds"):
+        amprewrite.rewrite(Scaled(), memory=memory)
