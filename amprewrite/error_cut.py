@@ -19,16 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from amprewrite.careful import Careful
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.cost import elements_read
 from amprewrite.formats import FP32
+from amprewrite.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
 from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.pass_base import run_passes
 from amprewrite.passes.paint import Paint
@@ -37,47 +33,10 @@ from amprewrite.program import Program
 from amprewrite.ranges import fingerprint
 from amprewrite.sensitivity import Edges
 
-SOURCE, SINK = 0, 1
-TOTAL = 2**30
-"""Sum of all finite capacities after scaling: scipy's are int32. Infinite arcs carry one more."""
 STEP = 2**0.5
 """Ratio of one λ to the next."""
 SLICES, LEAST_SLICE = 16, 4
 """Plans between two neighbouring cuts at most, and nodes by which they differ at least."""
-
-
-@dataclass
-class _Network:
-    """Arcs of a flow network, collected in lists."""
-
-    size: int = 2
-    tails: list[int] = field(default_factory=list)
-    heads: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-
-    def vertex(self) -> int:
-        self.size += 1
-        return self.size - 1
-
-    def arc(self, tail: int, head: int, weight: float) -> None:
-        if tail != head and weight > 0 and tail != SINK and head != SOURCE:
-            self.tails.append(tail)
-            self.heads.append(head)
-            self.weights.append(weight)
-
-    def source_side(self) -> set[int]:
-        """Vertices reachable from the source once the maximum flow runs: the least set of least cost."""
-        weights = np.asarray(self.weights)
-        finite = np.isfinite(weights)
-        scale = TOTAL / max(weights[finite].sum(), 1e-300)
-        capacity = np.where(finite, np.ceil(np.where(finite, weights, 0) * scale), TOTAL + 1).astype(np.int64)
-        arcs = csr_array((capacity, (self.tails, self.heads)), shape=(self.size, self.size))
-        arcs.data = np.minimum(arcs.data, TOTAL + 1)
-        flow = maximum_flow(arcs.astype(np.int32), SOURCE, SINK).flow
-        residual = csr_array(arcs - flow.astype(np.int64))
-        residual.data = np.maximum(residual.data, 0)
-        residual.eliminate_zeros()
-        return set(breadth_first_order(residual, SOURCE, return_predecessors=False).tolist())
 
 
 def movable(node: OpNode) -> bool:
@@ -102,11 +61,14 @@ class Graph:
         self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
         program.paints = {}
+        times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
+        self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
+        """More than any plan takes: an error that costs as much is kept out whatever it takes."""
 
     def kept(self, price: float, heavies: bool) -> set[str]:
         """Open ops that the cheapest plan at this price a unit of squared error runs high; `heavies`: those of the allowlist too,
         beside all others."""
-        network = _Network()
+        network = Network()
         by_tie: dict[str, int] = {}
         vertices: dict[str, int] = {}
         for name in self.open:
@@ -127,19 +89,19 @@ class Graph:
             node = self.graph[name]
             read = elements_read(self.graph, node)
             more = self.model.op(node, self.model.low, read) - self.model.op(node, FP32, read)
-            network.arc(end(name), SINK, more)
-            network.arc(SOURCE, end(name), -more)
+            network.arc(end(name), SINK, max(more, 0))
+            network.arc(SOURCE, end(name), max(-more, 0))
         for node in self.graph:
             if node.carries_fp32:
                 self._copies(network, node, end)
         self._errors(network, end, price)
-        low = network.source_side()
-        return {name for name in self.open if end(name) not in low}
+        low, _ = min_cut(network)
+        return {name for name in self.open if not low[end(name)]}
 
     def _copy(self, node: OpNode) -> int:
         return self.model.cast(node) + (self.model.crossing(node) if self.model.training else 0)
 
-    def _copies(self, network: _Network, node: OpNode, end: Callable[[str], int]) -> None:
+    def _copies(self, network: Network, node: OpNode, end: Callable[[str], int]) -> None:
         maker, cost = end(node.name), self._copy(node)
         low: set[int] = set()
         high: set[int] = set()
@@ -154,15 +116,15 @@ class Graph:
                 continue
             copy = network.vertex()
             for reader_end in readers:
-                network.arc(*((reader_end, copy) if outwards else (copy, reader_end)), math.inf)
+                network.arc(*((reader_end, copy) if outwards else (copy, reader_end)), INFINITE)
             network.arc(*((copy, maker) if outwards else (maker, copy)), cost)
 
-    def _errors(self, network: _Network, end: Callable[[str], int], price: float) -> None:
+    def _errors(self, network: Network, end: Callable[[str], int], price: float) -> None:
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            cost = price * min(squared, 1e6)  # a rounding out of range is bad enough
+            cost = min(round(price * min(squared, 1e6)), self.dearest)  # a rounding out of range is bad enough
             if _hands_on(reader):
                 network.arc(end(value), end(name), cost)
                 continue

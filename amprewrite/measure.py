@@ -50,6 +50,8 @@ class Measured:
     """By number of elements."""
     fresh: int = 0
     """How many were measured now, not read from disk."""
+    refused: int = 0
+    """How many calls cannot be made alone, and keep the table's price."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None:
         return self.ops.get((node.name, fmt.name))
@@ -71,6 +73,7 @@ def measure(program: Program) -> Measured:
             if whole not in known:
                 known[whole] = _seconds(make, program.device)
             seconds = known[whole]
+            found.refused += seconds is None
             if seconds is not None and isinstance(where, tuple):
                 found.ops[where] = seconds
             elif seconds is not None and isinstance(where, int):

@@ -60,7 +60,8 @@ def read_program(
     program.planned_for = named_device(policy.device) if policy.device else None
     if policy.measure and policy.low is not FP32 and lists.rule == "cost":
         measured = program.timings = measure(program)
-        program.notes.append(f"prices measured here: {len(measured.ops)} calls of ops, {len(measured.casts)} sizes of casts")
+        kept = f"; {measured.refused} that cannot be made alone keep the table's prices" if measured.refused else ""
+        program.note(f"prices measured here: {len(measured.ops)} calls of ops, {len(measured.casts)} sizes of casts{kept}")
     program.pad, program.calls = pad, read_calls(graph, fx_nodes) if pad is not None and not pad.off else {}
     return program
 
@@ -194,7 +195,7 @@ def _keep_logical(program: Program, refusal: Refused) -> bool:
     name = {node: name for name, node in program.fx_nodes.items()}.get(refusal.node)
     if name is None or name in program.pad_refused:
         program.pads_off = True
-        program.notes.append(f"nothing is padded: {name or refusal.node.name} refused padded inputs ({refusal.why})")
+        program.note(f"nothing is padded: {name or refusal.node.name} refused padded inputs ({refusal.why})")
     else:
         program.pad_refused[name] = refusal.why
     program.paints, program.casts, program.candidates, program.pads = {}, (), (), PadPlan()

@@ -32,9 +32,8 @@ class RepaintByCost(Pass):
             found = cheapest(program.graph, program.colours, open_nodes, program.costs)
         except Contradiction as error:
             raise PolicyError(f"{program.name}: ties and overrides contradict each other: {error}") from error
-        note = f"a plan up to {found.gap * TICK * 1e6:.3g} µs cheaper may exist: the search stopped at its limit"
-        if found.gap and note not in program.notes:
-            program.notes.append(note)
+        if found.gap:
+            program.note(f"a plan up to {found.gap * TICK * 1e6:.3g} µs cheaper may exist: the search stopped at its limit")
         for node in open_nodes:
             program.paint(node.name, Colour.LOW if node.name in found.low else Colour.HIGH, Reason.NOT_REACHED)
         for node in open_nodes:

@@ -201,7 +201,19 @@ def test_inputs_are_not_kept_alive():
     assert gone() is None
 
 
+def skips_once(model: nn.Module) -> nn.Module:
+    """`model` in fp16, trained for a step that is skipped, one that is watched, and one more."""
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(3):
+        step(amp, optimizer, CASES["loss"] if index == 0 else Case("", "", ""), index)
+    assert amp.loss_scale.report().skipped == 1
+    return amp
+
+
 def test_a_result_that_gets_no_gradient_is_watched_too():
+    torch.manual_seed(0)
+
     class Split(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,16 +223,12 @@ def test_a_result_that_gets_no_gradient_is_watched_too():
             kept, left = self.up(x).split(4, -1)
             return kept.sin() + 0 * left.detach().sum()
 
-    torch.manual_seed(0)
-    model = Split()
-    amp = amprewrite.rewrite(model, dtype="fp16")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for index in range(3):
-        step(amp, optimizer, CASES["loss"] if index == 0 else Case("", "", ""), index)
-    assert amp.loss_scale.report().skipped == 1
+    skips_once(Split())
 
 
 def test_values_that_a_vmap_batches_are_not_looked_at():
+    torch.manual_seed(0)
+
     class Mapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -230,13 +238,7 @@ def test_values_that_a_vmap_batches_are_not_looked_at():
             hidden = self.up(x)
             return self.down(torch.vmap(lambda row: row * row.sum().cos())(hidden))
 
-    torch.manual_seed(0)
-    model = Mapped()
-    amp = amprewrite.rewrite(model, dtype="fp16")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for index in range(3):
-        step(amp, optimizer, CASES["loss"] if index == 0 else Case("", "", ""), index)
-    assert amp.loss_scale.report().skipped == 1
+    amp = skips_once(Mapped())
     assert len(amp.plan.regions) == 1
     assert 0 < amprewrite.verify(amp, (batch(),)).output_error < 0.01
     assert not amprewrite.debug(amp, (batch(),), backward=True).findings

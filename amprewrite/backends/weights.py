@@ -1,7 +1,7 @@
 """Weight casts leave the graph: their copies come from the weight cache, and the graph takes them as further inputs.
 
-Without gradients that is all. With them (`cache_weights="step"`) each copy is linked to its weight outside the graph, a batch of
-small ones to an autograd node, as `scale_loss` links those that stay inside: gradients come back in fp32 and unscaled.
+Without gradients that is all. With them (`cache_weights="step"`) each copy is linked to its weight outside the graph, a block of
+them to an autograd node, as `scale_loss` links those that stay inside: gradients come back in fp32 and unscaled.
 """
 
 from __future__ import annotations
