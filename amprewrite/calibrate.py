@@ -48,8 +48,8 @@ def calibrate(
         progress: show a progress bar where the output is a terminal.
 
     Raises:
-        CalibrationError: no batch, batches of differing structure, NaN or infinities in a batch, a model of which nothing can
-        be captured, a loss that is no scalar.
+        CalibrationError: no batch, batches of differing structure or that the model cannot be called on, NaN or infinities in a
+        batch, a model of which nothing can be captured, a loss that is no scalar.
     """
     module = module_of(model)
     trial = Trial(module, Options(LOW_FORMATS[0]), forward)
