@@ -9,6 +9,7 @@ Under a compiler the same is written as a pad of a cast, which it fuses.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
+from amprewrite.fused_copy import copy_many, is_plain
 from amprewrite.pad_plan import Layout, physical
-from amprewrite.scale_ops import cast_in, leaving
+from amprewrite.scale_ops import cast_in, leaving, leaving_many
 
 
 # -- changes of size ---------------------------------------------------------------------------
@@ -127,6 +129,29 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
     return made
 
 
+def pad_cast_many(
+    weights: Sequence[Tensor], dtype: torch.dtype, layouts: Sequence[Layout], inverse: Tensor | None, pool: BufferPool
+) -> tuple[Tensor, ...]:
+    """`pad_cast` of several weights through one autograd node; where a kernel for it pays, one launch writes all of them.
+
+    A weight that takes no part in the loss keeps grad None.
+    """
+    if not torch.is_grad_enabled() or not any(w.requires_grad for w in weights):
+        return _padded_copies(weights, dtype, layouts, pool)
+    made: tuple[Tensor, ...] = _PadCastMany.apply(dtype, tuple(layouts), inverse, pool, *weights)
+    return made
+
+
+def _padded_copies(weights: Sequence[Tensor], dtype: torch.dtype, layouts: Sequence[Layout], pool: BufferPool) -> tuple[Tensor, ...]:
+    if not all(is_plain(w) and not w.is_inference() for w in weights):
+        return tuple(_padded_copy(w, dtype, layout, pool) for w, layout in zip(weights, layouts, strict=True))
+    # detached one by one: the pool lends a buffer again unless another tensor shares its storage
+    buffers = [pool.take(w, dtype, layout).detach() for w, layout in zip(weights, layouts, strict=True)]
+    opened = [_opened(w, layout, 0)[0] for w, layout in zip(weights, layouts, strict=True)]
+    copy_many(opened, [_narrowed(buffer, layout) for buffer, layout in zip(buffers, layouts, strict=True)])
+    return tuple(buffers)
+
+
 def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout, pool: BufferPool | None) -> Tensor:
     if pool is None or type(w) not in (Tensor, Parameter) or w.is_inference():
         return pad_dims(w.to(dtype), layout)
@@ -149,6 +174,28 @@ class _PadCast(torch.autograd.Function):
         inner = _narrowed(gradient, ctx.layout)
         inner = leaving(inner, ctx.inverse, ctx.dtype) if ctx.inverse is not None else inner.to(ctx.dtype)
         return inner.reshape(ctx.shape), None, None, None, None
+
+
+class _PadCastMany(torch.autograd.Function):
+    """`_PadCast` of many weights at once; absent gradients stay absent."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, layouts: tuple[Layout, ...], inverse: Tensor | None, pool: BufferPool, *ws: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layouts, ctx.factor = layouts, inverse
+        ctx.dtypes, ctx.shapes = tuple(w.dtype for w in ws), [w.shape for w in ws]
+        made = _padded_copies(ws, dtype, layouts, pool)
+        ctx.mark_non_differentiable(*(copy for copy, need in zip(made, ctx.needs_input_grad[4:], strict=True) if not need))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inner = [None if g is None else _narrowed(g, layout) for g, layout in zip(gradients, ctx.layouts, strict=True)]
+        left = leaving_many(inner, ctx.factor, ctx.dtypes, ctx.needs_input_grad[4:])
+        shaped = (g if g is None else g.reshape(shape) for g, shape in zip(left, ctx.shapes, strict=True))
+        return None, None, None, None, *shaped
 
 
 # -- batch norm -------------------------------------------------------------------------------------
@@ -174,4 +221,4 @@ def batch_norm_padded(
     return out
 
 
-__all__ = ["BufferPool", "batch_norm_padded", "held_by_nobody_else", "pad_cast", "pad_dims", "resize", "slice_dims"]
+__all__ = ["BufferPool", "batch_norm_padded", "held_by_nobody_else", "pad_cast", "pad_cast_many", "pad_dims", "resize", "slice_dims"]

@@ -28,8 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amprewrite.fused_copy import ONE_PASS_FROM, copy_many, is_plain, unscale_many
+
 SMALL_WEIGHT = 1 << 16
 """Elements below which the 5 to 9 us of one autograd.Function are worth saving: casting so many takes about as long."""
+BATCH = {"cpu": (8, SMALL_WEIGHT)}
+"""By device: how many weights share an autograd node, and from how many elements on one goes alone."""
+BATCH_ELSEWHERE = (16, ONE_PASS_FROM)
+"""On an accelerator a launch costs as much as casting 4 M elements, and Python's part of a node more than that."""
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
@@ -77,8 +83,8 @@ def kept_in_many(weights: Sequence[Tensor], copies: Sequence[Tensor], inverse: T
 def cast_batches(numels: Sequence[int], limit: int = 8, small: int = SMALL_WEIGHT) -> tuple[tuple[int, ...], ...]:
     """Which weights to give to one `cast_in_many`: runs of up to `limit` small ones; a large weight goes alone.
 
-    `numels` are the sizes in order of use; the answer holds indices into it.  Eight small weights are about one
-    transformer block, so a DDP bucket waits for a block and not for the model.
+    `numels` are the sizes in order of use; the answer holds indices into it.  A batch is at most about one transformer
+    block, so a DDP bucket waits for a block and not for the model.  `BATCH` has the limits that suit a device.
     """
     batches: list[tuple[int, ...]] = []
     run: list[int] = []
@@ -104,6 +110,9 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if gradient.dtype == dtype and dtype.itemsize >= 4:
         return gradient * factor
+    made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
+    if made is not None:
+        return made[0]
     if gradient.is_cpu or gradient.dim() == 0 or type(gradient) is not Tensor or gradient.is_sparse:
         product = gradient.float().mul_(factor)
     else:
@@ -117,6 +126,38 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         left: Tensor = _Times.apply(gradient, factor, dtype)
         return left
     return _times(gradient, factor, dtype)
+
+
+def leaving_many(
+    gradients: Sequence[Tensor | None], factor: Tensor | None, dtypes: Sequence[torch.dtype], needs: Sequence[bool]
+) -> Iterator[Tensor | None]:
+    """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts."""
+    wanted = list(zip(gradients, dtypes, needs, strict=True))
+    present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
+    if factor is None:
+        products = [g.to(dtype) for g, dtype in present]
+    elif torch.is_grad_enabled():
+        products = [_Times.apply(g, factor, dtype) for g, dtype in present]
+    elif all(dtype == torch.float32 for _, dtype in present) and (made := unscale_many([g for g, _ in present], factor)):
+        products = made
+    elif all(type(g) is Tensor and g.is_cpu and g.dtype != dtype == torch.float32 and not g.is_sparse for g, dtype in present):
+        products = [g.float() for g, _ in present]
+        torch._foreach_mul_(products, factor)
+    elif all(type(g) is Tensor and g.dtype == dtype == torch.float32 and not g.is_sparse for g, dtype in present):
+        products = list(torch._foreach_mul([g for g, _ in present], factor))
+    else:
+        products = [_times(g, factor, dtype) for g, dtype in present]
+    rest = iter(products)
+    return (next(rest) if need and g is not None else None for g, _, need in wanted)
+
+
+def _cast_many(xs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Copies as `dtype`: on an accelerator by one kernel, or a few."""
+    if not (torch.compiler.is_compiling() or xs[0].is_cpu) and all(is_plain(x) and x.dtype != dtype for x in xs):
+        made = tuple(torch.empty_like(x, dtype=dtype) for x in xs)
+        copy_many(xs, made)
+        return made
+    return tuple(x.detach() if x.dtype == dtype else x.to(dtype) for x in xs)
 
 
 class _Cross(torch.autograd.Function):
@@ -160,13 +201,13 @@ class _CrossMany(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.factor = factor
         ctx.dtypes = tuple(x.dtype for x in xs)
-        made = tuple(x.detach() if x.dtype == dtype else x.to(dtype) for x in xs)
+        made = _cast_many(xs, dtype)
         ctx.mark_non_differentiable(*(copy for copy, need in zip(made, ctx.needs_input_grad[2:], strict=True) if not need))
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, None, *_leaving_many(ctx, gradients)
+        return None, None, *leaving_many(gradients, ctx.factor, ctx.dtypes, ctx.needs_input_grad[2:])
 
 
 class _Kept(torch.autograd.Function):
@@ -181,23 +222,4 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, None, *_leaving_many(ctx, gradients)
-
-
-def _leaving_many(ctx: Any, gradients: tuple[Tensor | None, ...]) -> Iterator[Tensor | None]:
-    """Gradients of copies as those of their weights, in as few kernels as there are kinds of them."""
-    wanted = list(zip(gradients, ctx.dtypes, ctx.needs_input_grad[2:], strict=True))
-    present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
-    if ctx.factor is None:
-        products = [g.to(dtype) for g, dtype in present]
-    elif torch.is_grad_enabled():
-        products = [_Times.apply(g, ctx.factor, dtype) for g, dtype in present]
-    elif all(type(g) is Tensor and g.is_cpu and g.dtype != dtype == torch.float32 and not g.is_sparse for g, dtype in present):
-        products = [g.float() for g, _ in present]
-        torch._foreach_mul_(products, ctx.factor)
-    elif all(type(g) is Tensor and g.dtype == dtype == torch.float32 and not g.is_sparse for g, dtype in present):
-        products = list(torch._foreach_mul([g for g, _ in present], ctx.factor))
-    else:
-        products = [_times(g, ctx.factor, dtype) for g, dtype in present]
-    rest = iter(products)
-    return (next(rest) if need and g is not None else None for g, _, need in wanted)
+        return None, None, *leaving_many(gradients, ctx.factor, ctx.dtypes, ctx.needs_input_grad[2:])

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.checked import checked
 from amprewrite.errors import PolicyError
 from amprewrite.loss_scale import LossScale, LossScaleError
 
@@ -254,15 +255,19 @@ def find_nonfinite(optimizer: Optimizer) -> Tensor | None:
     if p is None or not (buckets or groups):
         return None
     one_by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    flags: list[Tensor] = []
     with torch.inference_mode(False), torch.no_grad():
         for (where, _), grads in buckets.items():
             if where not in one_by_device:
                 one_by_device[where] = torch.zeros((), device=where), torch.ones((), device=where)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, *one_by_device[where])
-        flags = [flag for flag, _ in one_by_device.values()] or [torch.zeros((), device=p.device)]
-        found = flags[0]
-        for flag in flags[1:]:
-            found = torch.maximum(found, flag.to(found.device, non_blocking=True))  # Adam takes it off its step count
+            known, left = checked(grads)
+            flags += known
+            if left:
+                torch._amp_foreach_non_finite_check_and_unscale_(left, *one_by_device[where])
+        flags = [flag for flag, _ in one_by_device.values()] + flags or [torch.zeros((), device=p.device)]
+        where = flags[0].device
+        # 0 or 1, not a sum: Adam takes it off its step count
+        found = flags[0] if len(flags) == 1 else torch.stack([flag.to(where, non_blocking=True) for flag in flags]).amax()
         for group, on in groups.values():
             shared = found if on is None else found.to(on)
             torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)

@@ -25,7 +25,7 @@ from amprewrite.pad_ops import pad_cast
 from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.program import Program
-from amprewrite.scale_ops import cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
+from amprewrite.scale_ops import BATCH, BATCH_ELSEWHERE, cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
 
 SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
 
@@ -67,7 +67,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[torch.fx.Node]) -> bool:
             entered = graph.call_function(scale_gradient, (result, scale))
             entered.meta = _facts(result)
             output.replace_input_with(result, entered)
-    _leave_by_casts(graph, sources, inverse)
+    _leave_by_casts(graph, sources, inverse, like.device.type)
     _leave_elsewhere(graph, sources, weights, inverse)
     return bool(results or sources)
 
@@ -88,14 +88,15 @@ def _facts(node: torch.fx.Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key in kept}
 
 
-def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse: torch.fx.Node) -> None:
+def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse: torch.fx.Node, device: str) -> None:
     known = set(sources)
     casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
     for cast in [node for node in graph.nodes if node.target is pad_cast and node.args[0] in known]:
         cast.args = (*cast.args, inverse)
     batches = []
-    for weights in _by_grad_mode(graph, [cast for cast in casts if cast.meta["weight"]]):
-        batches += [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights])]
+    limits = BATCH.get(device, BATCH_ELSEWHERE)
+    for weights in by_grad_mode(graph, [cast for cast in casts if cast.meta["weight"]]):
+        batches += [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights], *limits)]
     for chosen in (*batches, *([cast] for cast in casts if not cast.meta["weight"])):
         dtypes = {cast.args[1] for cast in chosen}
         if len(chosen) == 1 or len(dtypes) > 1:
@@ -112,7 +113,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[torch.fx.Node], inverse
             graph.erase_node(cast)
 
 
-def _by_grad_mode(graph: torch.fx.Graph, casts: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
+def by_grad_mode(graph: torch.fx.Graph, casts: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
     """The casts between one switch of the gradient mode and the next: casts under no_grad must take no other along."""
     wanted = set(casts)
     found: list[list[torch.fx.Node]] = [[]]

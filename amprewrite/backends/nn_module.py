@@ -15,25 +15,12 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from amprewrite.backends.checkpointing import restore_checkpoints
+from amprewrite.backends.padded_weights import lend_buffers
 from amprewrite.backends.weights import copy_of, hoist_weight_casts, with_cached_weights, with_kept_weights
-from amprewrite.pad_ops import BufferPool, pad_cast
+from amprewrite.pad_ops import pad_cast
 from amprewrite.weight_cache import WeightCache
 
 CompiledFn = Callable[..., Any]
-_POOL = "amprewrite_pool"
-
-
-def lend_buffers(module: torch.fx.GraphModule) -> None:
-    """Give the weight casts that pad a pool of zero-filled buffers, so that padding runs no kernel of its own."""
-    casts = [node for node in module.graph.nodes if node.target is pad_cast]
-    if not casts:
-        return
-    setattr(module, _POOL, BufferPool())
-    with module.graph.inserting_before(next(iter(module.graph.nodes))):
-        pool = module.graph.create_node("get_attr", _POOL)
-    for node in casts:
-        node.kwargs = {**node.kwargs, "pool": pool}
-    module.recompile()
 
 
 def emit(

@@ -1,0 +1,117 @@
+"""The one Triton kernel: copy many tensors in one launch, cast them on the way, multiply them and look for inf and NaN.
+
+Importing this file needs Triton; only fused_copy.py does, and does without where it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RANK = 4
+"""Dimensions of a tensor that are left when those that lie together are joined; the kernel takes no more."""
+WIDTH = 3 + 3 * RANK
+"""Numbers in a row of the table: two addresses, the number of elements, sizes, strides to read by, strides to write by."""
+BLOCK = 1024
+_PROGRAMS = 2048
+"""Programs that share a launch: about 15 for each multiprocessor of an H100. Each walks its tensor in strides."""
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+DTYPES = frozenset(_TYPES)
+
+
+# Built-in functions alone: those of Triton that are compiled themselves cannot be interpreted where Triton was imported before.
+@triton.jit
+def _copy_rows(  # type: ignore[no-untyped-def]  # what has no type here is a tensor on the device
+    table,
+    factor,
+    flag,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    RANK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
+    MOST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = table + tl.program_id(0) * WIDTH
+    source = tl.load(row).to(tl.pointer_type(SOURCE))
+    target = tl.load(row + 1).to(tl.pointer_type(TARGET))
+    count = tl.load(row + 2)
+    if ALIGNED:  # what the compiler needs to know to read and write 16 bytes at a time
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        count = tl.multiple_of(count, 16)
+    bad = tl.full((BLOCK,), 0, tl.int32)
+    start = tl.program_id(1).to(tl.int64) * BLOCK
+    while start < count:
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        if RANK == 1:
+            read = at
+            written = at
+        else:
+            rest = at.to(tl.int32)  # a division of 64 bits takes longer than the memory does
+            read = tl.full((BLOCK,), 0, tl.int64)
+            written = tl.full((BLOCK,), 0, tl.int64)
+            for dim in tl.static_range(MOST - 1, MOST - 1 - RANK, -1):
+                size = tl.load(row + 3 + dim).to(tl.int32)
+                index = rest % size
+                rest = rest // size
+                read += index * tl.load(row + 3 + MOST + dim)
+                written += index * tl.load(row + 3 + 2 * MOST + dim)
+        value = tl.load(source + read, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            value = value * tl.load(factor)
+            bad += (tl.abs(value) < float("inf")).to(tl.int32) ^ 1  # NaN is not below infinity either
+        tl.store(target + written, value.to(TARGET), mask=inside)
+        start += tl.num_programs(1) * BLOCK
+    if SCALED:
+        tl.store(flag + tl.full((BLOCK,), 0, tl.int32), 1.0, mask=bad > 0)
+
+
+def launch(
+    table: Tensor, rows: int, longest: int, kinds: tuple[torch.dtype, torch.dtype], rank: int, aligned: bool,
+    factor: Tensor | None = None, flag: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Copy the `rows` pairs of tensors that `table` (int64, on the device) describes; `kinds` are the dtypes read and written.
+
+    `longest` is the largest number of elements. `rank` 1 says that every pair lies dense and in the same order; `aligned` that
+    addresses and numbers of elements are multiples of 16. With `factor`, 0-dim fp32, values are multiplied by it, and `flag`,
+    0-dim fp32, becomes 1 where a product is not finite.
+    """
+    programs = max(1, min(triton.cdiv(longest, BLOCK), _PROGRAMS // rows))
+    source, target = (_TYPES[kind] for kind in kinds)
+    _copy_rows[(rows, programs)](
+        table, factor, flag, source, target, rank, aligned, factor is not None, RANK, WIDTH, BLOCK, num_warps=4
+    )  # fmt: skip
+
+
+def row(source: Tensor, target: Tensor) -> tuple[int, tuple[int, ...]] | None:
+    """(rank, row of the table) of a copy; None where more than `RANK` dimensions, or 2**31 strided elements, are left."""
+    head = (source.data_ptr(), target.data_ptr(), source.numel())
+    if source.is_contiguous() and target.is_contiguous():
+        return 1, (*head, *(1,) * RANK, *(0,) * (2 * RANK))
+    dims = joined(source.shape, source.stride(), target.stride())
+    if len(dims) == 1 and dims[0][1:] == (1, 1):
+        return 1, (*head, *(1,) * RANK, *(0,) * (2 * RANK))
+    if len(dims) > RANK or source.numel() >= 1 << 31:
+        return None
+    sizes, read, written = zip(*([(1, 0, 0)] * (RANK - len(dims)) + dims), strict=True)
+    return max(len(dims), 2), (*head, *sizes, *read, *written)
+
+
+def joined(shape: Sequence[int], read: Sequence[int], written: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(size, stride to read by, stride to write by), outermost first, of dimensions joined where both strides allow it."""
+    dims: list[tuple[int, int, int]] = []
+    for size, r, w in sorted(zip(shape, read, written, strict=True), key=lambda dim: (-dim[2], -dim[1])):
+        if size == 1:
+            continue
+        if dims and dims[-1][1:] == (r * size, w * size):
+            size *= dims.pop()[0]
+        dims.append((size, r, w))
+    return dims or [(1, 1, 1)]
