@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch.fx
 
@@ -43,6 +44,8 @@ class Program:
     training: bool = False
     scale_loss: bool = False
     """Whether loss scaling is built into the graph."""
+    fold_masks: Literal["", "fixed", "any"] = ""
+    """Whether attention masks made of sizes alone may go: never, where the sizes are fixed, or whatever they are."""
     device: str = "cpu"
     planned_for: Device | None = None
     """The device to plan for; None: the one at hand."""

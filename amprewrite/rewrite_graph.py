@@ -13,7 +13,7 @@ from amprewrite.devices import named_device
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_calls import read_calls
-from amprewrite.frontends.fx_facts import NODE, example_value, tensors
+from amprewrite.frontends.fx_facts import NODE, example_value, is_checkpoint, tensors
 from amprewrite.frontends.fx_reader import read_graph
 from amprewrite.frontends.fx_units import gather_units
 from amprewrite.given_plan import check_casts
@@ -30,8 +30,6 @@ from amprewrite.plan import RegionPlan
 from amprewrite.policy import Policy
 from amprewrite.program import Program
 
-BODIES = {"tag_activation_checkpoint"}
-"""Higher-order ops whose body is rewritten like a graph of its own; any other is opaque."""
 MOST_REFUSALS = 200
 """Ops that may refuse low inputs one after another before something must be wrong with the graph."""
 
@@ -128,11 +126,6 @@ def _rewrite_bodies(program: Program) -> dict[str, tuple[torch.fx.GraphModule, R
             if vertex is not None and vertex.carries_fp32 and user.args[1:] and user.args[1] in given_low:
                 program.graph.nodes[vertex.name] = replace(vertex, pinned=(Colour.LOW, Reason.BODY, name), tie="")
     return bodies
-
-
-def is_checkpoint(node: torch.fx.Node) -> bool:
-    """Whether the node runs the body of an activation checkpoint."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES
 
 
 def read_body(program: Program, node: torch.fx.Node) -> Program:

@@ -336,6 +336,7 @@ class Session:
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path
         program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
+        program.fold_masks = "any" if self.options.backend == "eager" else "fixed"
         program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
         program.calibration, program.careful = self.calibration, self.options.careful
         program.magnitudes = magnitudes(program, example_inputs)

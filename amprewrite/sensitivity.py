@@ -27,12 +27,11 @@ from torch.fx.node import map_arg
 
 from amprewrite.errors import CalibrationError
 from amprewrite.formats import Format, parse_format
-from amprewrite.frontends.fx_facts import written
+from amprewrite.frontends.fx_facts import is_checkpoint, written
 from amprewrite.oplists import op_name
 from amprewrite.options import Options
 from amprewrite.program import Program
 from amprewrite.ranges import as_text
-from amprewrite.rewrite_graph import is_checkpoint
 from amprewrite.rewritten import module_of
 from amprewrite.strict_run import output_floats
 from amprewrite.trial import MOST_KEPT, Batches, Forward, Trial

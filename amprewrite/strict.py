@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.colour import Colour
 from amprewrite.formats import FP32, Format
-from amprewrite.frontends.fx_facts import is_batched
+from amprewrite.frontends.fx_facts import is_batched, is_checkpoint
 from amprewrite.plan import Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
 from amprewrite.program import Program
-from amprewrite.rewrite_graph import BODIES, read_program
+from amprewrite.rewrite_graph import read_program
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             self._keep(planned, result)
             return result
         args, kwargs = map_arg((n.args, n.kwargs), lambda node: self._operand(planned, node))
-        if getattr(n.target, "__name__", "") in BODIES:
+        if is_checkpoint(n):
             return self._run_body(n, args[1:])
         if not self.recording.rounding:
             result = getattr(self, n.op)(n.target, args, kwargs)

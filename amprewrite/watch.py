@@ -8,11 +8,10 @@ import torch
 import torch.fx
 
 from amprewrite.colour import Reason
-from amprewrite.frontends.fx_facts import tensors
+from amprewrite.frontends.fx_facts import is_checkpoint, tensors
 from amprewrite.op_graph import OpNode
 from amprewrite.program import Program
 from amprewrite.ranges import RegionRanges, ValueRange, fingerprint
-from amprewrite.rewrite_graph import is_checkpoint
 
 
 class Watch:

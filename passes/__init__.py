@@ -1,6 +1,7 @@
 """The pipeline: deciding passes read the op graph and write the plan, applying passes edit the fx graph as the plan says."""
 
 from amprewrite.pass_base import Pass
+from amprewrite.passes.fold_masks import FoldMasks
 from amprewrite.passes.insert_casts import InsertCasts
 from amprewrite.passes.insert_pads import InsertPads
 from amprewrite.passes.paint import Paint
@@ -37,6 +38,7 @@ APPLY: tuple[Pass, ...] = (
     InsertCasts(),  # edit the graph as the plan says
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
+    FoldMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
 
 __all__ = ["APPLY", "DECIDE", "WEIGH"]

@@ -21,6 +21,8 @@ from amprewrite.oplists import Op, find_op, is_inplace, op_name
 GRAD_SWITCHES = ("_set_grad_enabled", "set_grad_enabled")
 CONVERSIONS = {"to", "type", "type_as", "float", "_to_copy", "convert_element_type"}
 """Ops that change a dtype and nothing else."""
+BODIES = {"tag_activation_checkpoint"}
+"""Higher-order ops whose body is rewritten like a graph of its own; any other is opaque."""
 TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
                     "new_full", "new_empty"}  # fmt: skip
 """Ops that take a shape, and unless told otherwise the dtype, of another tensor."""
@@ -67,6 +69,11 @@ def example_value(node: torch.fx.Node) -> Any:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def is_checkpoint(node: torch.fx.Node) -> bool:
+    """Whether the node runs the body of an activation checkpoint."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
