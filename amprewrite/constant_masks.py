@@ -1,4 +1,4 @@
-"""Attention masks that a graph computes from sizes alone: found, and told apart.
+"""Attention masks that say nothing, or are plainly causal: found, and told apart.
 
 A model that skips its mask when it would say nothing (all positions, or plainly causal) decides so by looking at values, which
 capture cannot: the captured graph builds the mask and hands it on. That costs the fastest attention kernels, which take no mask
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amprewrite.frontends.fx_facts import example_value
+from amprewrite.fused_copy import is_plain
 from amprewrite.oplists import is_inplace, op_name
 
 PURE = frozenset({
@@ -59,12 +60,12 @@ def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[to
             return None
         inner.add(node)
         waiting += node.all_input_nodes
-    if any(_writes_to(node, inner) for node in mask.graph.nodes):
+    if any(writes_to(node, inner) for node in mask.graph.nodes):
         return None
     return tuple(node for node in mask.graph.nodes if node in inner), tuple(sizes)
 
 
-def _writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
+def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
     """Whether `node` writes in place what, through views perhaps, may be one of `known`."""
     if node.op not in ("call_function", "call_method"):
         return False
@@ -102,16 +103,19 @@ class Masks:
     def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...]) -> tuple[Tensor | None, bool]:
         """(mask to hand on, is_causal). Looking at a mask waits for the device, once for each set of sizes."""
         known = all(type(size) is int for size in (*sizes, *lengths))
-        if known and ((sizes, lengths) in self._kinds or not _capturing()):
-            kind = self.kind(sizes, lengths)
-            if kind is not Kind.OTHER:
-                return None, kind is Kind.CAUSAL
-        return self._module(*sizes), False
+        kind = self.kind(sizes, lengths) if known and ((sizes, lengths) in self._kinds or not _capturing()) else Kind.OTHER
+        return (self._module(*sizes), False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
 
 
 def find_mask(masks: Masks, query: Tensor, key: Tensor, *sizes: Any) -> tuple[Tensor | None, bool]:
     """`Masks.find` as a graph calls it."""
     return masks.find((query.shape[-2], key.shape[-2]), sizes)
+
+
+def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    """(mask to hand on, is_causal) by the values of a boolean `mask` on a CPU, where nobody waits for a device."""
+    kind = kind_of(mask, (query.shape[-2], key.shape[-2])) if mask.is_cpu and is_plain(mask) else Kind.OTHER
+    return (mask, False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
 
 
 def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
@@ -125,14 +129,14 @@ def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
     if bool(allowed.all()):
         return Kind.ALL
     queries, keys = lengths
-    if queries != keys or tuple(allowed.shape[-2:]) != lengths:
+    if queries != keys or tuple(allowed.shape[-2:]) != lengths or bool(allowed[..., 0, -1].any()):
         return Kind.OTHER
     causal = torch.ones(lengths, dtype=torch.bool, device=mask.device).tril()
-    return Kind.CAUSAL if bool((allowed == causal).all()) else Kind.OTHER
+    return Kind.CAUSAL if torch.equal(allowed, causal.expand_as(allowed)) else Kind.OTHER
 
 
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-__all__ = ["Kind", "Masks", "find_mask", "kind_of", "sources_of"]
+__all__ = ["Kind", "Masks", "find_mask", "kind_of", "look_at_mask", "sources_of", "writes_to"]

@@ -1,7 +1,8 @@
-"""Attention whose mask is made of sizes alone, and says nothing or is plainly causal, goes without: such kernels are faster.
+"""Attention whose mask says nothing, or is plainly causal, goes without: such kernels are faster, and keep less.
 
 1. Sizes that the graph fixes: the mask is computed now, and `attn_mask` becomes None, with `is_causal` where that is what it said.
 2. Sizes that change from call to call, in a graph that runs without a compiler: it is looked at once for each set of sizes.
+3. Such a graph on a CPU, where looking at values waits for nobody: any boolean mask is looked at, once a call.
 
 Models skip such masks themselves when nobody captures them. What is exported stays as it was written.
 """
@@ -10,13 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
 
-from amprewrite.constant_masks import Kind, Masks, find_mask, sources_of
+from amprewrite.constant_masks import Kind, Masks, find_mask, look_at_mask, sources_of, writes_to
 from amprewrite.frontends.fx_facts import example_value, is_checkpoint, transformed_nodes
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
@@ -40,29 +41,39 @@ class FoldMasks(Pass):
         return bool(found)
 
 
+Question = Callable[[torch.fx.Node, torch.fx.Node], tuple[Callable[..., Any], tuple[Any, ...]]]
+"""Of queries and keys: a function to call, and its arguments."""
 IS_CAUSAL = "take no mask: theirs is made of sizes alone, and is causal"
 IS_ALL = "take no mask: theirs is made of sizes alone, and allows all positions"
 IS_LOOKED_UP = "take no mask at sizes where theirs, made of sizes alone, is causal or allows all positions"
+IS_LOOKED_AT = "take no mask where theirs, looked at in every forward, is causal or allows all positions"
 
 
 def fold_masks(module: torch.fx.GraphModule, lazily: bool = False) -> Counter[str]:
-    """Edit the graph of `module`; number of calls edited, by what was done. `lazily`: where sizes are not fixed, too."""
+    """Edit the graph of `module`; number of calls edited, by what was done. `lazily`: what only a call can tell, too."""
     graph, edited = module.graph, Counter[str]()
     for place, (mask, calls) in enumerate(_readers(graph).items()):
         sources = sources_of(mask)
         if sources is None:
+            if lazily and _may_look(mask):
+                edited[IS_LOOKED_AT] += _ask(graph, calls, lambda query, key, mask=mask: (look_at_mask, (mask, query, key)))
             continue
-        masks = Masks(*sources)
-        if not sources[1]:
+        nodes, sizes = sources
+        masks = Masks(nodes, sizes)
+        if not sizes:
             edited.update(_fold(call, masks) for call in calls)
         elif lazily:
-            setattr(module, f"amprewrite_masks_{place}", masks)
-            _look_up(graph, calls, f"amprewrite_masks_{place}", sources[1])
-            edited[IS_LOOKED_UP] += len(calls)
-        for node in reversed(sources[0]):
+            name = f"amprewrite_masks_{place}"
+            setattr(module, name, masks)
+            known = graph.create_node("get_attr", name)
+            calls[0].prepend(known)
+            edited[IS_LOOKED_UP] += _ask(graph, calls, lambda q, k, known=known, sizes=sizes: (find_mask, (known, q, k, *sizes)))
+        for node in reversed(nodes):
             if not node.users:
                 graph.erase_node(node)
-    edited.update(call for node in graph.nodes if is_checkpoint(node) for call in _in_body(module, node))
+    for node in graph.nodes:
+        if is_checkpoint(node):
+            edited.update(_in_body(module, node, lazily))
     del edited[""]
     return edited
 
@@ -79,17 +90,27 @@ def _readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
     return found
 
 
-def _in_body(module: torch.fx.GraphModule, node: torch.fx.Node) -> Iterator[str]:
+def _in_body(module: torch.fx.GraphModule, node: torch.fx.Node, lazily: bool) -> Counter[str]:
     """The same in the body of an activation checkpoint, whose masks come from outside."""
     body: torch.fx.GraphModule = getattr(module, node.args[0].target)  # type: ignore[union-attr, arg-type]
     inputs = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
-    for inner, calls in _readers(body.graph).items():
-        mask = inputs.get(inner)
-        sources = sources_of(mask) if isinstance(mask, torch.fx.Node) else None
+    edited = Counter[str]()
+    for mask, calls in _readers(body.graph).items():
+        outer = inputs.get(mask)
+        sources = sources_of(outer) if isinstance(outer, torch.fx.Node) else None
         if sources is not None and not sources[1]:
             masks = Masks(*sources)
-            yield from (_fold(call, masks) for call in calls)
+            edited.update(_fold(call, masks) for call in calls)
+        elif lazily and _may_look(mask):
+            edited[IS_LOOKED_AT] += _ask(body.graph, calls, lambda query, key, mask=mask: (look_at_mask, (mask, query, key)))
     body.recompile()
+    return edited
+
+
+def _may_look(mask: torch.fx.Node) -> bool:
+    value = example_value(mask)
+    plain = isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.device.type == "cpu"
+    return plain and not any(writes_to(node, {mask}) for node in mask.graph.nodes)
 
 
 def _fold(call: torch.fx.Node, masks: Masks) -> str:
@@ -102,17 +123,18 @@ def _fold(call: torch.fx.Node, masks: Masks) -> str:
     return IS_CAUSAL if kind is Kind.CAUSAL else IS_ALL
 
 
-def _look_up(graph: torch.fx.Graph, calls: list[torch.fx.Node], name: str, sizes: tuple[torch.fx.Node, ...]) -> None:
-    """Let `calls` ask the masks, once for all that have the same lengths."""
+def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Question) -> int:
+    """Let `calls` take their mask from an answer to `question`, asked once for all that have the same lengths; their number."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = _queries_and_keys(call)
         lengths = str((example_value(query).shape[-2], example_value(key).shape[-2]))
         if lengths not in asked:
             with graph.inserting_before(call):
-                found = graph.call_function(find_mask, (graph.create_node("get_attr", name), query, key, *sizes))
+                found = graph.call_function(*question(query, key))
                 asked[lengths] = graph.call_function(operator.getitem, (found, 0)), graph.call_function(operator.getitem, (found, 1))
         _set(call, *asked[lengths])
+    return len(calls)
 
 
 def _queries_and_keys(call: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:

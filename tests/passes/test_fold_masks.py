@@ -65,7 +65,12 @@ def slope(x: Tensor) -> Tensor:
 
 
 def of_data(x: Tensor) -> Tensor:
-    return (x[:, None, None, :, 0] > -100).expand(-1, 1, x.shape[1], -1)
+    """Keys that are large enough, as padding masks come with the data."""
+    return (x[:, None, None, :, 0] > -50).expand(-1, 1, x.shape[1], -1)
+
+
+def causal_of_data(x: Tensor) -> Tensor:
+    return of_data(x) & by_arange(x)
 
 
 def written(x: Tensor) -> Tensor:
@@ -162,7 +167,7 @@ def test_masks_that_say_nothing_go(mask: Mask) -> None:
     assert calls == [(False, False)] * 2
 
 
-@pytest.mark.parametrize("mask", [window, slope, of_data, written, by_triu_in_place])
+@pytest.mark.parametrize("mask", [window, slope, written, by_triu_in_place])
 def test_other_masks_stay(mask: Mask) -> None:
     amp, calls = check(Attention(mask), [noise()])
     assert notes(amp) == [] and calls == [(True, False)] * 2
@@ -180,6 +185,36 @@ def test_sizes_that_change_are_looked_up() -> None:
     assert calls == [(False, True)] * 2 + [(True, False)] * 4 + [(False, True)] * 2 + [(True, False)] * 2
     said = {note for plan in amp.plans for region in plan.regions for note in region.notes if "attention" in note}
     assert "2 attention calls take no mask at sizes where theirs, made of sizes alone, is causal or allows all positions" in said
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mask", [of_data, causal_of_data])
+def test_masks_of_data_are_looked_at(mask: Mask, checkpointed: bool) -> None:
+    """On a CPU, in every forward; one that leaves a key out is handed on as it is."""
+    causal = mask is causal_of_data
+    padded = noise()
+    padded[1, -1, 0] = -60.0
+    amp, calls = check(Attention(mask, checkpointed), [noise(), padded, noise()])
+    assert notes(amp) == ["2 attention calls take no mask where theirs, looked at in every forward, is causal or allows all positions"]
+    assert set(calls[: len(calls) // 3] + calls[-len(calls) // 3 :]) == {(False, causal)}
+    assert set(calls[len(calls) // 3 : -len(calls) // 3]) == {(True, False)}
+
+
+def test_masks_of_data_stay_in_compiled_graphs() -> None:
+    amp, _ = check(Attention(of_data), [noise()], backend="aot_eager")
+    assert notes(amp) == []
+
+
+def test_a_mask_of_data_written_between_its_readers_stays() -> None:
+    class Written(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = of_data(x).clone()
+            x = self.layer(x, mask)
+            mask[..., 0] = False
+            return self.layer(x, mask)
+
+    amp, calls = check(Written(of_data), [noise()])
+    assert notes(amp) == [] and calls == [(True, False)] * 2
 
 
 def test_compiled_graphs_keep_masks_of_changing_sizes() -> None:
