@@ -112,6 +112,19 @@ def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
 
 
+def test_the_readme_tells_of_every_option_and_command():
+    """In prose or code beside its table: what the table calls "see below" is there."""
+    text = (ROOT / "README.md").read_text()
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    table = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \| .* see below", text, re.M)
+    named = {name for pair in table for name in pair if name}
+    assert named >= {"overrides", "calibration", "tolerance", "accuracy", "loss_scale", "pad"}
+    assert not {name for name in named if name not in prose}
+    for call in ("export_onnx(", "rewrite_onnx(", "export_program(", "verify(", "debug(", "sensitivity(", "calibrate(", "attach("):
+        assert call in prose, call
+    assert {"Start", "Laws", "Exporting", "Developing", "Measured"} <= set(re.findall(r"^## (.*)$", text, re.M))
+
+
 def test_the_readme_runs(tmp_path):
     """Blocks run one after another in one process, as a reader would type them."""
     assert blocks()
