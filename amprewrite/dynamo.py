@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import os
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,16 +27,21 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _EXPORT = "use amp.export_program(args)"
 
 
-def compile_afresh(function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module) -> Callable[..., Any]:
+def compile_afresh(
+    function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None
+) -> Callable[..., Any]:
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
-    Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others.
+    Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, and
+    what a model writes to a log does not break its graph: it is left out, as torch.export does, and noted.
     """
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=backend, fullgraph=whole, **isolated)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
     if any(isinstance(module, nn.RNNBase) for module in root.modules()):
         settings["allow_rnn"] = True
+    if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
+        settings["ignore_logging_functions"] = _Unlogged(torch._dynamo.config.ignore_logging_functions, note)
     if not settings:
         return compiled
 
@@ -50,6 +58,29 @@ def compile_afresh(function: Callable[..., Any], backend: Callable[..., Any], wh
                 setattr(config, name, value)
 
     return with_settings
+
+
+class _Unlogged(set[Any]):
+    """Dynamo's set of functions to leave out, with every method of a logging.Logger in it."""
+
+    def __init__(self, others: Iterable[Any] = (), note: Callable[[str], None] | None = None) -> None:
+        super().__init__(others)
+        self.note = note
+
+    def __contains__(self, function: object) -> bool:
+        logger = getattr(function, "__self__", None)
+        if not isinstance(logger, logging.Logger):
+            return super().__contains__(function)
+        if self.note is not None:
+            self.note(f"calls of the logger {logger.name!r} are not made where the model is captured")
+        return True
+
+
+@functools.cache
+def _has_logger(module: str) -> bool:
+    """Whether code of the Python module `module` may write to a log."""
+    found = sys.modules.get(module)
+    return found is not None and any(isinstance(value, logging.Logger) for value in list(vars(found).values()))
 
 
 def fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,7 +100,9 @@ class Graphs:
         session = entry.session
         self.compiled = entry.function
         if entry.captured:
-            self.compiled = dynamo.compile_afresh(entry.function, _weakly(self.rewrite), session.options.strict, session.root)
+            self.compiled = dynamo.compile_afresh(
+                entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note)
+            )
 
     @property
     def stale(self) -> bool:
@@ -186,7 +188,7 @@ class Session:
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
         if self.options.careful is not None and self.options.careful.note:
-            self._note(self.options.careful.note)
+            self.note(self.options.careful.note)
         self.probe = OverflowProbe(self.root)
         self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
 
@@ -221,7 +223,7 @@ class Session:
         elif ran != self.last:
             self._remember(entry, ran)
         if not entry.captured:
-            self._note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
+            self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
         elif dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran):
             self._not_all_ran(entry, ran, dynamo.new_reasons(reasons))
         return result
@@ -388,7 +390,7 @@ class Session:
         """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
         found = any(cls.__name__ == "FSDPModule" for part in self.root.modules() for cls in type(part).__mro__)
         if found:
-            self._note("cache_weights='step' does nothing here: FSDP gathers the weights anew for every forward")
+            self.note("cache_weights='step' does nothing here: FSDP gathers the weights anew for every forward")
         return found
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
@@ -413,15 +415,15 @@ class Session:
         if low is None:
             low = best_format(row)
             if low is None:
-                self._note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
+                self.note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
         elif low is not FP32 and low.name not in row.low_formats:
-            self._note(f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively")
+            self.note(f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively")
         return Policy(
             low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure,
             memory=options.memory, may_decline=options.low is None and options.backend == "eager" and not options.overrides,
         )  # fmt: skip
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self.notes[text] = None
 
     def cannot_read(self, path: str, why: str) -> None:

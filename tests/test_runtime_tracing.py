@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from runtime_help import MLP, Broken, data, low, matmul_dtypes, mlp, ran_low
@@ -291,3 +293,38 @@ def test_graph_module_and_exported_program_are_taken():
     assert ran_low(low(torch.fx.symbolic_trace(model))(x), model(x))
     amp = low(torch.export.export(model, (x,)))
     assert isinstance(amp, nn.Module) and ran_low(amp(x), model(x))
+
+
+LOG = logging.getLogger("a_library")
+
+
+class Talks(nn.Module):
+    """Writes to a log in the middle of its forward, as transformers do about a loss they had to guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        LOG.warning("%s rows", x.shape[0])
+        return self.last(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_log_does_not_break_the_graph(strict, caplog):
+    model, x = Talks(), torch.randn(4, 8)
+    amp = low(model, strict=strict)
+    amp(x).sum().backward()
+    (region,) = amp.plan.regions
+    assert sum(node.op == "linear" for node in region.nodes) == 2
+    assert "calls of the logger 'a_library' are not made where the model is captured" in amp.plan.notes
+    assert not amp.plan.skipped
+    model(x)  # as it is written, it goes on talking
+    assert [record.getMessage() for record in caplog.records if record.name == LOG.name] == ["4 rows"]
+
+
+def test_settings_of_dynamo_are_back_after_a_call():
+    before = torch._dynamo.config.ignore_logging_functions
+    low(Talks())(torch.randn(4, 8))
+    assert torch._dynamo.config.ignore_logging_functions is before
