@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from amprewrite.cuda_graphs import recording
 from amprewrite.formats import FP32
 from amprewrite.magnitudes import NARROW
 from amprewrite.program import Program
@@ -50,7 +51,9 @@ class FirstCalls:
         self.left = CALLS
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> Any:
-        """The results of `run(inputs)`, or of what takes its place."""
+        """The results of `run(inputs)`, or of what takes its place; what a CUDA graph records is not looked at."""
+        if any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
+            return run(inputs)
         self.left -= 1
         before = _Before(inputs)
         result = run(inputs)

@@ -11,20 +11,24 @@ A scale tensor that was handed out is never written to again: graphs that saved 
 
 A set of steps is closed by the next `snapshot` (a forward) or by an optimizer that steps again; until then several
 optimizers add their overflows up, as under one `GradScaler.update()`.
+
+Once a CUDA graph has recorded a step, all this happens on the device and in place (cuda_graphs.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from amprewrite.cuda_graphs import EMPTY, Recorded, recording
 from amprewrite.errors import AmpRewriteError, PolicyError
 from amprewrite.formats import FP16, Format, parse_format
+from amprewrite.loss_scale_state import LossScaleReport, check_state, positive
 
 DEFAULT_FLOOR = FP16.smallest_normal
 """2**-14: under a smaller scale a gradient of 1 is no normal fp16 number, so shrinking on cannot help."""
@@ -32,11 +36,9 @@ DEFAULT_FLOOR = FP16.smallest_normal
 DEFAULT_CAP = 2.0**32
 """The largest scale that any peer starts from (Megatron, DeepSpeed)."""
 
-_MAX = torch.finfo(torch.float32).max
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
-_GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OWN_KEY = "amprewrite"
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of a search: no step taken yet; every step so far overflowed; growing back. 0: over, or never begun."""
@@ -47,42 +49,12 @@ class LossScaleError(AmpRewriteError):
     """Step after step overflowed, and no smaller scale will help; or something else scales the same loss."""
 
 
-@dataclass(frozen=True)
-class LossScaleReport:
-    """How loss scaling has been going; `str()` says it in a line or two."""
-
-    kind: str
-    scale: float
-    steps: int
-    """Sets of optimizer steps seen, the skipped ones included."""
-    skipped: int
-    consecutive_skips: int
-    last_overflow_step: int | None
-    """Counted from 1."""
-    at_floor: bool
-    culprit: str | None
-    """Where the last overflow began, if whoever runs the graph could tell."""
-
-    def __str__(self) -> str:
-        if self.kind == "none":
-            return "no loss scaling"
-        text = f"{self.kind} loss scale {self.scale:g}: {self.skipped} of {self.steps} steps skipped"
-        if self.last_overflow_step is not None:
-            text += f", last at step {self.last_overflow_step}"
-        if self.consecutive_skips:
-            text += f", {self.consecutive_skips} in a row just now"
-        if self.at_floor:
-            text += "; the scale is at its floor"
-        if self.culprit:
-            text += f"\nlast overflow began at {self.culprit}"
-        return text
-
-
 class LossScale:
     """What static and dynamic scales share: the tensors, the counters, the set of steps under way."""
 
     kind: ClassVar[str] = "static"
     enabled: ClassVar[bool] = True
+    _state: ClassVar[tuple[str, ...]] = ("_scale", "_counters")
 
     def __init__(self, init: float) -> None:
         self._scale = _scalar(init, torch.float32)
@@ -91,31 +63,52 @@ class LossScale:
         self._pending: Tensor | None = None
         self._sources: set[Hashable] = set()
         self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._nothing = _scalar(EMPTY, torch.float32)
+        self._recorded: Recorded | None = None
         self.culprit: str | None = None
         self.ask: Callable[[], None] | None = None
         """Finds the culprit of the latest step, if that overflowed and nobody on the host knew yet."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
-        self.settle()
         device = torch.device(device)
+        self._watch_recording(device)
+        self.settle()
         pair = self._replicas.get(device)
         if pair is None:
             with torch.inference_mode(False), torch.no_grad():
                 if self._scale.device.type == "cpu" and device.type not in ("cpu", "meta"):
                     self._to(device)
-                pair = self._scale.to(device, non_blocking=True), _reciprocal(self._scale).to(device, non_blocking=True)
-            self._replicas[device] = pair
+                scale = self._scale if self._recorded is None else self._scale.clone()
+                pair = scale.to(device, non_blocking=True), _reciprocal(scale).to(device, non_blocking=True)
+            if self._recorded is None:
+                self._replicas[device] = pair
         return pair
+
+    def _watch_recording(self, device: torch.device) -> None:
+        """From the first CUDA graph on that records this scale, its state keeps its places."""
+        if self._recorded is not None or not recording(device):
+            return
+        if self._scale.device.type != device.type or not self._tables:
+            raise LossScaleError(
+                "a CUDA graph is being recorded before this model has trained on its device; take three steps or more on a side "
+                "stream first, as PyTorch's notes on CUDA graphs show"
+            )
+        self._recorded = Recorded(self, self._state, self._nothing if self._pending is None else self._pending)
+        self._pending, self._replicas = None, {}
 
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
         """Note that an optimizer stepped: `found_inf` is 0-dim fp32, above 0 where a gradient overflowed.
 
         The scale moves when the set of steps is complete: at the next snapshot, read, or step of the same `source`.
         """
+        self._watch_recording(found_inf.device)
         if source in self._sources:
             self.settle()
         self._sources.add(source)
+        if self._recorded is not None:
+            self._recorded.post(found_inf)
+            return
         if self._pending is None:
             self._pending = found_inf
             return
@@ -124,6 +117,11 @@ class LossScale:
 
     def settle(self) -> None:
         """Close the set of steps under way, if there is one."""
+        if self._recorded is not None:
+            self._sources.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                self._recorded.settle(self.update)
+            return
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -163,10 +161,15 @@ class LossScale:
 
     def consecutive_skips(self) -> int:
         """Sets skipped in a row, counting the one under way, which stays open (a host read)."""
-        known = int(self._counters[_CONSECUTIVE])
-        if self._pending is None:
+        known, found = int(self._counters[_CONSECUTIVE]), self._waiting()
+        if found == EMPTY:
             return known
-        return known + 1 if self._pending.item() > 0 else 0
+        return known + 1 if found > 0 else 0
+
+    def _waiting(self) -> float:
+        """What the set under way has found so far; -1 if there is none (a host read)."""
+        waiting = self._pending if self._recorded is None else self._recorded.mailbox
+        return EMPTY if waiting is None else waiting.item()
 
     def stuck(self) -> bool:
         """Whether the schedule itself says that training must stop here (a host read where it can say so)."""
@@ -195,7 +198,7 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`, ours or GradScaler's.  PolicyError for anything else."""
-        _check_state(state)
+        check_state(state)
         if state["growth_factor"] != 1.0 or state["backoff_factor"] != 1.0:
             raise PolicyError(
                 "this state dict belongs to a dynamic loss scale, and the loss scale here is static; "
@@ -208,19 +211,25 @@ class LossScale:
         self._pending = None
         self._sources.clear()
         self._replicas = {}
+        if self._recorded is not None:
+            self._recorded.mailbox.fill_(EMPTY)
+        with self._recorded.in_place() if self._recorded is not None else contextlib.nullcontext():
+            self._load_tensors(state, device)
+
+    def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._scale = _scalar(float(state["scale"]), torch.float32, device)
         counters = state.get(_OWN_KEY, {}).get("counters", [0, 0, 0, 0])
         self._counters = torch.tensor(counters, dtype=torch.int64, device=device)
 
     def _to(self, device: torch.device) -> None:
         """Follow the model to its device, once."""
-        self._scale, self._counters = self._scale.to(device), self._counters.to(device)
+        self._scale, self._counters, self._nothing = self._scale.to(device), self._counters.to(device), self._nothing.to(device)
         self._tables = ()
         self._replicas = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return {**self.__dict__, "_replicas": {}, "_tables": (), "ask": None}
+        return {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "_nothing": _scalar(EMPTY, torch.float32), "ask": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value:g})"
@@ -248,7 +257,7 @@ class NoLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Ignore a scaler's state, as a disabled GradScaler does, so that an fp16 run can go on in bf16."""
         if state != {}:
-            _check_state(state)
+            check_state(state)
 
     def __repr__(self) -> str:
         return "NoLossScale()"
@@ -258,7 +267,7 @@ class StaticLossScale(LossScale):
     """A scale that stays; steps that overflow are still skipped."""
 
     def __init__(self, value: float) -> None:
-        super().__init__(_positive("StaticLossScale", "value", value))
+        super().__init__(positive("StaticLossScale", "value", value))
 
 
 class DynamicLossScale(LossScale):
@@ -276,6 +285,7 @@ class DynamicLossScale(LossScale):
     """
 
     kind = "dynamic"
+    _state = (*LossScale._state, "_growth_tracker", "_left", "_searching")
 
     def __init__(
         self,
@@ -298,7 +308,7 @@ class DynamicLossScale(LossScale):
                 "DynamicLossScale: per_layer=True is not offered: with residual connections no scale of one layer is sound by "
                 "itself; leave it out, and keep a layer that underflows in fp32 with overrides={'module:path': 'fp32'}"
             )
-        super().__init__(_positive("DynamicLossScale", "init", init))
+        super().__init__(positive("DynamicLossScale", "init", init))
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)
         self.growth_interval = growth_interval
@@ -343,7 +353,7 @@ class DynamicLossScale(LossScale):
         if self.refill not in ("growth", "good"):
             raise PolicyError(f"{where}: refill={self.refill!r} must be 'growth' or 'good', as after every good step")
         if self.floor is not None:
-            _positive(where, "floor", self.floor)
+            positive(where, "floor", self.floor)
         if self.cap is not None and not self.cap > 0:
             raise PolicyError(f"{where}: cap={self.cap:g} must be above 0; leave it out for the default, 2**32")
         if self.floor is not None and self.cap is not None and self.floor > self.cap:
@@ -391,9 +401,9 @@ class DynamicLossScale(LossScale):
 
     def stuck(self) -> bool:
         """Whether `raise_at_floor` holds and the step under way overflowed at the floor (a host read if so)."""
-        if not self.raise_at_floor or self._pending is None or self._scale.item() > (self.floor or 0.0):
+        if not self.raise_at_floor or self._waiting() <= 0 or self._scale.item() > (self.floor or 0.0):
             return False
-        return self._pending.item() > 0 and self._left.item() <= 1
+        return self._left.item() <= 1
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's five keys, which GradScaler can load, and the rest of the state under one that it ignores."""
@@ -411,7 +421,7 @@ class DynamicLossScale(LossScale):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`, ours or GradScaler's: the schedule comes with it.  PolicyError for anything else."""
-        _check_state(state)
+        check_state(state)
         own = dict(state.get(_OWN_KEY, {}))
         before = dict(self.__dict__)
         self.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})
@@ -423,7 +433,10 @@ class DynamicLossScale(LossScale):
             self.__dict__.update(before)
             raise PolicyError(f"this loss-scale state cannot be loaded: {error}") from error
         self._load(state)
-        device = self._scale.device
+
+    def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
+        super()._load_tensors(state, device)
+        own = state.get(_OWN_KEY, {})
         self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
         self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
         self._searching = _scalar(own.get("searching", 0), torch.int32, device)
@@ -483,31 +496,6 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
         f"loss_scale={spec!r} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
         "or a loss-scale object such as DynamicLossScale(init=2**14)"
     )
-
-
-def _positive(where: str, name: str, value: float) -> float:
-    """`value` as a float that fp32 can hold and whose inverse it can hold; PolicyError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MAX <= value <= _MAX:
-        raise PolicyError(f"{where}: {name}={value!r} must be a positive number within fp32's range; a power of two is exact")
-    return float(value)
-
-
-def _check_state(state: Any) -> None:
-    """PolicyError unless `state` is a scaler's."""
-    if not isinstance(state, Mapping):
-        raise PolicyError(f"a loss scale cannot be loaded from {type(state).__name__}; give what state_dict() returned")
-    if not state:
-        raise PolicyError(
-            "this loss-scale state is empty, as a disabled GradScaler or NoLossScale saves it; there is nothing to resume: "
-            "leave load_state_dict out"
-        )
-    missing = [key for key in _GRAD_SCALER_KEYS if key not in state]
-    if missing:
-        raise PolicyError(
-            f"this is not the state of a loss scale: it lacks {', '.join(missing)}; give what amp.loss_scale.state_dict() "
-            "or torch.amp.GradScaler.state_dict() returned"
-        )
-    _positive("load_state_dict", "scale", state["scale"])
 
 
 def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 
 from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn, emit
+from amprewrite.cuda_graphs import recording
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError
@@ -70,7 +71,7 @@ class Region:
         if self.latest is not None:
             inputs = (*inputs, *self.session.scales())
             self.latest.keep(inputs)
-            if self.session.probe.armed:
+            if self.session.probe.armed and not recording(inputs[-1].device):
                 run = self._watched
         modes = put_aside.modes
         if not modes:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from amprewrite.cuda_graphs import recording
 from amprewrite.errors import AmpRewriteWarning, PolicyError
 from amprewrite.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.step_guard import guard_of, local_values, params_of
@@ -203,7 +204,7 @@ class StepGate:
         self._until_look -= 1
         if self._until_look > 0 and not (overflow and self.loss_scale.stuck()):
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if recording(next(params_of(optimizer)).device):
             return
         skips = self.loss_scale.consecutive_skips()
         if overflow is None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from amprewrite.cuda_graphs import recording
 from amprewrite.pad_ops import held_by_nobody_else, pad_cast
 from amprewrite.pad_plan import Layout
 
@@ -38,7 +39,7 @@ class WeightCache:
         Old copies are written over where nobody else holds them; a backward may. What is being captured into a CUDA graph is
         copied there and not kept: a replay must read the weights again.
         """
-        captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        captured = recording(weights[0].device)
         found = [None if captured else self._fresh(weight, dtype, ()) for weight, dtype in zip(weights, dtypes, strict=True)]
         stale = [place for place, copy in enumerate(found) if copy is None]
         if not stale:

@@ -1,0 +1,111 @@
+"""What a GPU asks of a step, asked on a CPU: no op that waits for the device, and a step that can be recorded and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import amprewrite.first_calls
+import amprewrite.loss_scale
+import amprewrite.runtime
+import amprewrite.step_gate
+import amprewrite.weight_cache
+from amprewrite.loss_scale import LossScale
+
+SYNCS = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "tolist", "nonzero", "nonzero_numpy", "argwhere", "masked_select",
+    "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "repeat_interleave", "bincount",
+    "_assert_async",
+}  # fmt: skip
+"""Ops whose result, or its size, the host reads from the device."""
+
+
+class Syncs(TorchDispatchMode):
+    """Names of the ops that ran and would have made the host wait for a GPU; indexing by a mask is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.ops += 1
+        masked = name in ("index", "index_put", "index_put_") and any(
+            isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
+        if name in SYNCS or masked:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Recording(TorchDispatchMode):
+    """Stands in for a CUDA graph: keeps every op with its very tensors, and runs them again into the same memory.
+
+    As a real one it knows nothing of Python, and refuses what would make the host wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in SYNCS, f"{func} waits for the device while a graph is being recorded"
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, tensors(result)))
+        return result
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, outs in self.calls:
+                for out, new in zip(outs, tensors(func(*args, **kwargs)), strict=True):
+                    if out.data_ptr() != new.data_ptr():
+                        out.detach().copy_(new)
+
+
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def everything(mode: Mode) -> Iterator[Mode]:
+    """`mode`, on for the loss scale, too: a rewritten model shows the modes around it what its graphs run, and no more."""
+    snapshot = LossScale.snapshot
+
+    def shown(*args: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            return snapshot(*args)
+        with mode:
+            return snapshot(*args)
+
+    with mock.patch.object(LossScale, "snapshot", shown), mode:
+        yield mode
+
+
+@contextmanager
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
+    """Record what runs inside, and let amprewrite believe that it is a CUDA graph that records."""
+    with monkeypatch.context() as patch:
+        for module in (amprewrite.first_calls, amprewrite.loss_scale, amprewrite.runtime, amprewrite.step_gate, amprewrite.weight_cache):
+            patch.setattr(module, "recording", lambda _: True)
+        with everything(Recording()) as recorded:
+            yield recorded
+
+
+def syncs(run: Callable[[], Any]) -> list[str]:
+    """The ops that `run` runs and that would make the host wait."""
+    with everything(Syncs()) as found:
+        run()
+    assert found.ops > 0
+    return found.found
