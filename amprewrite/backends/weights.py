@@ -23,6 +23,8 @@ from amprewrite.weight_cache import WeightCache
 CompiledFn = Callable[..., Any]
 TOGETHER, LARGE = 16, 1 << 24
 """How many copies share an autograd node, about a transformer block, and from how many elements on one goes alone."""
+_STAYS = {"_dynamo_static_input_type": "unguarded"}
+"""What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
 Hoisted = tuple[int, torch.dtype, Layout]
 """Index of the parameter among the inputs, dtype of its copy, its padded layout."""
 
@@ -40,7 +42,7 @@ def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> 
         assert last is not None
         with graph.inserting_after(last):
             last = graph.placeholder(f"{source.name}_{node.meta[CAST]}")
-        last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
+        last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
         dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
         hoisted.append((inputs.index(source), dtype, node.args[2] if node.target is pad_cast else ()))
         node.replace_all_uses_with(last)
@@ -70,7 +72,11 @@ def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     graph = torch.fx.Graph()
     made: dict[torch.fx.Node, torch.fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, made))
-    return torch.fx.GraphModule(module, graph)
+    copied = torch.fx.GraphModule(module, graph)
+    copied.meta.update(module.meta)
+    if hasattr(module, "_param_name_to_source"):  # with it, AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are
+        copied._param_name_to_source = module._param_name_to_source
+    return copied
 
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:

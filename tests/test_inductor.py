@@ -1,0 +1,232 @@
+"""Rewritten models through inductor: one graph, eager's numbers, no more kernels than autocast gets, and inputs that stay in place."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from runtime_help import data, mlp
+from test_cuda_graphs import block, conv
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, SchedulerNode
+
+import amprewrite
+from amprewrite.loss_scale import DynamicLossScale
+
+NETS = pytest.mark.parametrize("made", [block, conv], ids=["transformer", "conv net"])
+FORMATS = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graphs of other tests; scalar C++, which builds in a third of the time."""
+    torch._dynamo.reset()
+    counters.clear()
+    with config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+def one_block() -> tuple[nn.Module, torch.Tensor]:
+    model, x = block()
+    return model[0], x
+
+
+def small() -> tuple[nn.Module, torch.Tensor]:
+    return mlp(), data()
+
+
+class Loss(nn.Module):
+    """A net under its loss: nothing but a number leaves the graph, so what is in low inside need not be widened."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.net(x)
+        return nn.functional.mse_loss(out, torch.ones_like(out))
+
+
+class Run:
+    """A model trained by SGD for a few steps, at two batch sizes; `outputs` and `gradients` of every step are kept."""
+
+    def __init__(self, made: Any, backend: Any, **options: Any) -> None:
+        self.model, x = made()
+        self.batches = [x, x, data(5, *x.shape[1:]), x]
+        self.amp = amprewrite.rewrite(self.model, backend=backend, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.amp.attach(self.optimizer) if options["dtype"] == "fp16" else None
+        self.outputs: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def train(self) -> Run:
+        for x in self.batches:
+            self.optimizer.zero_grad()
+            out = self.amp(x)
+            out.square().mean().backward()
+            self.outputs.append(out.detach())
+            self.gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]))
+            self.optimizer.step()
+        return self
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(("made", "dtype"), [(one_block, "bf16"), (one_block, "fp16"), (conv, "bf16")], ids=["block", "block", "conv"])
+def test_training_is_one_graph_a_shape_and_gives_eagers_numbers(made, dtype):
+    torch._dynamo.reset()
+    eager = Run(made, "eager", dtype=dtype).train()
+    counters.clear()
+    compiled = Run(made, "inductor", dtype=dtype).train()
+    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]  # one for the first batch size, one for all others
+    assert not compiled.amp.plan.skipped
+    tolerance = {"bf16": 2e-2, "fp16": 3e-3}[dtype]
+    for got, want in zip(compiled.outputs + compiled.gradients, eager.outputs + eager.gradients, strict=True):
+        assert got.dtype == torch.float32 and error(got, want) < tolerance
+
+
+def test_eval_training_and_eval_again():
+    model, x = small()
+    amp = amprewrite.rewrite(model, dtype="bf16", backend="inductor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        amp.eval()
+        with torch.no_grad():
+            assert error(amp(x), model(x)) < 2e-2
+        amp.train()
+        amp(x).square().mean().backward()
+        optimizer.step()
+    assert not counters["graph_break"]
+
+
+def test_an_overflowing_step_is_skipped():
+    model, x = small()
+    amp = amprewrite.rewrite(model, dtype="fp16", backend="inductor", loss_scale=DynamicLossScale(init=1024.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    amp.attach(optimizer)
+    for factor in (1.0, 1.0, float("inf"), 1.0):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        (amp(x).square().mean() * factor).backward()
+        optimizer.step()
+        same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert same == (factor != 1.0)
+    report = amp.loss_scale.report()
+    assert (report.scale, report.steps, report.skipped) == (512.0, 4, 1)
+
+
+def test_a_callable_backend_carries_inductors_options():
+    seen = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(config.epilogue_fusion)
+        return compile_fx.compile_fx_inner(*args, **kwargs)
+
+    model, x = small()
+    unfused = functools.partial(compile_fx.compile_fx, inner_compile=spy, config_patches={"epilogue_fusion": False})
+    amp = amprewrite.rewrite(model, dtype="bf16", backend=unfused)
+    with torch.no_grad():
+        assert error(amp(x), model(x)) < 2e-2
+    public = amprewrite.rewrite(model, dtype="bf16", backend=functools.partial(torch._inductor.compile, options={"max_autotune": False}))
+    with torch.no_grad():
+        assert error(public(x), model(x)) < 2e-2
+    assert seen == [False]
+
+
+# what inductor makes of it ------------------------------------------------------------------------------------------------------
+
+
+class Look:
+    """Inductor's hook after fusion: how many kernels it generates, how many of them only cast what is no input and no result, how
+    many calls of libraries there are, and how many bytes the kernels move."""
+
+    def __init__(self) -> None:
+        self.kernels = self.casts = self.library = self.bytes = 0
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        graph = torch._inductor.virtualized.V.graph
+        border = set(graph.graph_input_names) | set(graph.get_output_names())
+        for node in nodes:
+            if isinstance(node, ExternKernelSchedulerNode):
+                self.library += 1
+            elif not isinstance(node, NopKernelSchedulerNode):
+                self.kernels += 1
+                self.bytes += node.get_read_write_buffers_sizes()
+                touched = {dep.name for dep in (*node.read_writes.reads, *node.read_writes.writes)}
+                self.casts += only_casts(node) and not touched & border
+        return nodes
+
+
+def only_casts(node: Any) -> bool:
+    done: Counter[str] = Counter()
+    for part in node.get_nodes():
+        done += part._body.op_counts if isinstance(part, SchedulerNode) else Counter(call=1)
+    return (
+        bool(node.get_nodes())
+        and done["to_dtype"] > 0
+        and not done.keys() - {"load", "store", "to_dtype", "output", "get_index", "index_expr"}
+    )
+
+
+def look_at(run: Any, x: torch.Tensor, training: bool) -> Look:
+    """What inductor makes of one call; the C++ is not built, which takes the time and changes no count."""
+    look = Look()
+    unbuilt = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    with unbuilt, config.patch(_post_fusion_custom_pass=look, force_disable_caches=True), torch.set_grad_enabled(training):
+        loss = run(x)
+        if training:
+            loss.backward()
+    assert look.library > 0
+    return look
+
+
+@NETS
+@FORMATS
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_never_more_kernels_bytes_or_lone_casts_than_autocast(made, dtype, training):
+    net, x = made()
+    enter = nn.Conv2d(3, 3, 1) if made is conv else nn.Linear(16, 16)  # so that both of them need the input in low
+    model = Loss(nn.Sequential(enter, net)).train(training)
+    plan = amprewrite.plan(model, (x,), dtype=dtype)
+    theirs = torch.compile(copy.deepcopy(model))
+
+    def under_autocast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])):
+            return theirs(x)
+
+    want = look_at(under_autocast, x, training)
+    torch._dynamo.reset()
+    got = look_at(amprewrite.rewrite(model, plan=plan, backend="inductor"), x, training)
+    assert got.kernels <= want.kernels and got.library <= want.library and got.casts <= want.casts
+    assert got.bytes <= want.bytes + 4 * got.kernels  # kernels that unscale a gradient read the inverse of the scale, a number
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_weights": "step"}, {"dtype": "fp16"}], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_parameters_and_kept_copies_are_read_where_they_lie(options, training):
+    """CUDA graphs copy every input that is not known to stay in place, at every call: here all but `x` and the two scales."""
+    static: list[tuple[int, list[int]]] = []
+
+    def inner(module: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        static.append((len(inputs), list(kwargs["static_input_idxs"])))
+        return module.forward
+
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)), data()
+    backend = functools.partial(compile_fx.compile_fx, inner_compile=inner)
+    amp = amprewrite.rewrite(model, backend=backend, **{"dtype": "bf16", **options})
+    with torch.set_grad_enabled(training), config.patch(force_disable_caches=True):
+        amp(x)
+    ((inputs, places),) = static
+    scales = 2 * (training and options.get("dtype") == "fp16")
+    assert inputs - len(places) == 1 + scales
