@@ -23,7 +23,7 @@ EMPTY = -1.0
 
 def recording(device: torch.device) -> bool:
     """Whether what runs on `device` now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Recorded:

@@ -26,7 +26,13 @@ class WeightCache:
         self._copies: dict[tuple[int, torch.dtype, Layout], tuple[weakref.ref[torch.Tensor], int, int, torch.Tensor]] = {}
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, layout: Layout = ()) -> torch.Tensor:
-        """The copy of `weight` in `dtype`, padded as `layout`, made now where there is none or the weight has changed."""
+        """The copy of `weight` in `dtype`, padded as `layout`, made now where there is none or the weight has changed.
+
+        What a CUDA graph records is made there, and not kept: a replay must read the weights again.
+        """
+        if recording(weight.device):
+            with torch.no_grad():
+                return pad_cast(weight, dtype, layout).requires_grad_(weight.requires_grad)
         found = self._fresh(weight, dtype, layout)
         if found is not None:
             return found
@@ -36,8 +42,8 @@ class WeightCache:
     def get_many(self, weights: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Copies that outlive a training forward: all that are stale are made in one `_foreach_copy_`.
 
-        Old copies are written over where nobody else holds them; a backward may. What is being captured into a CUDA graph is
-        copied there and not kept: a replay must read the weights again.
+        Old copies are written over where nobody else holds them; a backward may. What a CUDA graph records is copied there
+        and not kept, as by `get`.
         """
         captured = recording(weights[0].device)
         found = [None if captured else self._fresh(weight, dtype, ()) for weight, dtype in zip(weights, dtypes, strict=True)]

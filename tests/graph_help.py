@@ -1,4 +1,4 @@
-"""What a GPU asks of a step, asked on a CPU: no op that waits for the device, and a step that can be recorded and replayed."""
+"""What a GPU asks of a step, asked on a CPU: no op that waits for the device, and a step that can be recorded and replayed; two nets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from runtime_help import data
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import amprewrite
 import amprewrite.first_calls
 import amprewrite.loss_scale
 import amprewrite.runtime
@@ -109,3 +111,63 @@ def syncs(run: Callable[[], Any]) -> list[str]:
         run()
     assert found.ops > 0
     return found.found
+
+
+class Block(nn.Module):
+    """A norm, attention and an MLP, small; its inputs are batches of 6 vectors."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def block() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()), data(2, 6, 16)
+
+
+def conv() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Conv(), data(2, 3, 8, 8)
+
+
+class Training:
+    """A rewritten model, its optimizer, and one step of a loop that nobody changed; `factor` is a static input that may be infinite."""
+
+    def __init__(
+        self, made: tuple[nn.Module, Tensor], device: str = "cpu", fused: bool = True, attach: bool = True, **options: object
+    ) -> None:
+        self.model, self.x, self.factor = made[0].to(device), made[1].to(device), torch.ones((), device=device)
+        self.amp = amprewrite.rewrite(self.model, **{"dtype": "fp16", **options})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused, capturable=device != "cpu")
+        if attach:
+            self.amp.attach(self.optimizer)
+
+    def forward_backward(self) -> Tensor:
+        loss = self.amp(self.x).square().mean() * self.factor
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.forward_backward()
+        self.optimizer.step()
+        return loss
+
+    def parameters(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]

@@ -6,64 +6,11 @@ import copy
 
 import pytest
 import torch
-from graph_help import recording, syncs
+from graph_help import Training, block, conv, recording, syncs
 from runtime_help import data, mlp
-from torch import nn
 
 import amprewrite
 from amprewrite.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
-
-
-class Block(nn.Module):
-    """A norm, attention and an MLP, small; its inputs are batches of 6 vectors."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
-
-
-def block() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()), data(2, 6, 16)
-
-
-def conv() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    return Conv(), data(2, 3, 8, 8)
-
-
-class Training:
-    """A rewritten model, its optimizer, and one step of a loop that nobody changed; `factor` is a static input that may be infinite."""
-
-    def __init__(self, made: tuple[nn.Module, torch.Tensor], fused: bool = True, attach: bool = True, **options: object) -> None:
-        self.model, self.x = made
-        self.factor = torch.ones(())
-        self.amp = amprewrite.rewrite(self.model, **{"dtype": "fp16", **options})
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
-        if attach:
-            self.amp.attach(self.optimizer)
-
-    def step(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = self.amp(self.x).square().mean() * self.factor
-        loss.backward()
-        self.optimizer.step()
-        return loss
 
 
 @pytest.mark.parametrize("made", [block, conv], ids=["transformer", "conv net"])
@@ -127,10 +74,6 @@ OVERFLOWS = {2, 3, 7}
 PLAN = {"growth_interval": 3, "init": 2.0**10}
 
 
-def states(training: Training) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in training.model.parameters()]
-
-
 @pytest.mark.parametrize(
     "scale",
     [
@@ -148,10 +91,7 @@ def test_a_recorded_step_goes_on_as_eager_steps_do(monkeypatch, scale, cache):
         for _ in range(4):
             training.step()
     with recording(monkeypatch) as graph:
-        replayed.optimizer.zero_grad()
-        loss = replayed.amp(replayed.x).square().mean() * replayed.factor
-        loss.backward()
-        replayed.optimizer.step()
+        loss = replayed.step()
     eager.step()  # the stand-in runs what it records, a CUDA graph does not
     for turn in range(12):
         batch = data(2, 6, 16, seed=turn)
@@ -163,7 +103,7 @@ def test_a_recorded_step_goes_on_as_eager_steps_do(monkeypatch, scale, cache):
         assert torch.equal(loss, want) or turn in OVERFLOWS
         if turn % 4 == 1:  # a look in between changes nothing
             assert replayed.amp.loss_scale.report() == eager.amp.loss_scale.report()
-    assert all(torch.equal(a, b) for a, b in zip(states(replayed), states(eager), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(replayed.parameters(), eager.parameters(), strict=True))
     same = ("scale", "steps", "skipped", "last_overflow_step")
     left, right = replayed.amp.loss_scale.report(), eager.amp.loss_scale.report()
     assert all(getattr(left, name) == getattr(right, name) for name in same)
@@ -183,7 +123,7 @@ def test_eager_steps_and_replays_take_turns(monkeypatch):
             training.factor.fill_(float("inf") if turn in OVERFLOWS else 1.0)
         eager.step()
         mixed.step() if turn % 3 == 2 else graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(states(mixed), states(eager), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mixed.parameters(), eager.parameters(), strict=True))
     assert mixed.amp.loss_scale.state_dict() == eager.amp.loss_scale.state_dict()
 
 
@@ -194,7 +134,7 @@ def test_only_the_forward_and_backward_recorded(monkeypatch):
             training.step()
     mixed.optimizer.zero_grad()
     with recording(monkeypatch) as graph:
-        (mixed.amp(mixed.x).square().mean() * mixed.factor).backward()
+        mixed.forward_backward()
     mixed.optimizer.step()
     eager.step()
     for turn in range(9):
@@ -203,7 +143,7 @@ def test_only_the_forward_and_backward_recorded(monkeypatch):
         eager.step()
         graph.replay()
         mixed.optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(states(mixed), states(eager), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mixed.parameters(), eager.parameters(), strict=True))
     assert mixed.amp.loss_scale.state_dict() == eager.amp.loss_scale.state_dict()
 
 
@@ -233,6 +173,19 @@ def test_a_recorded_scale_can_be_loaded_copied_and_saved(monkeypatch):
     graph.replay()
     assert loss.isfinite() and training.amp.loss_scale.report().steps == saved["amprewrite"]["counters"][0] + 1
     assert twin.report().steps == saved["amprewrite"]["counters"][0]
+
+
+def test_recorded_inference_reads_weights_that_were_written_later(monkeypatch):
+    training = Training(block())
+    with torch.no_grad():
+        for _ in range(amprewrite.first_calls.CALLS):
+            training.amp(training.x)
+        with recording(monkeypatch) as graph:
+            out = training.amp(training.x)
+        for p in training.model.parameters():
+            p.mul_(0.5)
+        graph.replay()
+        assert torch.equal(out, training.amp(training.x))
 
 
 def test_recording_the_first_step_is_refused(monkeypatch):

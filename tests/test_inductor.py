@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from graph_help import block, conv
 from runtime_help import data, mlp
-from test_cuda_graphs import block, conv
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
