@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -25,6 +26,8 @@ FAST = {
     "benchmarks/first_call.py": ["--layers", "1", "--turns", "1"],
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
+    "benchmarks/everything.py": ["--small", "--only", "passes_scale", "--out", "{out}"],
+    "benchmarks/onnx_converters.py": ["--only", "odd_mlp", "--rounds", "2"],
     "benchmarks/fusion.py": ["--quick", "--only", "lstm,odd_mlp", "--lone"],
     "benchmarks/padding.py": ["--quick"],
     "benchmarks/accumulation.py": ["--micro", "2", "--only", "bert", "--rounds", "1"],
@@ -42,6 +45,7 @@ NEEDS = {
     "benchmarks/casts_vs_autocast.py": "transformers",
     "benchmarks/planner_cost.py": "transformers",
     "benchmarks/onnx_scale.py": "onnx",
+    "benchmarks/onnx_converters.py": "onnxruntime",
     "benchmarks/first_call.py": "transformers",
     "benchmarks/nets.py": "transformers",
     "benchmarks/suite.py": "transformers",
@@ -69,11 +73,29 @@ def test_every_example_is_listed_here():
     assert scripts == set(FAST), "give a new example a fast variant here"
 
 
+def test_everything_runs_every_benchmark():
+    folder = ROOT / "examples" / "benchmarks"
+    scripts = {path.stem for path in folder.glob("*.py")} - {"everything", "nets"}
+    assert scripts == set(re.findall(r'Task\("(\w+)"', (folder / "everything.py").read_text()))
+
+
+def test_everything_goes_on_where_a_part_fails(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    everything = importlib.import_module("everything")
+    python = [sys.executable, "-c"]
+    failed = everything.run("broken", [*python, "print('first'); raise SystemExit('no such net')"], tmp_path, 60)
+    late = everything.run("late", [*python, "import time; print('began', flush=True); time.sleep(60)"], tmp_path, 3)
+    fine = everything.run("fine", [*python, "print(1)"], tmp_path, 60)
+    assert (failed.result, failed.said) == ("failed, status 1", "no such net")
+    assert (late.result, late.said) == ("out of time", "began") and late.seconds < 30
+    assert fine.result == "ok" and (tmp_path / "fine.txt").read_text() == "1\n"
+
+
 @pytest.mark.parametrize("name", FAST)
-def test_example(name):
+def test_example(name, tmp_path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    printed = run(f"examples/{name}", *FAST[name])
+    printed = run(f"examples/{name}", *(option.format(out=tmp_path) for option in FAST[name]))
     assert printed.strip()
     learned(name, printed)
     if name == "digits.py":

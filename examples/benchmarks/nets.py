@@ -117,9 +117,10 @@ def gpt2(full: bool, batch: int) -> Made:
     length = 512 if full else 64
     small = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 1001, "bos_token_id": 0, "eos_token_id": 0}
     config = hf.GPT2Config(**({} if full else small), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
-    config.loss_type = "ForCausalLM"  # found by name otherwise, with a word to the log, which breaks the graph
     x = tokens(config.vocab_size, batch, length)
-    return HuggingFace(hf.GPT2LMHeadModel(config)), {"input_ids": x, "labels": x}
+    model = hf.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else the first call says in the log that it takes this by default, which breaks the graph
+    return HuggingFace(model), {"input_ids": x, "labels": x}
 
 
 def llama(full: bool, batch: int) -> Made:

@@ -1,6 +1,6 @@
 """A training step and a forward pass of nine networks, in every way there is to run them, timed in turns in one process.
 
-    python examples/benchmarks/suite.py [--quick] [--only bert,gpt2] [--dtypes bf16,fp16] [--out results.json]
+    python examples/benchmarks/suite.py [--quick] [--minutes 8] [--only bert,gpt2] [--dtypes bf16,fp16] [--out results.json]
 
     fp32, tf32          the model as it is; with TF32 matmuls (CUDA)
     autocast            torch.autocast, with torch.amp.GradScaler in fp16
@@ -11,6 +11,8 @@
 Every way has its own copy of the model and its own AdamW. All take turns, so that what else the machine does hits all of them; the
 table gives medians of ratios within a turn. A step counts only if its loss agrees with fp32's. Memory on CUDA is the peak over a
 step; saved bytes are the tensors that autograd keeps from forward for backward, parameters aside. JSON holds all figures.
+
+Rows that cannot be had within `--minutes` (8 with --quick) are named and left out; what matters most comes first.
 """
 
 from __future__ import annotations
@@ -45,6 +47,23 @@ TOLERANCE = 0.05
 """How far the first loss may lie from fp32's, relative: all ways agree far better, a wrong one does not."""
 EAGER = ("fp32", "tf32", "autocast", "ours", "half")
 COMPILED = ("fp32+inductor", "autocast+inductor", "ours+inductor", "half+inductor")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to measure."""
+
+    net: str
+    batch: int
+    dtype: str
+    ways: tuple[str, ...]
+
+    @property
+    def compiled(self) -> bool:
+        return any("+" in name for name in self.ways)
+
+    def __str__(self) -> str:
+        return f"{self.net} at batch {self.batch} in {self.dtype}{' through inductor' if self.compiled else ''}"
 
 
 class Casts(TorchDispatchMode):
@@ -209,8 +228,10 @@ def row(name: str, batch: int, dtype: str, ways: list[Way]) -> dict[str, Any]:
     fields = {"net": name, "batch": batch, "dtype": dtype, "ways": {}}
     by_name = {each.name: each for each in ways}
     for each in ways:
-        base = by_name["autocast+inductor" if "+" in each.name else "autocast"]
+        base = by_name.get("autocast+inductor" if "+" in each.name or "autocast" not in by_name else "autocast", by_name["fp32"])
         facts = {key: value for key, value in asdict_of(each).items() if value is not None}
+        facts["step, ms"], facts["forward, ms"] = (1000 * statistics.median(times) for times in (each.steps, each.forwards))
+        facts["items a second"] = batch / statistics.median(each.steps)
         facts["faster than autocast"] = ratio(base.steps, each.steps)
         facts["faster than fp32"] = ratio(by_name["fp32"].steps, each.steps)
         facts["forward faster than autocast"] = ratio(base.forwards, each.forwards)
@@ -233,16 +254,17 @@ def table(rows: list[dict[str, Any]], compiled: bool) -> Table:
     for n in present:
         shown.add_column(n.removesuffix("+inductor"), justify="right")
     peak = ["peak"] if any("peak" in facts for each in rows for facts in each["ways"].values()) else []
-    for column in () if compiled else ("vs fp32", "forward", "casts", "saved", *peak):
+    for column in ("vs fp32", "ms", "items/s") if compiled else ("vs fp32", "ms", "items/s", "forward", "casts", "saved", *peak):
         shown.add_column(column, justify="right")
     for each in rows:
         ways = each["ways"]
-        if not any(n in ways for n in present):
+        if ("autocast+inductor" if compiled else "autocast") not in ways:
             continue
         cells = [f"{ways[n]['faster than autocast']:.2f}" if n in ways else "" for n in present]
+        ours, theirs = (ways[f"{kind}+inductor" if compiled else kind] for kind in ("ours", "autocast"))
+        cells += [f"{ours['faster than fp32']:.2f}", f"{ours['step, ms']:.1f}", f"{ours['items a second']:.0f}"]
         if not compiled:
-            ours, theirs = ways["ours"], ways["autocast"]
-            cells += [f"{ours['faster than fp32']:.2f}", f"{ours['forward faster than autocast']:.2f}"]
+            cells += [f"{ours['forward faster than autocast']:.2f}"]
             cells += [f"{ours[key] / max(theirs[key], 1):.2f}" for key in ("casts", "saved", "peak") if key in ours]
         shown.add_row(each["net"], str(each["batch"]), each["dtype"], *cells)
     ours = "ours+inductor" if compiled else "ours"
@@ -250,8 +272,8 @@ def table(rows: list[dict[str, Any]], compiled: bool) -> Table:
     if gains:
         mean = statistics.geometric_mean(gains)
         shown.caption = f"ours against autocast: geometric mean {mean:.2f}, worst {min(gains):.2f}"
-        if not compiled:
-            shown.caption += "; the last columns are ours: times faster than fp32, forward alone, and shares of autocast's"
+        shown.caption += "; the last columns are ours: times faster than eager fp32, milliseconds and items a second in a step"
+        shown.caption += "" if compiled else ", forward alone against autocast's, and shares of autocast's"
     return shown
 
 
@@ -268,9 +290,26 @@ class Machine:
         return cls(name, torch.__version__, platform.python_version(), date.today().isoformat())
 
 
+def jobs(nets: list[str], dtypes: list[str], quick: bool, inductor: bool, full: bool) -> list[Job]:
+    """What to measure. If quick, what matters most first: large batches eagerly, then through inductor, then small ones."""
+    eager = tuple(name for name in EAGER if name != "tf32" or torch.cuda.is_available())
+
+    def batch(net: str, large: bool) -> int:
+        whole = NETS[net].large if large else NETS[net].small
+        return whole if full else max(whole // 4, 2)
+
+    if not quick:
+        every = (*eager, *COMPILED) if inductor else eager
+        return [Job(net, batch(net, large), dtype, every) for net in nets for large in (False, True) for dtype in dtypes]
+    large = [Job(net, batch(net, True), dtype, eager) for dtype in dtypes for net in nets]
+    compiled = [Job(net, batch(net, True), dtypes[0], ("fp32", *COMPILED[1:])) for net in nets if inductor]
+    return large + compiled + [Job(net, batch(net, False), dtype, eager) for dtype in dtypes for net in nets]
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="fewer turns, inductor at the large batch in the first dtype only")
+    options.add_argument("--quick", action="store_true", help="fewer turns, inductor at the large batch in the first dtype only, 8 minutes")
+    options.add_argument("--minutes", type=float, help="leave out what takes longer; default: no limit, 8 with --quick")
     options.add_argument("--only", default=",".join(NETS))
     options.add_argument("--dtypes", help="default: bf16,fp16 on CUDA, bf16 on a CPU")
     options.add_argument("--no-inductor", action="store_true")
@@ -284,22 +323,30 @@ def main() -> None:
     rounds, console, rows = asked.rounds or (8 if asked.quick else 20), Console(), []
     machine = Machine.here(device)
     console.print(f"{machine.device}, torch {machine.torch}, Python {machine.python}, {machine.date}")
-    for name in track(asked.only.split(","), "measuring", console=console, transient=True):
-        for batch in (NETS[name].small, NETS[name].large):
-            for dtype in dtypes:
-                names = tuple(n for n in EAGER if n != "tf32" or device.type == "cuda")
-                if not asked.no_inductor and (not asked.quick or (batch == NETS[name].large and dtype == dtypes[0])):
-                    names += COMPILED
-                scaled = batch if full else max(batch // 4, 2)
-                rows.append(row(name, scaled, dtype, measure(name, scaled, full, dtype, names, device, rounds)))
-                torch._dynamo.reset()
-                if full:
-                    torch.cuda.empty_cache()
-                if asked.out:
-                    asked.out.write_text(json.dumps({"machine": asdict(machine), "rows": rows}, indent=1))
-    console.print(table(rows, False))
-    if any("ours+inductor" in r["ways"] for r in rows):
-        console.print(table(rows, True))
+    minutes = asked.minutes or (8 if asked.quick else math.inf)
+    ends, longest, left_out = time.monotonic() + 60 * minutes, {False: 0.0, True: 0.0}, []
+    for job in track(
+        jobs(asked.only.split(","), dtypes, asked.quick, not asked.no_inductor, full), "measuring", console=console, transient=True
+    ):
+        began = time.monotonic()
+        expected = longest[job.compiled] or 4 * longest[False]  # before the first is compiled, a guess
+        if began + expected > ends:
+            left_out.append(str(job))
+            continue
+        rows.append(row(job.net, job.batch, job.dtype, measure(job.net, job.batch, full, job.dtype, job.ways, device, rounds)))
+        torch._dynamo.reset()
+        if full:
+            torch.cuda.empty_cache()
+        longest[job.compiled] = max(longest[job.compiled], time.monotonic() - began)
+        if asked.out:
+            asked.out.write_text(json.dumps({"machine": asdict(machine), "rows": rows, "left out": left_out}, indent=1))
+    for compiled in (False, True):
+        if any(("ours+inductor" if compiled else "ours") in r["ways"] for r in rows):
+            console.print(table(rows, compiled))
+    if left_out:
+        console.print(f"left out after {minutes:g} minutes: {'; '.join(left_out)}", highlight=False)
+        if asked.out:
+            asked.out.write_text(json.dumps({"machine": asdict(machine), "rows": rows, "left out": left_out}, indent=1))
 
 
 if __name__ == "__main__":
