@@ -12,7 +12,8 @@ figures are inductor's own, taken from its scheduler when it has fused what it w
     lone casts         kernels that do nothing but change a dtype; `inside`: those that neither read a weight nor write a gradient
     bytes              that the generated kernels read and write at least, as inductor counts them; `all`: with library calls
 
-Training is forward and backward, inference a forward without gradients in eval mode. On a CPU the C++ that inductor writes is not
+Training is forward and backward, inference a forward without gradients in eval mode. In fp16 our graphs unscale the gradients;
+autocast leaves that to GradScaler, whose pass over all of them is not counted here. On a CPU the C++ that inductor writes is not
 built, for that would take most of the time and changes no count.
 """
 
@@ -76,7 +77,8 @@ class Look:
     """Inductor's hook after fusion: counts, and changes nothing."""
 
     def __init__(self) -> None:
-        self.facts, self.lone = Facts(), []  # type: tuple[Facts, list[str]]
+        self.facts = Facts()
+        self.lone: list[str] = []
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         facts = self.facts
