@@ -107,9 +107,9 @@ class Masks:
         return (self._module(*sizes), False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
 
 
-def find_mask(masks: Masks, query: Tensor, key: Tensor, *sizes: Any) -> tuple[Tensor | None, bool]:
+def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
     """`Masks.find` as a graph calls it."""
-    return masks.find((query.shape[-2], key.shape[-2]), sizes)
+    return masks.find((query.shape[-2], key.shape[-2]), tuple(sizes))
 
 
 def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:

@@ -41,8 +41,6 @@ class FoldMasks(Pass):
         return bool(found)
 
 
-Question = Callable[[torch.fx.Node, torch.fx.Node], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Of queries and keys: a function to call, and its arguments."""
 IS_CAUSAL = "take no mask: theirs is made of sizes alone, and is causal"
 IS_ALL = "take no mask: theirs is made of sizes alone, and allows all positions"
 IS_LOOKED_UP = "take no mask at sizes where theirs, made of sizes alone, is causal or allows all positions"
@@ -56,7 +54,7 @@ def fold_masks(module: torch.fx.GraphModule, lazily: bool = False) -> Counter[st
         sources = sources_of(mask)
         if sources is None:
             if lazily and _may_look(mask):
-                edited[IS_LOOKED_AT] += _ask(graph, calls, lambda query, key, mask=mask: (look_at_mask, (mask, query, key)))
+                edited[IS_LOOKED_AT] += _ask(graph, calls, look_at_mask, mask)
             continue
         nodes, sizes = sources
         masks = Masks(nodes, sizes)
@@ -67,7 +65,7 @@ def fold_masks(module: torch.fx.GraphModule, lazily: bool = False) -> Counter[st
             setattr(module, name, masks)
             known = graph.create_node("get_attr", name)
             calls[0].prepend(known)
-            edited[IS_LOOKED_UP] += _ask(graph, calls, lambda q, k, known=known, sizes=sizes: (find_mask, (known, q, k, *sizes)))
+            edited[IS_LOOKED_UP] += _ask(graph, calls, find_mask, known, sizes)
         for node in reversed(nodes):
             if not node.users:
                 graph.erase_node(node)
@@ -102,7 +100,7 @@ def _in_body(module: torch.fx.GraphModule, node: torch.fx.Node, lazily: bool) ->
             masks = Masks(*sources)
             edited.update(_fold(call, masks) for call in calls)
         elif lazily and _may_look(mask):
-            edited[IS_LOOKED_AT] += _ask(body.graph, calls, lambda query, key, mask=mask: (look_at_mask, (mask, query, key)))
+            edited[IS_LOOKED_AT] += _ask(body.graph, calls, look_at_mask, mask)
     body.recompile()
     return edited
 
@@ -123,15 +121,15 @@ def _fold(call: torch.fx.Node, masks: Masks) -> str:
     return IS_CAUSAL if kind is Kind.CAUSAL else IS_ALL
 
 
-def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Question) -> int:
-    """Let `calls` take their mask from an answer to `question`, asked once for all that have the same lengths; their number."""
+def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> int:
+    """Let `calls` take what `question(*about, query, key)` answers, asked once for all that have the same lengths; their number."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = _queries_and_keys(call)
         lengths = str((example_value(query).shape[-2], example_value(key).shape[-2]))
         if lengths not in asked:
             with graph.inserting_before(call):
-                found = graph.call_function(*question(query, key))
+                found = graph.call_function(question, (*about, query, key))
                 asked[lengths] = graph.call_function(operator.getitem, (found, 0)), graph.call_function(operator.getitem, (found, 1))
         _set(call, *asked[lengths])
     return len(calls)
