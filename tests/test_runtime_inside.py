@@ -146,6 +146,32 @@ def test_shapes_from_data():
     assert ran_low(amp(x), model(x)) and ran_low(amp(-x), model(-x))
 
 
+@pytest.mark.parametrize("select", [torch.max, torch.sort, torch.aminmax], ids=lambda f: f.__name__)
+def test_indices_beside_low_values(select):
+    class Selects(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            least, other = select(y, dim=-1)
+            return self.second(y - least.sum(-1, keepdim=True)), other
+
+    torch.manual_seed(0)
+    model, x = Selects(), data()
+    amp = low(model)
+    (got, other), (want, theirs) = amp(x), model(x)
+    assert ran_low(got, want) and other.dtype == theirs.dtype
+    assert not amp.plan.skipped
+
+
+def test_writes_beside_a_vmap():
+    class Mapped(MLP):
+        def forward(self, x):
+            y = torch.vmap(lambda row: row.cos() * row.sum())(self.first(x))
+            y[:, 0] = 0
+            return self.second(y)
+
+    check_training(Mapped(), data())
+
+
 def test_print_and_item_inside(capsys):
     class Talks(MLP):
         def forward(self, x):

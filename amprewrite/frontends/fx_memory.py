@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.fx
 
-from amprewrite.frontends.fx_facts import Fact, example_value, tensors
+from amprewrite.frontends.fx_facts import Fact, example_value, is_batched, tensors
 
 
 def _storage(value: Any) -> set[int]:
     found = set()
     for tensor in tensors(value):
-        if tensor.layout == torch.strided:
+        if tensor.layout == torch.strided and not is_batched(tensor):
             found.add(tensor.untyped_storage()._cdata)
     return found
 

@@ -151,7 +151,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
         return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
-        return Demand.COLOUR
+        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the indices beside low values
     if fact.dtype != "fp32":
         return Demand.ANY if kind is OpKind.CLEAR and fact.op not in CONVERSIONS and "fp" not in fact.dtype else Demand.HIGH
     if fact.op in TAKES_SHAPE_ONLY or (fact.op == "type_as" and parameter == "other"):
