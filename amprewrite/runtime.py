@@ -41,6 +41,7 @@ from amprewrite.program import Program
 from amprewrite.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.rewrite_graph import _device, read_parts, read_program, rewrite_graph
 from amprewrite.step_gate import StepGate
+from amprewrite.tensor_hooks import restore_hooks
 from amprewrite.weight_cache import WeightCache
 
 FRESH_STARTS = 2
@@ -335,6 +336,7 @@ class Session:
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Program:
         """The program of a captured graph, nothing decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
+        restore_hooks(module)
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path

@@ -5,6 +5,7 @@
 3. Every low copy of a floating input becomes `cast_in`: its gradient leaves in fp32, times the inverse. Small
    weights used close together share one autograd node.
 4. Every other use of a floating input reads it through one `unscale_gradient`; small fp32 weights share nodes there too.
+5. A hook on a tensor inside sees its gradient unscaled.
 
 Regions compose, since each multiplies and divides by itself; so graph breaks, other models and penalties stay right.
 """
@@ -26,6 +27,7 @@ from amprewrite.pass_base import Pass
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.program import Program
 from amprewrite.scale_ops import BATCH, BATCH_ELSEWHERE, cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
+from amprewrite.tensor_hooks import hooked, hooked_unscaled
 
 SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
 
@@ -67,6 +69,8 @@ def scale_loss(graph: torch.fx.Graph, weights: set[torch.fx.Node]) -> bool:
             entered = graph.call_function(scale_gradient, (result, scale))
             entered.meta = _facts(result)
             output.replace_input_with(result, entered)
+    for node in graph.find_nodes(op="call_function", target=hooked):
+        node.target, node.args = hooked_unscaled, (*node.args[:2], scale, inverse, *node.args[2:])
     _leave_by_casts(graph, sources, inverse, like.device.type)
     _leave_elsewhere(graph, sources, weights, inverse)
     return bool(results or sources)

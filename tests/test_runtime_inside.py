@@ -115,6 +115,23 @@ def test_custom_autograd_function_inside():
     check_training(Uses(), data())
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_hook_on_a_tensor_sees_its_whole_gradient_unscaled_in_fp32(dtype):
+    class Clipped(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            side = self.second(y.tanh())
+            if y.requires_grad:
+                y.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01).float())
+            return self.second(torch.relu(y)) + side
+
+    torch.manual_seed(0)
+    amp = check_training(Clipped(), data(), dtype=dtype, strict=True)
+    assert {node.colour.value for node in amp.plan.find("second")} == {"low"}
+    with torch.no_grad():
+        assert amp(data()).dtype == torch.float32
+
+
 def test_control_flow_on_data():
     class Flow(MLP):
         def forward(self, x):

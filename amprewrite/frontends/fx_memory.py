@@ -10,6 +10,7 @@ from typing import Any
 import torch.fx
 
 from amprewrite.frontends.fx_facts import Fact, example_value, is_batched, tensors
+from amprewrite.tensor_hooks import hooked
 
 
 def _storage(value: Any) -> set[int]:
@@ -57,6 +58,8 @@ def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.N
             continue
         union.find(node)
         if fact.op == "getitem" and isinstance(node.args[0], torch.fx.Node) and isinstance(facts[node.args[0]].value, tuple | list):
+            union.join(node, node.args[0])
+        if node.target is hooked:
             union.join(node, node.args[0])
         for storage in _storage(fact.value) if writes else ():
             if fact.position <= max(writes.get(storage, (-1,))):  # made after the last write: nothing is shared any more
