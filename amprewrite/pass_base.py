@@ -49,17 +49,23 @@ def run_passes(
     """Run passes in order. An unexpected failure becomes a PassError naming the pass and those that ran before it."""
     results: list[PassResult] = []
     for each in passes:
-        try:
-            with no_collection():
-                results.append(each(program))
-        except AmpRewriteError:
-            raise
-        except Exception as error:
-            before = ", ".join(result.name for result in results) or "nothing"
-            raise PassError(f"pass {each.name} failed on {program.name} after {before}: {type(error).__name__}: {error}") from error
+        before = ", ".join(result.name for result in results) or "nothing"
+        with failing_as_pass(f"pass {each.name}", f" on {program.name} after {before}"), no_collection():
+            results.append(each(program))
         if between is not None:
             between(results[-1], program)
     return tuple(results)
+
+
+@contextmanager
+def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
+    """Turn an unexpected failure into a PassError, upon which the graph stays fp32 and says so: a bug of ours ends no training run."""
+    try:
+        yield
+    except AmpRewriteError:
+        raise
+    except Exception as error:
+        raise PassError(f"{what} failed{where}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.magnitudes import magnitudes
 from amprewrite.modes_aside import modes_aside, pushed, put_aside
 from amprewrite.options import Options
+from amprewrite.pass_base import failing_as_pass
 from amprewrite.overflow_probe import LatestInputs, OverflowProbe
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Policy
@@ -340,7 +341,8 @@ class Session:
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path
-        program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
+        with failing_as_pass(f"reading {name}"):
+            program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
         program.fold_masks = "any" if self.options.backend == "eager" else "fixed"
         program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
         program.calibration, program.careful = self.calibration, self.options.careful
@@ -349,21 +351,22 @@ class Session:
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
-        program = self.read_region(graphs, module, example_inputs)
-        entry, name, grad = graphs.entry, program.name, program.training
-        if self.options.given is not None:
-            program.given = self._match_given(program)
-            program.match_given = self._match_given
+        entry = graphs.entry
         try:
+            program = self.read_region(graphs, module, example_inputs)
+            if self.options.given is not None:
+                program.given = self._match_given(program)
+                program.match_given = self._match_given
             rewritten, plan = rewrite_graph(program)
         except AmpRewriteError as error:
             if self.options.strict or isinstance(error, PlanError | PolicyError):
                 raise
-            why = f"{type(error).__name__}: {error}"
+            why, name = f"{type(error).__name__}: {error}", f"graph{len(graphs.regions)}"
             graphs.left_out[name] = Skipped(name, why)
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
-            plan = RegionPlan(name, (), (), grad, (f"left in fp32: {why}",), entry.path)
+            plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
             return Region(entry, plan, emit(module, example_inputs, backend, None))
+        grad = program.training
         kept = self.options.cache_weights if not grad else self.options.cache_weights == "step" and not self._sharded()
         cache = self.cache if kept else None
         if program.scale_loss:

@@ -382,3 +382,16 @@ def test_a_graph_that_cannot_be_rewritten_stays_fp32_and_says_so(monkeypatch):
     assert "cannot" in str(amp.plan.skipped)
     with pytest.raises(amprewrite.PassError):
         low(model, strict=True)(x)
+
+
+def test_a_failure_while_a_graph_is_read_ends_no_call(monkeypatch):
+    def fails(*args):
+        raise NotImplementedError("no storage here")
+
+    monkeypatch.setattr("amprewrite.rewrite_graph.read_graph", fails)
+    model, x = mlp(), data()
+    amp = low(model)
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="stays fp32.*NotImplementedError: no storage here"):
+        assert torch.equal(amp(x), model(x))
+    with pytest.raises(amprewrite.PassError, match="reading graph0 failed"):
+        low(model, strict=True)(x)
