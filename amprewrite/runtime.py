@@ -34,8 +34,8 @@ from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.magnitudes import magnitudes
 from amprewrite.modes_aside import modes_aside, pushed, put_aside
 from amprewrite.options import Options
-from amprewrite.pass_base import failing_as_pass
 from amprewrite.overflow_probe import LatestInputs, OverflowProbe
+from amprewrite.pass_base import failing_as_pass
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Policy
 from amprewrite.program import Program
