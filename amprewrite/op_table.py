@@ -523,14 +523,12 @@ CLEAR_ROWS = (
     *rows(
         CLEAR,
         "answers with booleans or integers",
-        "eq equal",
+        "eq",
         "ne not_equal",
         "lt less",
         "le less_equal",
         "gt greater",
         "ge greater_equal",
-        "isclose",
-        "allclose",
         "isfinite",
         "isinf",
         "isnan",
@@ -806,6 +804,7 @@ DENY_ROWS = (
     ),
     *rows(DENY, "differences of products cancel", "cross linalg_cross"),
     *rows(DENY, "the rest of a division is what rounding destroys", "fmod", "remainder", promotes=True),
+    *rows(DENY, "asks about differences that rounding makes or hides, and takes no mixed dtypes", "isclose", "allclose", "equal"),
     *rows(DENY, "the rest of a division is what rounding destroys", "frac"),
     *rows(DENY, "takes a float apart into bits", "frexp", "nextafter", "heaviside", "view_as_real view_as_real_copy"),
     *rows(

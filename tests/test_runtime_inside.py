@@ -179,6 +179,19 @@ def test_indices_beside_low_values(select):
     assert not amp.plan.skipped
 
 
+def test_questions_about_small_differences_are_asked_in_fp32():
+    class Compares(MLP):
+        def forward(self, x):
+            y = self.first(x)
+            return self.second(y), torch.isclose(y, y + 1e-3, rtol=0, atol=1e-4)
+
+    torch.manual_seed(0)
+    model, x = Compares(), data()
+    amp = low(model, strict=True)
+    (got, close), (want, theirs) = amp(x), model(x)
+    assert ran_low(got, want) and torch.equal(close, theirs)
+
+
 def test_writes_beside_a_vmap():
     class Mapped(MLP):
         def forward(self, x):
