@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from amprewrite.dynamo import fresh_code, kept_out
 from amprewrite.errors import CaptureError, EmitError, PolicyError
@@ -18,7 +19,7 @@ from amprewrite.granularity import part_paths
 from amprewrite.loss_scale import LossScale
 from amprewrite.options import Options
 from amprewrite.plan import CastPlan, PendingPlan
-from amprewrite.runtime import Entry, Session, enter
+from amprewrite.runtime import OUR_DOOR, Entry, Session, enter
 from amprewrite.twin import twin_of
 
 if TYPE_CHECKING:
@@ -234,11 +235,25 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
     def inside() -> bool:
         return session.state.captured > 0 and not kept_out()
 
+    recurrent = isinstance(module, nn.RNNBase)
+
+    @torch._dynamo.disable(recursive=False, reason=OUR_DOOR)  # type: ignore[misc]
+    def call_unread(why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ran = len(session.state.ran)
+        result = module._call_impl(*args, **kwargs)
+        if len(session.state.ran) == ran:
+            session.cannot_read(path, why)
+        return result
+
     def call_part(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if inside():
+            if recurrent and isinstance(args[0] if args else kwargs.get("input"), PackedSequence):
+                return call_unread("capture cannot read a packed sequence, whose sizes are data; pad the sequences instead", args, kwargs)
+            if module._backward_hooks or module._backward_pre_hooks:
+                return call_unread("capture cannot read the backward hooks on it; hook tensors or its parent instead", args, kwargs)
             return module._call_impl(*args, **kwargs)
         if path not in session.entries:
             session.entries[path] = Entry(session, path, call_part)

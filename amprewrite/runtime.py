@@ -331,7 +331,7 @@ class Session:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else graphs.entry.place
         why = dynamo.first_line(reason.reason)
         graphs.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and _OUR_DOOR not in reason.reason:  # after other breaks capture goes on with the next line
+        if "disable()" in why and OUR_DOOR not in reason.reason:  # after other breaks capture goes on with the next line
             self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Program:
@@ -434,7 +434,8 @@ class Session:
 
     def cannot_read(self, path: str, why: str) -> None:
         """A part that no capture can ever read."""
-        self.unreadable.append(Skipped(path, why))
+        if Skipped(path, why) not in self.unreadable:
+            self.unreadable.append(Skipped(path, why))
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}")
 
     # -- plan ---------------------------------------------------------------------------
@@ -461,7 +462,7 @@ class Session:
 _FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
 
 
-_OUR_DOOR = "a rewritten model compiles its own graphs"
+OUR_DOOR = "a rewritten model compiles its own graphs"
 
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -472,11 +473,11 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @torch._dynamo.disable(  # type: ignore[misc]
-    reason=f"{_OUR_DOOR}: pass backend='inductor' to amprewrite.rewrite instead of wrapping it in "
+    reason=f"{OUR_DOOR}: pass backend='inductor' to amprewrite.rewrite instead of wrapping it in "
     "torch.compile, and use amp.export_program(args) instead of torch.export"
 )
 def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return session.call(session.entries[path], args, kwargs)
 
 
-__all__ = ["Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]
+__all__ = ["OUR_DOOR", "Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]

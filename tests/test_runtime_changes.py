@@ -82,6 +82,16 @@ def test_backward_hooks(path):
     assert seen == [torch.float32] and ran_low(out, deep()(x))
 
 
+def test_backward_hooks_that_keep_a_layer_from_capture_are_said():
+    amp, x = low(deep()), data()
+    amp.head.register_full_backward_pre_hook(lambda module, grad_out: (grad_out[0] * 2,))
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="head runs in fp32: .*backward hooks"):
+        out = amp(x)
+    assert ran_low(out, deep()(x)) and any(part.where == "head" for part in amp.plan.skipped)
+    out.sum().backward()
+    torch.testing.assert_close(amp.head.bias.grad, torch.full_like(amp.head.bias, 2.0 * len(x)))
+
+
 @pytest.mark.parametrize("path", ["", "body", "body.1", "body.1.first", "head"])
 def test_hooks_that_capture_cannot_read(path):
     """They run as they are written, around parts that still run low."""
