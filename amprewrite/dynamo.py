@@ -127,9 +127,13 @@ def frame_id() -> int | None:
     return None if compiling is None else compiling.frame_id
 
 
+ASKED_FOR = ("RecompileError", "FailOnRecompileLimitHit")
+"""Errors that only a user's own setting makes Dynamo raise."""
+
+
 def capture_errors() -> tuple[type[BaseException], ...]:
-    """What Dynamo raises under fullgraph where it cannot capture a model whole; the names differ between versions."""
-    names = ("Unsupported", "UserError", "UncapturedHigherOrderOpError", "FailOnRecompileLimitHit", "RecompileLimitExceeded")
+    """What Dynamo raises where it cannot capture a model; that it gives up on graphs after so many is no child of the first."""
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     return tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
 
 

@@ -23,7 +23,7 @@ from amprewrite.backends.nn_module import CompiledFn, emit
 from amprewrite.cuda_graphs import recording
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
-from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError
+from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_names import frame_path
@@ -141,14 +141,19 @@ class Entry:
     """
 
     def __init__(self, session: Session, path: str, function: Callable[..., Any], captured: bool = True) -> None:
-        self.session, self.path, self.function, self.captured = session, path, function, captured
+        self.session, self.path, self.function = session, path, function
+        self.captured = self._to_capture = captured
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0
         self.graphs = Graphs(self)
 
-    def start_afresh(self) -> None:
-        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are forgotten."""
+    def start_afresh(self, as_written: bool = False) -> None:
+        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are forgotten.
+
+        One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
+        """
+        self.captured = self._to_capture and not as_written
         self.graphs = Graphs(self)
         self.session.forget_calls()
 
@@ -213,21 +218,22 @@ class Session:
         outer = state.ran, state.scales
         nested = state.depth > 0
         state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
-        state.captured += entry.captured
+        captured = entry.captured
+        state.captured += captured
         given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
         finally:
             (state.ran, state.scales), state.depth = outer, state.depth - 1
-            state.captured -= entry.captured
+            state.captured -= captured
         if nested:
             state.ran.extend(ran)
         elif ran != self.last:
             self._remember(entry, ran)
-        if not entry.captured:
+        if not captured and not entry.graphs.left_out:
             self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
-        elif dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran):
+        elif entry.captured and (dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran)):
             self._not_all_ran(entry, ran, dynamo.new_reasons(reasons))
         return result
 
@@ -244,10 +250,29 @@ class Session:
                 raise error.inner_exception from None
             raise
         except dynamo.capture_errors() as error:
-            entry.start_afresh()
-            if not self.options.strict:
+            if self.options.strict:
+                entry.start_afresh()
+                raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
+            if type(error).__name__ in dynamo.ASKED_FOR:
+                entry.start_afresh()
                 raise
-            raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
+            return self._as_written(entry, args, kwargs, error)
+
+    def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
+        """Run an entry that capture fails on; where its own code fails too, that error is the caller's."""
+        entry.start_afresh(as_written=True)
+        self.state.captured -= 1
+        try:
+            result = entry.function(*args, **kwargs)
+        except BaseException:
+            entry.start_afresh()
+            raise
+        finally:
+            self.state.captured += 1
+        message = f"{entry.place} has code that runs as it is written, in fp32 around its modules: {one_line(error)}"
+        entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
+        self.warn_fp32(message)
+        return result
 
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss scale of this forward and its inverse, the same for all of its graphs."""

@@ -320,3 +320,29 @@ def test_packed_sequences_are_said():
     assert sum(part.where == "rnn" for part in amp.plan.skipped) == 1
     with pytest.raises(CaptureError):
         low(model, strict=True)(x, lengths)
+
+
+def test_what_capture_fails_on_runs_as_it_is_written_around_its_modules():
+    @torch.library.custom_op("amprewrite_tests::no_fake", mutates_args=())
+    def no_fake(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @no_fake.register_fake
+    def _(x):
+        raise RuntimeError("no shapes here")
+
+    class Fails(MLP):
+        def forward(self, x):
+            return self.second(torch.ops.amprewrite_tests.no_fake(torch.relu(self.first(x).detach())))
+
+    model, x = Fails(), data()
+    amp = low(model)
+    with pytest.warns(AmpRewriteWarning, match="as it is written, in fp32 around its modules: .*no shapes here"):
+        got = amp(x)
+    for out in (got, amp(x), amp(data(5, 8))[:3] * 0 + amp(x)):
+        assert ran_low(out, model(x))
+    assert matmul_dtypes(amp, x) == {torch.bfloat16} and "no shapes here" in str(amp.plan.skipped)
+    with pytest.raises(RuntimeError):
+        amp(data(3, 5))
+    with pytest.raises(CaptureError):
+        low(model, strict=True)(x)
