@@ -16,6 +16,7 @@ import torch.fx
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amprewrite.cuda_graphs import recording
 from amprewrite.frontends.fx_facts import example_value
 from amprewrite.fused_copy import is_plain
 from amprewrite.oplists import is_inplace, op_name
@@ -100,16 +101,17 @@ class Masks:
                 found = self._kinds[key] = kind_of(self._module(*sizes), lengths)
         return found
 
-    def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...]) -> tuple[Tensor | None, bool]:
+    def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...], device: torch.device) -> tuple[Tensor | None, bool]:
         """(mask to hand on, is_causal). Looking at a mask waits for the device, once for each set of sizes."""
         known = all(type(size) is int for size in (*sizes, *lengths))
-        kind = self.kind(sizes, lengths) if known and ((sizes, lengths) in self._kinds or not _capturing()) else Kind.OTHER
+        may_look = known and ((sizes, lengths) in self._kinds or not recording(device))
+        kind = self.kind(sizes, lengths) if may_look else Kind.OTHER
         return (self._module(*sizes), False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
 
 
 def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
     """`Masks.find` as a graph calls it."""
-    return masks.find((query.shape[-2], key.shape[-2]), tuple(sizes))
+    return masks.find((query.shape[-2], key.shape[-2]), tuple(sizes), query.device)
 
 
 def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
@@ -133,10 +135,6 @@ def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
         return Kind.OTHER
     causal = torch.ones(lengths, dtype=torch.bool, device=mask.device).tril()
     return Kind.CAUSAL if torch.equal(allowed, causal.expand_as(allowed)) else Kind.OTHER
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 __all__ = ["Kind", "Masks", "find_mask", "kind_of", "look_at_mask", "sources_of", "writes_to"]

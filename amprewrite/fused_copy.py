@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from amprewrite.checked import vouch
+from amprewrite.cuda_graphs import recording
 from amprewrite.errors import AmpRewriteWarning
 
 ONE_PASS_FROM = 1 << 22
@@ -74,7 +75,7 @@ def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Ten
     """Whether the kernel has done it; nothing is written where it has not."""
     where, kinds = targets[0].device, (sources[0].dtype, targets[0].dtype)
     kernels = _kernels(where)
-    if kernels is None or not kernels.DTYPES.issuperset(kinds) or (where.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if kernels is None or not kernels.DTYPES.issuperset(kinds) or recording(where):
         return False  # a captured copy would read its table from memory of ours when it is replayed
     by_rank: dict[int, list[tuple[int, ...]]] = {}
     for source, target in zip(sources, targets, strict=True):

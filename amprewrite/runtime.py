@@ -20,7 +20,6 @@ from torch import nn
 
 from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn, emit
-from amprewrite.cuda_graphs import recording
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
@@ -32,14 +31,15 @@ from amprewrite.given_plan import match_region
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.magnitudes import magnitudes
-from amprewrite.modes_aside import modes_aside, pushed, put_aside
+from amprewrite.modes_aside import modes_aside
 from amprewrite.options import Options
-from amprewrite.overflow_probe import LatestInputs, OverflowProbe
+from amprewrite.overflow_probe import OverflowProbe
 from amprewrite.pass_base import failing_as_pass
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Policy
 from amprewrite.program import Program
 from amprewrite.ranges import Calibration, RegionRanges, parameters_fingerprint
+from amprewrite.region import Region
 from amprewrite.rewrite_graph import _device, read_parts, read_program, rewrite_graph
 from amprewrite.step_gate import StepGate
 from amprewrite.tensor_hooks import restore_hooks
@@ -47,42 +47,6 @@ from amprewrite.weight_cache import WeightCache
 
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
-
-
-class Region:
-    """One rewritten graph, as Dynamo calls it; `module` is the edited graph of one that scales gradients."""
-
-    def __init__(self, entry: Entry, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None) -> None:
-        self.entry, self.plan, self.run, self.state, self.module = entry, plan, run, entry.session.state, module
-        self.session = entry.session
-        self.latest = None if module is None else LatestInputs(self)
-        self.first_calls: FirstCalls | None = None
-
-    def call(self, *inputs: Any) -> Any:
-        self.state.ran.append(self)
-        first = self.first_calls
-        if first is None:
-            return self._call(inputs)
-        result = first.call(self._call, inputs)
-        if first.left <= 0:
-            self.first_calls = None
-        return result
-
-    def _call(self, inputs: tuple[Any, ...]) -> Any:
-        run = self.run
-        if self.latest is not None:
-            inputs = (*inputs, *self.session.scales())
-            self.latest.keep(inputs)
-            if self.session.probe.armed and not recording(inputs[-1].device):
-                run = self._watched
-        modes = put_aside.modes
-        if not modes:
-            return run(*inputs)
-        with pushed(modes):
-            return run(*inputs)
-
-    def _watched(self, *inputs: Any) -> Any:
-        return self.session.probe.run(self, inputs)
 
 
 class Graphs:
@@ -274,6 +238,11 @@ class Session:
         self.warn_fp32(message)
         return result
 
+    @property
+    def may_cap(self) -> bool:
+        """Whether gradients may lower the scale of a call where no optimizer does; compilers keep what they save as it was."""
+        return self.options.loss_scale == "auto" and self.options.backend == "eager"
+
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss scale of this forward and its inverse, the same for all of its graphs."""
         if self.state.scales is None:
@@ -402,9 +371,9 @@ class Session:
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
-                    rewritten, region.plan = rewrite_graph(program)
-                    region.module = rewritten if program.scale_loss else None
-                    region.run = emit(rewritten, [*inputs, *(self.scales() if program.scale_loss else ())], backend, cache, grad)
+                    rewritten, plan = rewrite_graph(program)
+                    run = emit(rewritten, [*inputs, *(self.scales() if program.scale_loss else ())], backend, cache, grad)
+                    region.become(plan, run, rewritten if program.scale_loss else None)
 
             read_parts(program)
             region.first_calls = FirstCalls(program, self.learn, again, self.warn_fp32)

@@ -128,6 +128,11 @@ class StepGate:
         self._guard(optimizer)
         self._attached.add(optimizer)
 
+    @property
+    def guarding(self) -> bool:
+        """Whether any optimizer is guarded: then an overflow brings the loss scale down."""
+        return len(self._guarded) > 0
+
     def guards(self, optimizer: Optimizer) -> bool:
         """Whether overflowing steps of `optimizer` are skipped."""
         return optimizer in self._guarded and self.loss_scale.enabled

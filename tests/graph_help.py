@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import amprewrite
 import amprewrite.first_calls
 import amprewrite.loss_scale
-import amprewrite.runtime
+import amprewrite.region
 import amprewrite.step_gate
 import amprewrite.weight_cache
 from amprewrite.loss_scale import LossScale
@@ -99,7 +99,7 @@ def everything(mode: Mode) -> Iterator[Mode]:
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Record what runs inside, and let amprewrite believe that it is a CUDA graph that records."""
     with monkeypatch.context() as patch:
-        for module in (amprewrite.first_calls, amprewrite.loss_scale, amprewrite.runtime, amprewrite.step_gate, amprewrite.weight_cache):
+        for module in (amprewrite.first_calls, amprewrite.loss_scale, amprewrite.region, amprewrite.step_gate, amprewrite.weight_cache):
             patch.setattr(module, "recording", lambda _: True)
         with everything(Recording()) as recorded:
             yield recorded
