@@ -31,8 +31,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from nets import MORE, NETS, Made
-from rich.console import Console
+from nets import MORE, NETS, Made, console
 from rich.progress import track
 from rich.table import Table
 from torch._dynamo.utils import counters
@@ -189,25 +188,25 @@ def main() -> None:
     if unknown:
         options.error(f"no such net: {', '.join(unknown)}; there are {', '.join(ALL)}")
     warnings.simplefilter("ignore")
-    console = Console()
+    shown = console()
     dtypes = (asked.dtypes or ("bf16" if asked.quick else "bf16,fp16")).split(",")
     cases = [(t, dtype, n) for t in ((True,) if asked.quick else (True, False)) for dtype in dtypes for n in asked.only.split(",")]
     rows: list[dict[str, Any]] = []
-    for training, dtype, name in track(cases, "compiling", console=console, transient=True):
+    for training, dtype, name in track(cases, "compiling", console=shown, transient=True):
         rows.append(measure(name, dtype, training))
         if asked.json:
             asked.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
     for training in (True, False):
         chosen = [row for row in rows if row["training"] == training]
         if chosen:
-            console.print(table(chosen, training))
+            shown.print(table(chosen, training))
     for row in rows:
         for kind, why in row["failed"].items():
-            console.print(f"{row['net']} {row['dtype']}, {kind}: {why}", highlight=False)
+            shown.print(f"{row['net']} {row['dtype']}, {kind}: {why}", highlight=False)
     for row in rows if asked.lone else ():
         for kind, lone in row["lone casts"].items():
-            console.print(f"[bold]{row['net']} {row['dtype']} {'training' if row['training'] else 'inference'}, {kind}")
-            console.print("\n".join(lone) or "none", highlight=False)
+            shown.print(f"[bold]{row['net']} {row['dtype']} {'training' if row['training'] else 'inference'}, {kind}")
+            shown.print("\n".join(lone) or "none", highlight=False)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
-from nets import NETS
-from rich.console import Console
+from nets import NETS, console
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -174,7 +173,7 @@ def main() -> None:
             [row["failed"], "", ""] if "failed" in row else [f"{row['ms']:.2f}", f"{row['faster than fp32']:.2f}", f"{row['error']:.1e}"]
         )
         shown.add_row(row["net"], row["converter"], *figures, str(row.get("casts", "")))
-    Console().print(shown)
+    console().print(shown)
     if asked.json:
         asked.json.write_text(json.dumps({"onnxruntime": ort.__version__, "provider": provider, "rows": rows}, indent=1))
 

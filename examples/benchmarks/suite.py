@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nets import NETS, Made
-from rich.console import Console
+from nets import NETS, Made, console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
@@ -322,13 +321,13 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     full = device.type == "cuda"
     dtypes = (asked.dtypes or ("bf16,fp16" if full else "bf16")).split(",")
-    rounds, console, rows = asked.rounds or (8 if asked.quick else 20), Console(), []
+    rounds, shown, rows = asked.rounds or (8 if asked.quick else 20), console(), []
     machine = Machine.here(device)
-    console.print(f"{machine.device}, torch {machine.torch}, Python {machine.python}, {machine.date}")
+    shown.print(f"{machine.device}, torch {machine.torch}, Python {machine.python}, {machine.date}")
     minutes = asked.minutes or (8 if asked.quick else math.inf)
     ends, longest, left_out = time.monotonic() + 60 * minutes, {False: 0.0, True: 0.0}, []
     for job in track(
-        jobs(asked.only.split(","), dtypes, asked.quick, not asked.no_inductor, full), "measuring", console=console, transient=True
+        jobs(asked.only.split(","), dtypes, asked.quick, not asked.no_inductor, full), "measuring", console=shown, transient=True
     ):
         began = time.monotonic()
         expected = longest[job.compiled] or 4 * longest[False]  # before the first is compiled, a guess
@@ -344,9 +343,9 @@ def main() -> None:
             asked.out.write_text(json.dumps({"machine": asdict(machine), "rows": rows, "left out": left_out}, indent=1))
     for compiled in (False, True):
         if any(("ours+inductor" if compiled else "ours") in r["ways"] for r in rows):
-            console.print(table(rows, compiled))
+            shown.print(table(rows, compiled))
     if left_out:
-        console.print(f"left out after {minutes:g} minutes: {'; '.join(left_out)}", highlight=False)
+        shown.print(f"left out after {minutes:g} minutes: {'; '.join(left_out)}", highlight=False)
         if asked.out:
             asked.out.write_text(json.dumps({"machine": asdict(machine), "rows": rows, "left out": left_out}, indent=1))
 
