@@ -24,21 +24,25 @@ RECOMPILE_LIMIT = 64
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
+RECURRENT = "Attempted to wrap RNN"
+"""How Dynamo's reason begins where such a module breaks a graph."""
 _EXPORT = "use amp.export_program(args)"
 
 
 def compile_afresh(
-    function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None
-) -> Callable[..., Any]:
+    function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
+    recurrent: bool = True,
+) -> Callable[..., Any]:  # fmt: skip
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
-    Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, and
-    what a model writes to a log does not break its graph: it is left out, as torch.export does, and noted.
+    Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
+    `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
+    does, and noted.
     """
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=backend, fullgraph=whole, **isolated)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
-    if any(isinstance(module, nn.RNNBase) for module in root.modules()):
+    if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
         settings["allow_rnn"] = True
     if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
         settings["ignore_logging_functions"] = _Unlogged(torch._dynamo.config.ignore_logging_functions, note)

@@ -236,7 +236,6 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
         return session.state.captured > 0 and not kept_out()
 
     recurrent = isinstance(module, nn.RNNBase)
-
     @torch._dynamo.disable(recursive=False, reason=OUR_DOOR)  # type: ignore[misc]
     def call_unread(why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ran = len(session.state.ran)
@@ -259,4 +258,10 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
             session.entries[path] = Entry(session, path, call_part)
         return enter(session, path, args, kwargs)
 
-    return fresh_code(call)
+    @torch._dynamo.disable(reason=OUR_DOOR)  # type: ignore[misc]
+    def call_apart(*args: Any, **kwargs: Any) -> Any:
+        if path not in session.entries:
+            session.entries[path] = Entry(session, path, call_part)
+        return enter(session, path, args, kwargs)
+
+    return call_apart if recurrent and session.recurrent_apart else fresh_code(call)

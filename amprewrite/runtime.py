@@ -68,8 +68,9 @@ class Graphs:
         self.compiled = entry.function
         if entry.captured:
             self.compiled = dynamo.compile_afresh(
-                entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note)
-            )
+                entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
+                recurrent=not (entry.compiles and session.recurrent_apart),
+            )  # fmt: skip
 
     @property
     def stale(self) -> bool:
@@ -101,11 +102,13 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 class Entry:
     """A module that may be called from outside: the root, or a part of it that somebody calls by itself.
 
-    One that is not `captured` runs as it is written, around parts that are.
+    One that is not `captured` runs as it is written, around parts that are. Graphs of an LSTM's entry, whose `compiles` is
+    False, run eagerly whatever the backend.
     """
 
     def __init__(self, session: Session, path: str, function: Callable[..., Any], captured: bool = True) -> None:
         self.session, self.path, self.function = session, path, function
+        self.compiles = not (session.recurrent_apart and isinstance(session.root.get_submodule(path), nn.RNNBase))
         self.captured = self._to_capture = captured
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)
@@ -239,6 +242,11 @@ class Session:
         return result
 
     @property
+    def recurrent_apart(self) -> bool:
+        """Whether LSTM, GRU and RNN modules are captured by themselves, in graphs that run eagerly."""
+        return self.options.backend != "eager" and not self.options.strict
+
+    @property
     def may_cap(self) -> bool:
         """Whether gradients may lower the scale of a call where no optimizer does; compilers keep what they save as it was."""
         return self.options.loss_scale == "auto" and self.options.backend == "eager"
@@ -279,6 +287,9 @@ class Session:
         own = any(region.entry is entry for region in ran)
         if own and not (switched_off or said):
             return  # another thread is capturing
+        if own and self.recurrent_apart and said.startswith(dynamo.RECURRENT):
+            self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
+            return
         why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
         message = f"{entry.place} {what}: {why}{self._sharded_inside(entry)}"
@@ -344,8 +355,8 @@ class Session:
         return program
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        backend = None if self.options.backend == "eager" else lookup_backend(self.options.backend)
         entry = graphs.entry
+        backend = lookup_backend(self.options.backend) if self.options.backend != "eager" and entry.compiles else None
         try:
             program = self.read_region(graphs, module, example_inputs)
             if self.options.given is not None:

@@ -230,3 +230,52 @@ def test_parameters_and_kept_copies_are_read_where_they_lie(options, training):
     ((inputs, places),) = static
     scales = 2 * (training and options.get("dtype") == "fp16")
     assert inputs - len(places) == 1 + scales
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.lstm, self.leave = nn.Linear(8, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.lstm(torch.tanh(self.enter(x)))[0])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_recurrent_modules_are_not_unrolled(dtype):
+    """They run low in eager graphs of their own: AOTAutograd writes every time step out, which compiles for minutes."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return module.forward
+
+    eager = amprewrite.rewrite(Recurrent(), dtype=dtype)
+    amp = amprewrite.rewrite(Recurrent(), dtype=dtype, backend=backend)
+    for shape in ((2, 5, 8), (3, 7, 8)):
+        x = torch.randn(shape)
+        for net in (eager, amp):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        for p, q in zip(eager.parameters(), amp.parameters(), strict=True):
+            assert q.grad.dtype == torch.float32 and (p.grad - q.grad).norm() <= 0.03 * p.grad.norm()
+    (lstm,) = [node for region in amp.plan.regions for node in region.nodes if node.op == "lstm"]
+    assert lstm.colour.value == "low" and len(amp.plan.regions) == 3
+    assert any("LSTM, GRU and RNN modules run low in graphs of their own" in note for note in amp.plan.notes)
+    assert not amp.plan.skipped and not any("lstm" in str(node.target) for module in compiled for node in module.graph.nodes)
+
+
+def test_a_recurrent_module_by_itself_and_one_that_must_be_whole():
+    seen: list[torch.fx.GraphModule] = []
+
+    def backend(module, inputs):
+        seen.append(module)
+        return module.forward
+
+    amp = amprewrite.rewrite(nn.LSTM(8, 8), dtype="bf16", backend=backend)
+    amp(torch.randn(3, 2, 8))
+    assert amp.plan.regions[0].nodes and not seen
+    strict = amprewrite.rewrite(Recurrent(), dtype="bf16", backend=backend, strict=True)
+    strict(torch.randn(2, 5, 8))
+    assert len(strict.plan.regions) == len(seen) == 1
