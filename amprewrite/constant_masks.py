@@ -26,7 +26,7 @@ PURE = frozenset({
     "getitem", "to", "bool", "int", "long", "float", "type_as", "contiguous", "clone", "size",
     "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "t",
     "repeat", "cat", "stack", "flip", "gather", "index_select", "where", "masked_fill", "tril", "triu", "cumsum", "diff",
-    "add", "sub", "mul", "neg", "floor_divide", "remainder", "abs", "clamp", "minimum", "maximum",
+    "add", "sub", "mul", "neg", "floor_divide", "remainder", "abs", "clamp", "saturate", "minimum", "maximum",
     "eq", "ne", "lt", "le", "gt", "ge",
     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor", "logical_not",
 })  # fmt: skip

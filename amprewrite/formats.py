@@ -44,6 +44,11 @@ LOW_FORMATS = (FP16, BF16)
 _SPELLINGS = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 
 
+def saturate(value: torch.Tensor, limit: float) -> torch.Tensor:
+    """Finite values clamped to [-limit, limit]; infinities stay, for the model wrote them itself."""
+    return torch.where(value.isinf(), value, value.clamp(-limit, limit))
+
+
 def parse_format(dtype: str | torch.dtype | Format) -> Format:
     """The format named `dtype`: "bf16", "fp16", "fp32", a longer spelling of those, or a torch dtype.
 

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.colour import Colour
-from amprewrite.formats import FP32, Format
+from amprewrite.formats import FP32, Format, saturate
 from amprewrite.frontends.fx_facts import is_batched, is_checkpoint
 from amprewrite.plan import Cast, NodePlan, RegionPlan
 from amprewrite.policy import Policy
@@ -86,8 +86,8 @@ def measure(
 ) -> Row:
     """Compare a result with what it was before rounding and with the fp32 run; `limit` clamps both where the plan saturates."""
     if math.isfinite(limit):
-        before = [t.clamp(-limit, limit) for t in before]
-        exact = None if exact is None else [t.clamp(-limit, limit) for t in exact]
+        before = [saturate(t, limit) for t in before]
+        exact = None if exact is None else [saturate(t, limit) for t in exact]
     count = max(sum(t.numel() for t in before), 1)
     sizes = [torch.where(t.isfinite(), t, 0).abs() for t in before if t.numel()]
     largest = max((t.max().item() for t in sizes), default=0.0)
@@ -252,7 +252,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         if cast not in self.copies:
             limit = self.low.max if cast.saturate else math.inf
             self.copies[cast] = tree_map(
-                lambda t: self._low_value(planned, t, t.clamp(-limit, limit) if cast.saturate else t) if is_fp32(t) else t, value
+                lambda t: self._low_value(planned, t, saturate(t, limit) if cast.saturate else t) if is_fp32(t) else t, value
             )
             row = self._row(planned, floats(self.copies[cast]), [t.detach() for t in floats(value)], limit)
             name = f"{row.name} -> {cast.to}"

@@ -3,6 +3,7 @@
 from amprewrite.pass_base import Pass
 from amprewrite.passes.fold_masks import FoldMasks
 from amprewrite.passes.insert_casts import InsertCasts
+from amprewrite.passes.insert_ones import InsertOnes
 from amprewrite.passes.insert_pads import InsertPads
 from amprewrite.passes.paint import Paint
 from amprewrite.passes.paint_force import PaintForce
@@ -37,6 +38,7 @@ WEIGH: tuple[Pass, ...] = (
 APPLY: tuple[Pass, ...] = (
     InsertCasts(),  # edit the graph as the plan says
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
+    InsertOnes(),  # a CPU's norms without weights keep their statistics in fp32, as others do
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
     FoldMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )

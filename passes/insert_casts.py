@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from amprewrite.colour import Colour
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FORMATS, FP32, Format
+from amprewrite.formats import saturate as saturate_value
 from amprewrite.frontends.fx_facts import CONVERSIONS, GRAD_SWITCHES, TAKES_SHAPE_ONLY, example_value, tensors
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
@@ -54,7 +55,7 @@ def insert_cast(
     with graph.inserting_before(_leave_with_gradients(value, users[0])):
         source = value
         if saturate:
-            source = graph.call_method("clamp", (value, -to.max, to.max))
+            source = graph.call_function(saturate_value, (value, to.max))
             source.meta = dict(value.meta)
         copy = graph.call_method("to", (source, to.dtype))
     copy.meta = {**value.meta, CAST: to.name, "weight": weight}

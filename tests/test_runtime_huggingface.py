@@ -8,6 +8,8 @@ import pytest
 import torch
 from runtime_help import low, matmul_dtypes, ran_low
 
+import amprewrite
+
 transformers = pytest.importorskip("transformers")
 
 
@@ -111,3 +113,19 @@ def test_gradient_checkpointing():
     amp(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, want[name], rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@torch.no_grad()
+def test_left_padding_with_a_static_cache(dtype):
+    """generate() makes the mask outside the model: rows that block all positions hold fp32's lowest number."""
+    model = llama().eval()
+    model.set_attn_implementation("eager")
+    mask = torch.ones_like(IDS)
+    mask[1, :3] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    want = model.generate(input_ids=IDS, attention_mask=mask, **options)
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype=dtype)
+    got = amp.generate(input_ids=IDS, attention_mask=mask, **options)
+    assert ran_low(got.logits[0], want.logits[0])

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -46,6 +46,13 @@ from amprewrite.source_text import dtype_is_literal, location
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
+_PASSES_ON = {
+    "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
+    "contiguous", "clone", "repeat", "to", "type_as", "float",
+}  # fmt: skip
+"""Ops that give the values of a mask as they are."""
+_MAKES_SCORES = {"add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum"} | _PASSES_ON
+"""What may stand between the sum of scores and mask, and the softmax."""
 _CONSTANT_SENSITIVE = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "mul", "full", "full_like", "fill"}
 
 
@@ -247,6 +254,8 @@ def _pin_constant(fact: Fact, low: Format) -> tuple[Colour, Reason, str] | None:
 
 
 def _is_huge(fact: Fact, facts: dict[torch.fx.Node, Fact], low: Format) -> bool:
+    if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
+        return _may_be_mask(fact.node)
     if fact.role != "op" or fact.dtype != "fp32" or fact.row is None:
         return False
     if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
@@ -254,6 +263,33 @@ def _is_huge(fact: Fact, facts: dict[torch.fx.Node, Fact], low: Format) -> bool:
     if any(abs(constant) > low.max for constant in _constants(fact.node)):
         return True
     return any(facts[node].huge for _, node in arguments(fact.node))
+
+
+def _may_be_mask(node: torch.fx.Node) -> bool:
+    """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
+
+    Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
+    """
+    for reader in _followers(node, _PASSES_ON):
+        for user in reader.users:
+            op = op_name(user.target)
+            if op == "scaled_dot_product_attention" and (user.kwargs.get("attn_mask") is reader or reader in user.args[3:4]):
+                return True
+            if op == "add" and any(op_name(last.target) == "softmax" for made in _followers(user, _MAKES_SCORES) for last in made.users):
+                return True
+    return False
+
+
+def _followers(node: torch.fx.Node, ops: set[str]) -> Iterator[torch.fx.Node]:
+    """`node`, and what `ops` alone make of it."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for user in found.users:
+            if user not in seen and user.op in ("call_function", "call_method") and op_name(user.target) in ops:
+                seen.add(user)
+                waiting.append(user)
 
 
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:

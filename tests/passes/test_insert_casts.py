@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.fx
 from chains import chain
+from torch.nn import functional as F
 
 from amprewrite.errors import PassError, PlanError
-from amprewrite.formats import FP16
+from amprewrite.formats import FP16, saturate
 from amprewrite.passes.insert_casts import CAST, InsertCasts
 from amprewrite.policy import Policy, parse_overrides
 from amprewrite.program import Program
@@ -93,8 +94,32 @@ def test_a_low_mask_takes_the_end_of_the_low_range(capture: Capture) -> None:
 
 def test_a_high_mask_keeps_its_constant_and_its_low_copy_saturates(capture: Capture) -> None:
     module = edited(capture(masked, X, W), **{"node:masked_fill": "high"})
-    assert constants(module) == [torch.finfo(torch.float32).min, -FP16.max, FP16.max]  # the last two are the clamp's
-    assert [node.target for node in module.graph.nodes if "clamp" in str(node.target)] == ["clamp"]
+    assert constants(module) == [torch.finfo(torch.float32).min, FP16.max]
+    assert [node.args[1] for node in module.graph.nodes if node.target is saturate] == [FP16.max]
+
+
+def test_what_saturates_keeps_its_infinities() -> None:
+    value = torch.tensor([-torch.inf, torch.finfo(torch.float32).min, 0.5, 1e5, torch.inf])
+    assert saturate(value, FP16.max).tolist() == [-torch.inf, -FP16.max, 0.5, FP16.max, torch.inf]
+
+
+def attend(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(((x @ w) @ x.transpose(-1, -2)) / 2 + mask[None, :, : x.shape[0]], -1) @ x
+
+
+@pytest.mark.parametrize(
+    ("function", "saturates"),
+    [
+        pytest.param(attend, True, id="added to scores"),
+        pytest.param(lambda x, w, mask: F.scaled_dot_product_attention(x @ w, x, x, attn_mask=mask[:, :4]), True, id="attn_mask"),
+        pytest.param(lambda x, w, mask: torch.relu(x @ w @ x.transpose(-1, -2) + mask), False, id="added to something else"),
+        pytest.param(lambda x, w, mask: torch.softmax(x @ w @ x.transpose(-1, -2) * mask, -1), False, id="a factor"),
+    ],
+)  # fmt: skip
+def test_a_mask_from_outside_saturates(capture: Capture, function: Callable[..., torch.Tensor], saturates: bool) -> None:
+    mask = torch.full((len(X), len(X)), torch.finfo(torch.float32).min).triu(1)
+    module = edited(capture(function, X, W, mask))
+    assert any(node.target is saturate for node in module.graph.nodes) is saturates
 
 
 def test_infinities_stay(capture: Capture) -> None:
