@@ -303,7 +303,7 @@ def jobs(nets: list[str], dtypes: list[str], quick: bool, inductor: bool, full: 
     large = [Job(net, batch(net, True), dtype, eager) for dtype in dtypes for net in nets]
     compiled = [Job(net, batch(net, True), dtypes[0], ("fp32", *COMPILED[1:])) for net in nets if inductor]
     small = [Job(net, batch(net, False), dtype, eager) for dtype in dtypes for net in nets]
-    unrolled = [job for job in compiled if job.net == "lstm"]  # by AOTAutograd, over time, which takes minutes to compile
+    unrolled = [job for job in compiled if job.net == "lstm"]  # pure half is, over time, by AOTAutograd: minutes to compile
     return large + [job for job in compiled if job not in unrolled] + small + unrolled
 
 
