@@ -243,8 +243,12 @@ class Session:
 
     @property
     def recurrent_apart(self) -> bool:
-        """Whether LSTM, GRU and RNN modules are captured by themselves, in graphs that run eagerly."""
-        return self.options.backend != "eager" and not self.options.strict
+        """Whether LSTM, GRU and RNN modules are captured by themselves, in graphs that run eagerly; a plan to follow may have it else."""
+        if self.options.backend == "eager" or self.options.strict:
+            return False
+        modules = dict(self.root.named_modules())
+        given = self.options.given
+        return given is None or any(isinstance(modules.get(region.entry), nn.RNNBase) for region in given.regions)
 
     @property
     def may_cap(self) -> bool:

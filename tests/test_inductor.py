@@ -266,6 +266,15 @@ def test_recurrent_modules_are_not_unrolled(dtype):
     assert not amp.plan.skipped and not any("lstm" in str(node.target) for module in compiled for node in module.graph.nodes)
 
 
+@pytest.mark.parametrize("planned", ["eager", "aot_eager"])
+def test_a_given_plan_says_how_recurrent_modules_are_captured(planned):
+    x = torch.randn(2, 5, 8)
+    plan = amprewrite.plan(Recurrent(), (x,), dtype="bf16", backend=planned)
+    amp = amprewrite.rewrite(Recurrent(), plan=plan, backend="aot_eager")
+    amp(x).sum().backward()
+    assert len(amp.plan.regions) == len(plan.regions) == (1 if planned == "eager" else 3)
+
+
 def test_a_recurrent_module_by_itself_and_one_that_must_be_whole():
     seen: list[torch.fx.GraphModule] = []
 

@@ -88,7 +88,7 @@ def run(name: str, words: list[str], out: Path, limit: float) -> Outcome:
     """One process, ended with all that it started when its time is over."""
     began = time.monotonic()
     here = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(here), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(here), "HF_HUB_OFFLINE": "1", "COLUMNS": "160", "PYTHONUNBUFFERED": "1"}
     with (out / f"{name}.txt").open("w") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=settings, start_new_session=True)
         try:
