@@ -24,10 +24,11 @@ from amprewrite.cuda_graphs import recording
 from amprewrite.errors import AmpRewriteWarning
 
 ONE_PASS_FROM = 1 << 22
-"""Elements from which on a gradient, or a batch of them, goes through the kernel: it saves 8 bytes of each, so here 10 us
-on an H100 (3.35 TB/s), 22 us on an A100 (1.55 TB/s), 110 us on a T4 (0.3 TB/s)."""
+"""Elements from which on a gradient, or a batch of them, goes through the kernel: it saves 8 bytes of each, by bandwidth
+10 us here on an H100 (3.35 TB/s), 22 us on an A100 (1.55 TB/s), 110 us on a T4 (0.3 TB/s). Reckoned, not timed on a GPU."""
 STRIDED_FROM = 6
-"""Strided copies from which on one launch of the kernel is cheaper than one of torch's for each, at 4 us of the host."""
+"""Strided copies from which on one launch of the kernel should be cheaper than one of torch's for each: reckoned with
+4 us of the host a launch of torch's, not timed on a GPU."""
 LOW = (torch.float16, torch.bfloat16)
 DEVICES = {"cuda"}
 """Kinds of devices that the kernel runs on; one where it fails is taken out."""
@@ -72,7 +73,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Tensor | None = None, flag: Tensor | None = None) -> bool:
-    """Whether the kernel has done it; nothing is written where it has not."""
+    """Whether the kernel has done it; where it has not, targets may be written in part."""
     where, kinds = targets[0].device, (sources[0].dtype, targets[0].dtype)
     kernels = _kernels(where)
     if kernels is None or not kernels.DTYPES.issuperset(kinds) or recording(where):

@@ -64,7 +64,7 @@ class Region:
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        run = self.run
+        run, capped = self.run, False
         if self.latest is not None:
             scale, inverse = self.session.scales()
             capped = bool(self.low_results) and not self.session.gate.guarding
@@ -74,18 +74,15 @@ class Region:
             self.latest.keep(inputs)
             if self.session.probe.armed and not recording(scale.device):
                 run = self._watched
-            if capped:
-                results = self._under_modes(run, inputs)
-                cap(results, self.low_results, scale, inverse)
-                return results
-        return self._under_modes(run, inputs)
-
-    def _under_modes(self, run: CompiledFn, inputs: tuple[Any, ...]) -> Any:
         modes = put_aside.modes
         if not modes:
-            return run(*inputs)
-        with pushed(modes):
-            return run(*inputs)
+            results = run(*inputs)
+        else:
+            with pushed(modes):
+                results = run(*inputs)
+        if capped:
+            cap(results, self.low_results, scale, inverse)
+        return results
 
     def _watched(self, *inputs: Any) -> Any:
         return self.session.probe.run(self, inputs)

@@ -247,6 +247,11 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
     def call_part(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
+    def call_alone(*args: Any, **kwargs: Any) -> Any:
+        if path not in session.entries:
+            session.entries[path] = Entry(session, path, call_part)
+        return enter(session, path, args, kwargs)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if inside():
             if recurrent and isinstance(args[0] if args else kwargs.get("input"), PackedSequence):
@@ -254,14 +259,8 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
             if module._backward_hooks or module._backward_pre_hooks:
                 return call_unread("capture cannot read the backward hooks on it; hook tensors or its parent instead", args, kwargs)
             return module._call_impl(*args, **kwargs)
-        if path not in session.entries:
-            session.entries[path] = Entry(session, path, call_part)
-        return enter(session, path, args, kwargs)
+        return call_alone(*args, **kwargs)
 
-    @torch._dynamo.disable(reason=OUR_DOOR)  # type: ignore[misc]
-    def call_apart(*args: Any, **kwargs: Any) -> Any:
-        if path not in session.entries:
-            session.entries[path] = Entry(session, path, call_part)
-        return enter(session, path, args, kwargs)
-
-    return call_apart if recurrent and session.recurrent_apart else fresh_code(call)
+    if recurrent and session.recurrent_apart:
+        return torch._dynamo.disable(call_alone, reason=OUR_DOOR)  # type: ignore[no-any-return]
+    return fresh_code(call)

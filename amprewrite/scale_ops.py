@@ -35,7 +35,8 @@ SMALL_WEIGHT = 1 << 16
 BATCH = {"cpu": (8, SMALL_WEIGHT)}
 """By device: how many weights share an autograd node, and from how many elements on one goes alone."""
 BATCH_ELSEWHERE = (16, ONE_PASS_FROM)
-"""On an accelerator a launch costs as much as casting 4 M elements, and Python's part of a node more than that."""
+"""On an accelerator the host's part of a cast, its autograd node and its launch, takes longer than 4 M elements do (reckoned from
+bandwidths, not timed on a GPU)."""
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:

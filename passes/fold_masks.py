@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.constant_masks import Kind, Masks, find_mask, look_at_mask, sources_of, writes_to
+from amprewrite.attention_masks import Kind, Masks, find_mask, look_at_mask, sources_of, writes_to
 from amprewrite.frontends.fx_facts import example_value, is_checkpoint, transformed_nodes
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
@@ -94,6 +94,8 @@ def _in_body(module: torch.fx.GraphModule, node: torch.fx.Node, lazily: bool) ->
     inputs = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
     edited = Counter[str]()
     for mask, calls in _readers(body.graph).items():
+        if _is_written(mask):
+            continue
         outer = inputs.get(mask)
         sources = sources_of(outer) if isinstance(outer, torch.fx.Node) else None
         if sources is not None and not sources[1]:
@@ -108,7 +110,11 @@ def _in_body(module: torch.fx.GraphModule, node: torch.fx.Node, lazily: bool) ->
 def _may_look(mask: torch.fx.Node) -> bool:
     value = example_value(mask)
     plain = isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.device.type == "cpu"
-    return plain and not any(writes_to(node, {mask}) for node in mask.graph.nodes)
+    return plain and not _is_written(mask)
+
+
+def _is_written(mask: torch.fx.Node) -> bool:
+    return any(writes_to(node, {mask}) for node in mask.graph.nodes)
 
 
 def _fold(call: torch.fx.Node, masks: Masks) -> str:

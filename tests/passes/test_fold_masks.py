@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.constant_masks import Kind, find_mask, kind_of
+from amprewrite.attention_masks import Kind, find_mask, kind_of
 from amprewrite.passes.fold_masks import ATTENTION, fold_masks
 
 WIDTH = 16
@@ -229,6 +229,20 @@ def test_masks_go_inside_activation_checkpoints() -> None:
     amp, calls = check(Attention(by_arange, checkpointed=True), [noise()])
     assert notes(amp) == ["2 attention calls take no mask: theirs is made of sizes alone, and is causal"]
     assert set(calls) == {(False, True)} and len(calls) >= 2
+
+
+def test_a_mask_that_an_activation_checkpoint_writes_stays() -> None:
+    class Written(Attention):
+        def layer(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            mask[..., 1:, 0] = False  # type: ignore[index]
+            return super().layer(x, mask)
+
+    def full(x: Tensor) -> Tensor:
+        return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+
+    model, x = Written(full, checkpointed=True), noise()
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="bf16")
+    assert (amp(x) - model(x)).norm() <= 0.02 * model(x).norm()
 
 
 def test_a_mask_for_other_lengths_stays() -> None:
