@@ -229,7 +229,13 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "_nothing": _scalar(EMPTY, torch.float32), "ask": None}
+        state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None}
+        del state["_nothing"]  # a tensor made here would be gone before a spawned process opens its memory
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._nothing = _scalar(EMPTY, torch.float32)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value:g})"

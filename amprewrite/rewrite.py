@@ -24,7 +24,7 @@ from amprewrite.pad_policy import parse_pad
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
 from amprewrite.ranges import Calibration
-from amprewrite.rewritten import Rewritten, module_of, plain_of, rewritten
+from amprewrite.rewritten import is_rewritten, module_of, plain_of, rewritten
 from amprewrite.runtime import lookup_backend, refuse_ambient_autocast
 from amprewrite.trial import Call, kept
 
@@ -116,7 +116,7 @@ def rewrite(
     options.pad.check_modules(path for path, _ in module.named_modules())
     _check_high(high)
     refuse_ambient_autocast()
-    module = plain_of(module) if isinstance(module, Rewritten) else module
+    module = plain_of(module) if is_rewritten(module) else module
     options = replace(options, **evidence(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
     amp = rewritten(module, options)
     for each in optimizers_of(optimizer):

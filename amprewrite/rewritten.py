@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from amprewrite.dynamo import fresh_code, kept_out
-from amprewrite.errors import CaptureError, EmitError, PolicyError
+from amprewrite.errors import CaptureError, EmitError, PlanError, PolicyError
 from amprewrite.granularity import part_paths
 from amprewrite.loss_scale import LossScale
 from amprewrite.options import Options
 from amprewrite.plan import CastPlan, PendingPlan
 from amprewrite.runtime import OUR_DOOR, Entry, Session, enter
+from amprewrite.subclass import original_of, subclass_of
 from amprewrite.twin import twin_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _SESSION = "_amprewrite_session"
 _FORWARD = "_amprewrite_forward"
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 class Rewritten(nn.Module):
@@ -85,25 +87,66 @@ class Rewritten(nn.Module):
 
     # -- what must stay in step with the parameters --------------------------------
     def train(self, mode: bool = True) -> Any:
-        session_of(self).cache.clear()
+        if is_rewritten(self):
+            session_of(self).cache.clear()
         return super().train(mode)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        session_of(self).cache.clear()
+        if is_rewritten(self):
+            session_of(self).cache.clear()
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        session_of(self).cache.clear()
+        if is_rewritten(self):
+            session_of(self).cache.clear()
         return super()._apply(*args, **kwargs)
 
     # -- copies stay rewritten --------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        twin = rewritten(copy.deepcopy(plain_of(self), memo), copy.deepcopy(_options_with_scale(self), memo))
+        if not is_rewritten(self):
+            return _plain_deepcopy(self, memo)
+        twin: nn.Module = rewritten(copy.deepcopy(plain_of(self), memo), copy.deepcopy(_options_with_scale(self), memo))
         memo[id(self)] = twin
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_rewritten(self):
+            return super().__reduce_ex__(protocol)
         return rewritten, (plain_of(self), _options_with_scale(self))
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if is_rewritten(self):
+            raise CaptureError(_NO_REPLICAS)
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+
+    def __prepare_scriptable__(self) -> Any:
+        if is_rewritten(self):
+            raise CaptureError(
+                "a rewritten model cannot be compiled by torch.jit.script, which cannot read its casts; use "
+                "amp.export_program(args) for a file without Python, or rewrite(..., backend='inductor') for speed"
+            )
+        return self
+
+    # -- its class ----------------------------------------------------------------------
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """The subclass made for a rewrite enters no register of classes; one that a user derives from it does."""
+        if original_of(cls) is None:
+            super().__init_subclass__(**kwargs)
+
+    @staticmethod
+    def members_for(cls: type[nn.Module]) -> dict[str, Any]:
+        """What the subclass made from `cls` has of its own: a forward with the signature of the original's."""
+
+        @functools.wraps(cls.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            session = self.__dict__.get(_SESSION)
+            if session is None:
+                return cls.forward(self, *args, **kwargs)
+            if session.root is not self:
+                raise CaptureError(_FOREIGN_SESSION)
+            return enter(session, "", args, kwargs)
+
+        return {"forward": forward}
 
 
 def module_of(model: Any) -> nn.Module:
@@ -129,9 +172,39 @@ def onnx_road() -> ModuleType:
     return convert
 
 
+_NO_REPLICAS = (
+    "torch.nn.DataParallel cannot replicate a rewritten model: the replicas would compute with the parameters of the original; "
+    "use torch.nn.parallel.DistributedDataParallel with one process a device (torchrun starts them), or show the process one "
+    "device only"
+)
+_FOREIGN_SESSION = (
+    "this module shares the attributes of a rewritten model and would compute with that model's parameters; make copies of a "
+    "rewritten model with copy.copy or copy.deepcopy, or rewrite the copy of the original"
+)
+
+
+def is_rewritten(model: nn.Module) -> bool:
+    """Whether the module itself came out of a rewrite. One whose class merely derives from such a module's class did not."""
+    return _SESSION in model.__dict__
+
+
 def session_of(model: nn.Module) -> Session:
-    found: Session = model.__dict__[_SESSION]
+    """The session of a rewritten model; PlanError if the module was never rewritten."""
+    found: Session | None = model.__dict__.get(_SESSION)
+    if found is None:
+        raise PlanError(f"this {type(model).__name__} was not rewritten, so it has no plan; call amprewrite.rewrite(model) first")
     return found
+
+
+def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What copy.deepcopy does without a `__deepcopy__`, or the original class's own."""
+    own = getattr(super(Rewritten, model), "__deepcopy__", None)
+    if own is not None:
+        found: nn.Module = own(memo)
+        return found
+    clone = memo[id(model)] = type(model).__new__(type(model))
+    clone.__setstate__(copy.deepcopy(model.__getstate__(), memo))  # type: ignore[operator, arg-type]
+    return clone
 
 
 def _options_with_scale(model: nn.Module) -> Options:
@@ -142,7 +215,7 @@ def _options_with_scale(model: nn.Module) -> Options:
 
 def original_class(model: nn.Module) -> type[nn.Module]:
     order = type(model).__mro__  # FSDP2 puts a class of its own in front
-    found: type[nn.Module] = order[order.index(Rewritten) + 1] if isinstance(model, Rewritten) else type(model)
+    found: type[nn.Module] = order[order.index(Rewritten) + 1] if is_rewritten(model) else type(model)
     return found
 
 
@@ -160,30 +233,23 @@ def _unwrap(twin: nn.Module) -> None:
     for module in twin.modules():
         if isinstance(module.__dict__.get("forward"), PartForward):
             del module.__dict__["forward"]
+        module.__dict__.pop(_REPLICATE, None)
         own_forward = module.__dict__.pop(_FORWARD, None)
         if own_forward is not None:
             module.__dict__["forward"] = own_forward
 
 
-@functools.cache
-def rewritten_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` that enters through its session; it bears the same name, for libraries that look classes up by name."""
-
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return enter(self.__dict__[_SESSION], "", args, kwargs)
-
-    made = type(cls.__name__, (Rewritten, cls), {"forward": forward, "__doc__": cls.__doc__})
-    made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
-    return made
-
-
 def rewritten(model: nn.Module, options: Options, kind: type[Session] = Session) -> Any:
     """A rewritten twin of a plain model; nothing is captured yet. Parts that were rewritten before are taken over."""
     cls = type(model)
+    if issubclass(cls, Rewritten):
+        raise PolicyError(
+            f"{cls.__name__} derives from the class of a rewritten module; derive it from the original class, "
+            "type(model) of the model before the rewrite"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError("a TorchScript module hides its Python code from capture; rewrite the model it was made from")
-    amp = twin_of(model, rewritten_class(cls))  # type: ignore[arg-type]
+    amp = twin_of(model, subclass_of(Rewritten, cls))
     session = kind(options, amp)
     amp.__dict__[_SESSION] = session
     parts = part_paths(model, options.granularity)
@@ -195,13 +261,15 @@ def rewritten(model: nn.Module, options: Options, kind: type[Session] = Session)
                 scripted = f"{path}."
                 session.cannot_read(path, "a TorchScript module hides its Python code; put in the module it was made from")
         elif module is not amp:
-            if isinstance(module, Rewritten):
+            if is_rewritten(module):
                 _unwrap(module)
             if path in parts:
                 session.entries[path] = Entry(session, path, _take_forward(module, type(module)))
                 module.__dict__["forward"] = PartForward(session, path)
+                module.__dict__[_REPLICATE] = PartReplicas(module)
             elif not parts or path.startswith(tuple(f"{part}." for part in parts)):
                 module._compiled_call_impl = part_call(session, path, module)
+                module.__dict__[_REPLICATE] = PartReplicas(module)
     return amp
 
 
@@ -222,6 +290,18 @@ class PartForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return enter(self.session, self.path, args, kwargs)
+
+
+class PartReplicas:
+    """What torch.nn.DataParallel calls on a part: its replicas would run the part itself. Copies of the part are free."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+
+    def __call__(self) -> Any:
+        if self.part._compiled_call_impl is not None or isinstance(self.part.__dict__.get("forward"), PartForward):
+            raise CaptureError(_NO_REPLICAS)
+        return type(self.part)._replicate_for_data_parallel(self.part)
 
 
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """A twin of a module tree: new module objects of the same classes around the very same parameters and buffers.
 
 Containers of modules, bound methods and hooks are carried over to the twin's modules; every other attribute is shared, as
-`copy.copy` would. So `twin.eval()` or a hook on the twin leaves the original alone, while one optimizer step moves both.
+`copy.copy` would, those in `__slots__` too. So `twin.eval()` or a hook on the twin leaves the original alone, while one
+optimizer step moves both.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,9 +40,21 @@ def _reachable(module: nn.Module) -> dict[nn.Module, None]:
         if id(current) in found:
             continue
         found[id(current)] = current
-        for value in current.__dict__.values():
+        for value in (*current.__dict__.values(), *(slot.__get__(current) for slot in _filled_slots(current))):
             stack.extend(_modules_in(value))
     return dict.fromkeys(found.values())
+
+
+def _filled_slots(module: nn.Module) -> Iterator[Any]:
+    """The descriptors of attributes that the module's classes keep in `__slots__`, if they hold a value here."""
+    for cls in type(module).__mro__:
+        for found in vars(cls).values():
+            if isinstance(found, types.MemberDescriptorType):
+                try:
+                    found.__get__(module)
+                except AttributeError:
+                    continue
+                yield found
 
 
 def _modules_in(value: Any, depth: int = 0) -> list[nn.Module]:
@@ -62,6 +76,8 @@ def _fill(original: nn.Module, twins: dict[int, nn.Module]) -> None:
     for key, value in original.__dict__.items():
         if key != "_compiled_call_impl":
             twin.__dict__[key] = _carried(value, twins)
+    for slot in _filled_slots(original):
+        slot.__set__(twin, _carried(slot.__get__(original), twins))
 
 
 def _carried(value: Any, twins: dict[int, nn.Module], depth: int = 0) -> Any:
