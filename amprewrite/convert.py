@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from amprewrite.errors import AccuracyError, EmitError, PlanError, PolicyError
+from amprewrite.files import resolved
 from amprewrite.formats import FP32, parse_format
 from amprewrite.onnx_job import Job, OnnxReport, OnnxResult, Order
 from amprewrite.onnx_load import Source, load
@@ -18,6 +20,7 @@ from amprewrite.onnx_samples import read_feeds
 from amprewrite.oplists import OpLists, find_op
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
+from amprewrite.printable import printable
 
 
 def rewrite_onnx(
@@ -167,11 +170,12 @@ def _target(out: Any) -> Path | None:
         return None
     if not isinstance(out, str | Path):
         raise PolicyError(f"a path is a string or a Path, not {type(out).__name__}")
+    if "\0" in str(out):
+        raise EmitError(f"{printable(out)} cannot be written: a path holds no NUL character; give another path")
     target = Path(out).absolute()
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):  # noqa: PTH112 - it never raises, whatever the name
         raise EmitError(f"{target} cannot be written: there is no folder {target.parent}; make it first")
-    if target.is_dir():
-        raise EmitError(f"{target} is a folder; name a file in it")
+    resolved(target)  # what stands there may be no file to replace: say so before the work is done
     return target
 
 

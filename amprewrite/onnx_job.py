@@ -15,9 +15,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from amprewrite.backends.onnx_file import Written, apply_plan, written
+from amprewrite.backends.onnx_file import apply_plan
+from amprewrite.backends.onnx_write import Written, written
 from amprewrite.colour import Colour
 from amprewrite.errors import AccuracyError, EmitError, PolicyError, one_line
+from amprewrite.files import resolved
 from amprewrite.formats import Format
 from amprewrite.frontends.onnx_file import Reading, provenance, read_onnx
 from amprewrite.given_plan import check_casts
@@ -109,7 +111,7 @@ class Order:
             raise PolicyError("max_rel_err= needs verify=True: without it no error is measured")
         if self.verify:
             runtime()
-        if self.plan_target is not None and self.plan_target == self.target:
+        if self.plan_target is not None and self.target is not None and resolved(self.plan_target) == resolved(self.target):
             raise PolicyError("plan_path= is the path of the model itself; give the plan a file of its own")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.errors import EmitError
+from amprewrite.files import cannot_write, scratch_folder, write_scratch
 
 MOST_BYTES = 1_500_000_000
 """Bytes of weights beyond which a model is kept in a file with external data: one protobuf holds 2 GB."""
@@ -66,21 +68,26 @@ class Runnable:
     """A model that can be run with any of its values as outputs. Use as a context manager: a large one takes a folder on disk."""
 
     def __init__(self, model: ir.Model) -> None:
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.stack = contextlib.ExitStack()
+        self.folder: Path | None = None
         if not is_large(model):
             self.proto = ir.to_proto(model)
             return
-        self.folder = tempfile.TemporaryDirectory(prefix="amprewrite.")
-        path = Path(self.folder.name) / "model.onnx"
-        ir.save(model, path, external_data="model.data")
-        self.proto = onnx.load(str(path), load_external_data=False)
+        temporary = Path(tempfile.gettempdir())
+        try:
+            self.folder = self.stack.enter_context(scratch_folder(temporary))
+            path = self.folder / "model.onnx"
+            ir.save(model, path, external_data="model.data")
+            self.proto = onnx.load(str(path), load_external_data=False)
+        except OSError as error:
+            self.stack.close()
+            raise cannot_write(temporary / "model.onnx", error) from error
 
     def __enter__(self) -> Runnable:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.folder is not None:
-            self.folder.cleanup()
+        self.stack.close()
 
     @property
     def outputs(self) -> list[str]:
@@ -88,7 +95,7 @@ class Runnable:
 
     def session(self, extra: Iterable[str] = ()) -> Any:
         """An unoptimised session whose outputs are the model's and the `extra` values."""
-        return session_of(self.proto, None if self.folder is None else Path(self.folder.name), extra)
+        return session_of(self.proto, self.folder, extra)
 
 
 def session_of(proto: onnx.ModelProto, folder: Path | None = None, extra: Iterable[str] = ()) -> Any:
@@ -99,7 +106,7 @@ def session_of(proto: onnx.ModelProto, folder: Path | None = None, extra: Iterab
         if folder is None:
             return session(proto, 0)
         path = folder / "variant.onnx"
-        path.write_bytes(proto.SerializeToString())
+        write_scratch(path, proto.SerializeToString())
         try:
             return session(str(path), 0)
         finally:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amprewrite.errors import CalibrationError
+from amprewrite.files import write_text
 from amprewrite.formats import FORMATS, Format
 from amprewrite.op_graph import OpGraph
 
@@ -216,7 +217,8 @@ class Calibration:
             raise CalibrationError(f"the calibration is damaged: {type(error).__name__}: {error}; make it anew") from error
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write a file that `load` reads. EmitError if it cannot be written."""
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from amprewrite.errors import EmitError, PolicyError
+from amprewrite.files import cannot_write
+from amprewrite.printable import printable
 from amprewrite.rewritten import Rewritten, session_of
 
 
@@ -37,10 +40,8 @@ class TrainingLog:
         if not isinstance(every, int) or every < 1:
             raise PolicyError(f"every={every!r} counts steps; give a whole number, at least 1")
         self._scale, self._writer, self._every, self._calls = session_of(amp).loss_scale, writer, every, 0
-        try:
-            self._file = None if path is None else Path(path).open("a", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise EmitError(f"{path} cannot be written: {error.strerror or error}") from error
+        self._path = path
+        self._file = None if path is None else _opened(path)
 
     def step(self, **more: float | str | None) -> dict[str, Any] | None:
         """Call it after `optimizer.step()`; `more` goes into the record as it is. Gives the record, None between records."""
@@ -58,8 +59,7 @@ class TrainingLog:
             **more,
         }
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            _append(self._file, json.dumps(record), self._path)
         if self._writer is not None:
             for tag in ("scale", "skipped", "consecutive_skips"):
                 self._writer.add_scalar(f"loss_scale/{tag}", float(record[tag]), self._calls)
@@ -75,6 +75,35 @@ class TrainingLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _opened(path: str | Path) -> io.FileIO:
+    """The file to append to. A line that a killed process left unfinished is ended first."""
+    try:
+        file = io.FileIO(path, "a+")
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+    if file.seekable() and file.seek(0, io.SEEK_END):
+        file.seek(-1, io.SEEK_END)
+        if file.read(1) != b"\n":
+            _append(file, "", path)
+    return file
+
+
+def _append(file: io.FileIO, line: str, path: Any) -> None:
+    """Write one whole line, in one call: a process that is killed leaves no half of it in a buffer."""
+    content = f"{line}\n".encode()
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Any, error: Exception) -> EmitError:
+    if isinstance(error, OSError):
+        return cannot_write(path, error)
+    return EmitError(f"{printable(path)} cannot be written: {error}; give another path")
 
 
 __all__ = ["ScalarWriter", "TrainingLog"]

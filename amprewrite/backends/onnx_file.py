@@ -1,4 +1,4 @@
-"""Edit an ONNX model as its plan says, and write files that are whole or not there.
+"""Edit an ONNX model as its plan says.
 
 1. Values of low vertices get the low type; casts and fills that the model makes are aimed at it.
 2. Planned casts of constants become stored low copies; every other planned cast becomes one Cast beside its maker.
@@ -8,24 +8,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from amprewrite.colour import Colour
-from amprewrite.errors import EmitError, PassError, one_line
+from amprewrite.errors import PassError
 from amprewrite.formats import FORMATS, Format
 from amprewrite.frontends.onnx_file import Reading
 from amprewrite.onnx_ops import DTYPES, FLOATS, constant_tensor
-from amprewrite.onnx_run import is_large
 from amprewrite.onnx_weights import rounded
 from amprewrite.plan import Cast, RegionPlan
 
@@ -205,87 +195,3 @@ def _annotate(reading: Reading, plan: RegionPlan) -> None:
         if node is not None and COLOUR not in node.metadata_props:
             node.metadata_props[COLOUR] = planned.colour.value
             node.metadata_props[REASON] = planned.why()
-
-
-# -- files ------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Written:
-    """A model as files in a folder of their own, and where they are to go."""
-
-    path: Path
-    target: Path | None
-    proto: onnx.ModelProto
-    """The model; without its weights where they lie outside."""
-    outside: bool
-    """Whether weights are in a file of their own."""
-
-    def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move the files into place, and `texts` with them: all of them, or none. EmitError where that fails."""
-        assert self.target is not None
-        names = (f"{self.target.name}.data", self.target.name)  # the model last: it never stands without its weights
-        moves = {self.path.with_name(n): self.target.with_name(n) for n in names if self.path.with_name(n).exists()}
-        scratch: list[Path] = []
-        try:
-            for target, text in texts.items():
-                scratch.append(target.with_name(f".{target.name}.{self.path.parent.name[-8:]}"))
-                scratch[-1].write_text(text, encoding="utf-8")
-                moves[scratch[-1]] = target
-            _move_all(moves, self.path.parent)
-        except OSError as error:
-            raise EmitError(f"{self.target} cannot be replaced: {error}; give another path") from error
-        finally:
-            for path in scratch:
-                path.unlink(missing_ok=True)
-
-
-def _move_all(moves: Mapping[Path, Path], scratch: Path) -> None:
-    """Move files to their targets; where one fails, put back what was there."""
-    undo: list[tuple[Path, Path | None]] = []
-    try:
-        for number, (source, target) in enumerate(moves.items()):
-            before = scratch / f"{number}.before" if target.exists() else None
-            if before is not None:
-                _link(target, before)
-            undo.append((target, before))
-            source.replace(target)
-    except OSError:
-        for target, before in reversed(undo):
-            if before is None:
-                target.unlink(missing_ok=True)
-            else:
-                shutil.move(before, target)
-        raise
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another device, or a file system without links
-        shutil.copy2(source, target)
-
-
-@contextlib.contextmanager
-def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
-    """The model as files in a folder beside `target`, gone afterwards; `keep` moves them into place. EmitError where that fails."""
-    outside = is_large(model) if external_data == "auto" else bool(external_data)
-    path = target or Path(tempfile.gettempdir()) / "model.onnx"
-    if is_large(model) and not outside:
-        raise EmitError(f"{path} cannot be written: its weights do not fit one file; leave external_data= out")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise EmitError(f"{path} cannot be written: {error}; give another path") from error
-    try:
-        made = folder / path.name
-        try:
-            if outside:
-                ir.save(model, made, external_data=f"{path.name}.data")
-                proto = onnx.load(str(made), load_external_data=False)
-            else:
-                proto = ir.to_proto(model)
-                made.write_bytes(proto.SerializeToString())
-        except (OSError, ValueError) as error:
-            raise EmitError(f"{path} cannot be written: {one_line(error)}; free some space or give another path") from error
-        yield Written(made, target, proto, outside)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,8 @@ from amprewrite.colour import Colour
 from amprewrite.debug import debug as run_debug
 from amprewrite.debug import op_table
 from amprewrite.devices import DEVICES, device_row
+from amprewrite.errors import AccuracyError
+from amprewrite.files import replacing, resolved, write_text
 from amprewrite.formats import parse_format
 from amprewrite.oplists import OPS, find_op, op_lists
 from amprewrite.passes import APPLY, DECIDE, WEIGH
@@ -51,7 +53,7 @@ def plan(options: Options) -> int:
         (options.png, lambda path: found.to_png(path, options.depth)),
         (options.dot, found.to_dot),
         (options.model_explorer, found.to_model_explorer),
-        (options.output, lambda path: _write(path, found.to_json())),
+        (options.output, lambda path: write_text(path, found.to_json())),
     ]
     for path, write in written:
         if path:
@@ -120,39 +122,52 @@ def convert(options: Options) -> int:
         raise UsageError(f"{out}: name the result .onnx" + ("" if isinstance(source, OnnxModel) else ", or .pt2 for a PyTorch model"))
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
+    resolved(out)  # what stands there may be no file to replace: say so before the work is done
     report = _converted(source, out, options)
-    error = report.get("error")
-    met = options.max_rel_err is None or (error is not None and error <= options.max_rel_err)
+    error = report["error"]
+    met = options.max_rel_err is None or error <= options.max_rel_err
     if options.json:
         as_json(report | {"met": met})
     else:
         for line in report["lines"]:
             say([("", line)])
         if not met:
-            said = "was not measured" if error is None else f"is {error:.3g}"
-            say([("bad", f"the error {said}; asked for at most {options.max_rel_err:g}: {out} was not kept")])
-    if not met:
-        out.unlink(missing_ok=True)
+            say([("bad", f"the error is {error:.3g}, asked for at most {options.max_rel_err:g}: nothing was written")])
     return 0 if met else 1
 
 
 def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> dict[str, Any]:
-    if isinstance(source, OnnxModel):
-        with working("converting"):
-            result = onnx_road().rewrite_onnx(
-                source.path, out, **_onnx_options(options), keep_io=not options.low_io
-            )
-    else:
-        amp = _rewritten(source, options)
-        with working("exporting"), torch.no_grad():
-            if out.suffix == ".pt2":
-                program = amp.export_program(source.args, source.kwargs)
-                torch.export.save(program, out)
-                error = run_verify(amp, source.args, source.kwargs).output_error
-                return {"out": str(out), "error": error, "lines": [f"relative L2 error under strict rounding: {error:.3g}", f"wrote {out}"]}
-            result = amp.export_onnx(out, source.args, source.kwargs, keep_io=not options.low_io)
-    lines = [*result.plan.summary().splitlines(), *str(result.report).splitlines(), f"wrote {out}"]
-    return {"out": str(out), "error": result.report.strict_error, "lines": lines}
+    """Convert; OUT is touched only if the error is within --max-rel-err."""
+    limit = options.max_rel_err
+    try:
+        if isinstance(source, OnnxModel):
+            with working("converting"):
+                asked = _onnx_options(options)
+                result = onnx_road().rewrite_onnx(source.path, out, **asked, keep_io=not options.low_io, max_rel_err=limit)
+        else:
+            amp = _rewritten(source, options)
+            with working("exporting"), torch.no_grad():
+                if out.suffix == ".pt2":
+                    return _exported(amp, source, out, limit)
+                result = amp.export_onnx(out, source.args, source.kwargs, keep_io=not options.low_io, max_rel_err=limit)
+    except AccuracyError as error:
+        if error.result is None:
+            raise
+        result = error.result
+    lines = [*result.plan.summary().splitlines(), *str(result.report).splitlines()]
+    return {"out": str(out), "error": result.report.strict_error, "lines": [*lines, f"wrote {out}"] if result.path else lines}
+
+
+def _exported(amp: Any, source: TorchModel, out: Path, limit: float | None) -> dict[str, Any]:
+    """Export to a .pt2 file; nothing is written if the error exceeds `limit`."""
+    program = amp.export_program(source.args, source.kwargs)
+    error = run_verify(amp, source.args, source.kwargs).output_error
+    lines = [f"relative L2 error under strict rounding: {error:.3g}"]
+    if limit is None or error <= limit:
+        with replacing(out) as file:
+            torch.export.save(program, file)
+        lines.append(f"wrote {out}")
+    return {"out": str(out), "error": error, "lines": lines}
 
 
 def verify(options: Options) -> int:
@@ -223,7 +238,7 @@ def calibrate(options: Options) -> int:
         batches = (tree_map(lambda leaf: leaf.to(options.device) if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches)
     found = run_calibrate(_set(source.model, options), batches, forward=None if options.batches else on_inputs)
     if options.output:
-        _write(options.output, found.to_json())
+        write_text(options.output, found.to_json())
     if options.json:
         print(found.to_json())
         return 0
@@ -336,12 +351,6 @@ def _overrides(options: Options) -> dict[str, str]:
             raise UsageError(f"--override {word}: write KEY=KIND, such as softmax=deny or module:encoder.*=fp32")
         found[key] = kind
     return found
-
-
-def _write(path: str, found: str) -> None:
-    from amprewrite.render.html import write_text
-
-    write_text(path, found)
 
 
 def _title(word: str) -> str:

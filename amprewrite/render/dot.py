@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 from amprewrite.colour import Colour
+from amprewrite.files import write_text
 from amprewrite.plan import CastPlan
+from amprewrite.printable import printable
 from amprewrite.render.facts import by_region, shape_of
 from amprewrite.render.graph import Drawing, draw
-from amprewrite.render.html import write_text
 
 FILL = {Colour.LOW: "#e3f4f1", Colour.HIGH: "#fdf1df", Colour.PLAIN: "#eceef3"}
 INK = {Colour.LOW: "#0b8c82", Colour.HIGH: "#c96f06", Colour.PLAIN: "#6b7686"}
@@ -35,7 +36,7 @@ def to_dot(plan: CastPlan, path: Any = None) -> str:
         number = casts[drawing.nodes[edge.source].name, edge.cast]
         if number not in drawn:
             drawn.add(number)
-            lines.append(f'  c{number} [shape=diamond, label="{edge.cast}", fillcolor="#f1e8fd", color="{CAST}", fontsize=9];')
+            lines.append(f'  c{number} [shape=diamond, label={_quoted(edge.cast)}, fillcolor="#f1e8fd", color="{CAST}", fontsize=9];')
             lines.append(f'  {source} -> c{number} [color="{CAST}"];')
         lines.append(f'  c{number} -> {target} [color="{CAST}"];')
     text = "\n".join([*lines, "}"]) + "\n"
@@ -62,5 +63,5 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """A DOT string: JSON's escapes are DOT's, for what names and reasons hold."""
-    return json.dumps(text, ensure_ascii=False)
+    """A DOT string: without control characters JSON's escapes are DOT's; line ends are those of labels."""
+    return json.dumps("\n".join(map(printable, text.split("\n"))), ensure_ascii=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from amprewrite.colour import Colour
-from amprewrite.errors import EmitError
+from amprewrite.files import write_text
 from amprewrite.plan import CastPlan, NodePlan
 from amprewrite.render.explain import bare_name, region_of, what_would_change
 from amprewrite.render.facts import by_impact, cast_kind, casts_by_kind, module_tree, node_bytes, shape_of
@@ -47,18 +47,6 @@ def html(plan: CastPlan, title: str = "", report: Any = None, seconds: float = S
 @cache
 def asset(name: str) -> str:
     return (resources.files("amprewrite.render") / "assets" / name).read_text(encoding="utf-8")
-
-
-def write_text(path: Any, text: str) -> Path:
-    """Write a file, beside the target first. EmitError with the reason where that fails."""
-    target = Path(path)
-    if target.is_dir():
-        raise EmitError(f"{target} is a folder; name a file in it")
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise EmitError(f"{target} cannot be written: {error.strerror or error}") from error
-    return target
 
 
 # -- facts -----------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from amprewrite.colour import Colour
+from amprewrite.files import write_text
 from amprewrite.plan import CastPlan
-from amprewrite.render.html import write_text
 
 LOW, HIGH = "#bfe8e2", "#f8d8a8"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from amprewrite.colour import Colour
 from amprewrite.errors import EmitError
+from amprewrite.files import write_bytes, write_text
 from amprewrite.plan import CastPlan
 from amprewrite.render.facts import shape_of
 from amprewrite.render.graph import Drawing, draw
-from amprewrite.render.html import write_text
 from amprewrite.render.layout import Placed, Rect, place
 
 LOW, HIGH, CAST, INK, SOFT, LINE = "#0b8c82", "#c96f06", "#8b3fe0", "#171c26", "#6b7686", "#d5dae2"
@@ -57,12 +57,7 @@ def to_png(plan: CastPlan, path: Any, depth: int | None = None, scale: float = 2
     except ImportError as error:
         raise EmitError("a PNG needs resvg_py, which is not installed: pip install 'amprewrite[png]'") from error
     picture = bytes(resvg_py.svg_to_bytes(svg_string=to_svg(plan, None, depth), zoom=scale, background="white"))
-    target = Path(path)
-    try:
-        target.write_bytes(picture)
-    except OSError as error:
-        raise EmitError(f"{target} cannot be written: {error.strerror or error}") from error
-    return target
+    return write_bytes(path, picture)
 
 
 def _sizes(drawing: Drawing) -> dict[int, tuple[float, float]]:

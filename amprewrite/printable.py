@@ -1,0 +1,25 @@
+"""Text that is safe to print: names from files may hold bytes that steer a terminal or that no encoding takes."""
+
+from __future__ import annotations
+
+import re
+
+_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, marks that turn the direction of writing, line separators and lone halves of surrogate pairs."""
+
+
+def printable(text: object) -> str:
+    r"""The text on one line, with every character that steers a terminal written as an escape.
+
+    >>> printable("relu\x1b[31m")
+    'relu\\x1b[31m'
+    """
+    return _STEERING.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def printable_lines(text: str) -> str:
+    """The same line by line: line ends stay."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+__all__ = ["printable", "printable_lines"]
