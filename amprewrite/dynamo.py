@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from amprewrite.errors import CaptureError
 
 RECOMPILE_LIMIT = 64
-"""Graphs of one entry (modes, shapes, options) before Dynamo gives up and the call starts afresh."""
+"""Graphs of one frame (modes, shapes, options). What fits none of them then runs as it is written."""
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""

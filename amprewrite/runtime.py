@@ -62,7 +62,7 @@ class Graphs:
         self.left_out: dict[str, Skipped] = {}
         self.asleep = dynamo.disabled()
         self.full = False
-        """Some frame has no room left for another graph: Dynamo would run it as it is written."""
+        """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
         self.compiled = entry.function
@@ -75,7 +75,7 @@ class Graphs:
     @property
     def stale(self) -> bool:
         """Whether the next call should start afresh."""
-        return self.full or (self.asleep and not dynamo.disabled())
+        return self.asleep and not dynamo.disabled()
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """Dynamo's backend."""
@@ -217,6 +217,8 @@ class Session:
                 raise error.inner_exception from None
             raise
         except dynamo.capture_errors() as error:
+            if self.options.strict and entry.graphs.full:
+                raise CaptureError(_past_the_limit(entry)) from error
             if self.options.strict:
                 entry.start_afresh()
                 raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
@@ -294,11 +296,15 @@ class Session:
         if own and self.recurrent_apart and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
+        if entry.graphs.full and not switched_off:
+            message = _past_the_limit(entry)
+            entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
+            self.warn_fp32(message)
+            return
         why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
         message = f"{entry.place} {what}: {why}{self._sharded_inside(entry)}"
-        may_help = not switched_off and (not own or "recompile limit" in said)
-        if may_help and entry.fresh_starts < FRESH_STARTS:
+        if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
             entry.start_afresh()
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
@@ -466,6 +472,15 @@ class Session:
     def _device(self) -> str:
         tensors = (*self.root.parameters(), *self.root.buffers())
         return next((t.device.type for t in tensors), "cpu")
+
+
+def _past_the_limit(entry: Entry) -> str:
+    """What a call is told that would need one graph more than an entry may have."""
+    return (
+        f"{entry.place} needs more than {dynamo.RECOMPILE_LIMIT} graphs for the variants it is called in: calls that fit none of the "
+        "graphs it has run as they are written, in fp32; call it in fewer variants: pad lists to a few lengths, "
+        "torch._dynamo.mark_dynamic the sizes that vary, pass numbers that vary as tensors"
+    )
 
 
 _FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"

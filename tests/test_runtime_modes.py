@@ -292,17 +292,59 @@ class Switches(nn.Module):
         return self.fc(x) + float(len("x" * self.mode) if self.mode else 0) if self.mode != -1 else x
 
 
-def test_past_the_recompile_limit_the_call_starts_afresh(monkeypatch):
+def test_past_the_limit_of_graphs_nothing_is_captured_anew(monkeypatch):
     monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
     torch.manual_seed(0)
     model, x = Switches(), data()
     amp = low(model)
-    for mode in range(9):
+
+    def run(mode: int) -> torch.Tensor:
         amp.mode = model.mode = mode
-        assert ran_low(amp(x), model(x)), mode
+        return amp(x)
+
+    for mode in range(3):
+        assert ran_low(run(mode), model(x)), mode
+    with pytest.warns(AmpRewriteWarning, match=r"more than 3 graphs .*mark_dynamic") as said:
+        for _ in range(3):
+            for mode in range(3, 9):
+                assert torch.equal(run(mode), model(x)), mode  # as it is written
+    assert len(said) == 1
+    for mode in range(3):
+        assert ran_low(run(mode), model(x)), mode  # the graphs that are there go on running
+    assert len(amp.plans) == 3 and "3 graphs" in amp.plan.skipped[0].why
 
 
-def test_past_the_recompile_limit_behind_a_graph_break(monkeypatch):
+def test_past_the_limit_of_graphs_gradients_are_those_of_the_model(monkeypatch):
+    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 2)
+    torch.manual_seed(0)
+    model, x = Switches(), data()
+    amp = low(model, dtype="fp16")
+    with pytest.warns(AmpRewriteWarning, match="more than 2 graphs"):
+        for mode in range(5):
+            amp.mode = model.mode = mode
+            model.zero_grad()
+            amp(x).square().mean().backward()
+            got = model.fc.weight.grad.clone()
+            model.zero_grad()
+            model(x).square().mean().backward()
+            torch.testing.assert_close(got, model.fc.weight.grad, rtol=0, atol=2e-3)
+
+
+def test_past_the_limit_of_graphs_strict_raises(monkeypatch):
+    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
+    amp, x = low(Switches(), strict=True), data()
+    for mode in range(3):
+        amp.mode = mode
+        amp(x)
+    for mode in range(3, 5):
+        amp.mode = mode
+        with pytest.raises(CaptureError, match="more than 3 graphs"):
+            amp(x)
+    amp.mode = 1
+    assert matmul_dtypes(amp, x) == {torch.bfloat16}
+
+
+def test_past_the_limit_of_graphs_behind_a_graph_break(monkeypatch):
     monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
 
     class Late(Switches):
@@ -317,9 +359,40 @@ def test_past_the_recompile_limit_behind_a_graph_break(monkeypatch):
 
     torch.manual_seed(0)
     amp, x = low(Late()), data()
-    for mode in range(9):
+    for mode in range(3):
         amp.mode = mode
         assert matmul_dtypes(amp, x) == {torch.bfloat16}, mode
+    with pytest.warns(AmpRewriteWarning, match="more than 3 graphs"):
+        for mode in range(3, 9):
+            amp.mode = mode
+            got, half = amp(x), amp.head(x)
+            assert ran_low(half, amp.head.forward(x)), mode  # the part before the break has its graph
+            torch.testing.assert_close(got, amp.fc.forward(half) + mode, rtol=0, atol=1e-5)
+    assert "3 graphs" in str(amp.plan.skipped)
+
+
+def test_a_list_of_ever_new_length_does_not_capture_for_ever(monkeypatch):
+    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 4)
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, parts):
+            return sum(self.fc(part) for part in parts)
+
+    model, x = Sums(), data()
+    amp, counted = low(model), torch._dynamo.utils.counters["stats"]
+    with pytest.warns(AmpRewriteWarning, match="pad lists"):
+        for length in range(1, 9):
+            amp([x] * length)
+    before = counted["unique_graphs"]
+    for _ in range(2):
+        for length in range(1, 9):
+            assert torch.allclose(amp([x] * length), model([x] * length), rtol=2e-2, atol=0.1)
+    assert counted["unique_graphs"] == before
+    assert len(amp.plans) == 4
 
 
 def test_many_layers_behind_graph_breaks_all_run_low():

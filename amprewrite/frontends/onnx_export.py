@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import io
 import logging
-import warnings
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +29,8 @@ _TALKATIVE = (
     "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
 )  # fmt: skip
 """Loggers of the exporter that print advice on what is checked here anyway."""
+_ONE_EXPORT = threading.Lock()
+"""torch.onnx.export keeps state that all threads share, so that two at once fail."""
 AGREES = 1e-2
 """Relative L2 error beyond which an fp32 export is wrong."""
 
@@ -96,13 +97,8 @@ def _export(
     dynamic_shapes: Any,
     optimize: bool = True,
 ) -> ir.Model:
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
     try:
-        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with _ONE_EXPORT, _advice_dropped(), torch.no_grad():
             program = torch.onnx.export(
                 plain,
                 args,
@@ -120,12 +116,33 @@ def _export(
             f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "
             "export the plain model with torch.onnx.export to see its full report"
         ) from error
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
     assert program is not None
     model: ir.Model = program.model
     return model
+
+
+class _OthersOnly(logging.Filter):
+    """Drops what the thread that made it logs; records of other threads pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self.thread
+
+
+@contextlib.contextmanager
+def _advice_dropped() -> Iterator[None]:
+    """Drop the exporter's advice in this thread. Levels and handlers stay as they are, and so does what others log."""
+    loggers, others_only = [logging.getLogger(name) for name in _TALKATIVE], _OthersOnly()
+    for logger in loggers:
+        logger.addFilter(others_only)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(others_only)
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
