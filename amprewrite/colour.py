@@ -67,6 +67,8 @@ class Reason(Enum):
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
     SENSITIVE = "rounding it costs more accuracy than was asked for"
+    RETURNED = "it is returned and read: one fp32 value for both"
+    SHARED = "it shares memory with what is returned"
     TIED = "it shares memory with a node of that colour"
     WRITES_STATE = "it writes in place to a model input, parameter or buffer"
     ASKED = "an override asks for it"

@@ -14,11 +14,12 @@ from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_calls import read_calls
 from amprewrite.frontends.fx_facts import NODE, example_value, is_checkpoint, tensors
-from amprewrite.frontends.fx_reader import read_graph
+from amprewrite.frontends.fx_leaving import mark_leaving
+from amprewrite.frontends.fx_reader import read_graph, without_grad
 from amprewrite.frontends.fx_units import gather_units
 from amprewrite.given_plan import check_casts
 from amprewrite.measure import measure
-from amprewrite.op_graph import Demand
+from amprewrite.op_graph import Demand, OpNode
 from amprewrite.oplists import op_lists
 from amprewrite.pad_plan import PadPlan
 from amprewrite.pad_policy import PadPolicy
@@ -51,6 +52,7 @@ def read_program(
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
     if policy.low is not FP32:
         module = gather_units(module, lists, _copy)
+        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)
     graph, fx_nodes = read_graph(module, policy.low, lists, entry, names, training)
     program = Program(
         graph, policy, lists, name=name, entry=entry, training=training, device=device, module=module, fx_nodes=fx_nodes
@@ -111,7 +113,6 @@ def _rewrite_bodies(program: Program) -> dict[str, tuple[torch.fx.GraphModule, R
     """
     module = program.module
     assert module is not None
-    by_node = {node: name for name, node in program.fx_nodes.items()}
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     for node in module.graph.nodes:
         if not is_checkpoint(node):
@@ -121,9 +122,8 @@ def _rewrite_bodies(program: Program) -> dict[str, tuple[torch.fx.GraphModule, R
         part.given = program.match_given(part) if program.match_given else None
         bodies[name] = rewrite_graph(part)
         given_low = _low_outputs(part)
-        for user in node.users:
-            vertex = program.graph.nodes.get(by_node.get(user, ""))
-            if vertex is not None and vertex.carries_fp32 and user.args[1:] and user.args[1] in given_low:
+        for vertex in _results_of(program, node):
+            if vertex.carries_fp32 and program.fx_nodes[vertex.name].args[1] in given_low:
                 program.graph.nodes[vertex.name] = replace(vertex, pinned=(Colour.LOW, Reason.BODY, name), tie="")
     return bodies
 
@@ -139,8 +139,21 @@ def read_body(program: Program, node: torch.fx.Node) -> Program:
             inner.meta["grapharg"] = outer.meta["grapharg"]
     part = read_program(body, program.policy, name, program.entry, program.training)
     part.calibration, part.careful = program.calibration, program.careful
-    _free_outputs(part)
+    if not _written_outside(program, _results_of(program, node)):
+        _free_outputs(part)
     return part
+
+
+def _results_of(program: Program, node: torch.fx.Node) -> list[OpNode]:
+    """The vertices that stand for the results of the body that `node` runs."""
+    by_node = {each: name for name, each in program.fx_nodes.items()}
+    return [program.graph[by_node[user]] for user in node.users if user in by_node]
+
+
+def _written_outside(program: Program, results: list[OpNode]) -> bool:
+    """Whether the graph around a body writes its results in place: they leave it in fp32, as those writes find it."""
+    names, ties = {vertex.name for vertex in results}, {vertex.tie for vertex in results if vertex.tie}
+    return any(other.tie in ties and other.name not in names for other in program.graph)
 
 
 def read_parts(program: Program) -> None:
@@ -162,6 +175,8 @@ def _free_outputs(part: Program) -> None:
 def _low_outputs(part: Program) -> set[int]:
     """Places among the results of a body that come out low."""
     output = next(node for node in part.fx_nodes.values() if node.op == "output")
+    if not any(o.demand is Demand.ANY for node in part.graph if node.role == "output" for o in node.operands):
+        return set()
     by_node = {node: name for name, node in part.fx_nodes.items()}
     results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
     return {

@@ -19,7 +19,7 @@ from amprewrite.colour import Colour
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FORMATS, FP32, Format
 from amprewrite.formats import saturate as saturate_value
-from amprewrite.frontends.fx_facts import CONVERSIONS, GRAD_SWITCHES, TAKES_SHAPE_ONLY, example_value, tensors
+from amprewrite.frontends.fx_facts import CONVERSIONS, GRAD_SWITCHES, LEAVES, TAKES_SHAPE_ONLY, example_value, tensors
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
 from amprewrite.program import Program
@@ -52,14 +52,16 @@ def insert_cast(
     graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool
 ) -> torch.fx.Node:
     """A copy of `value` in format `to` before the first of `users`; they read it instead of `value`."""
-    with graph.inserting_before(_leave_with_gradients(value, users[0])):
+    with graph.inserting_before(leave_with_gradients(value, users[0])):
         source = value
         if saturate:
             source = graph.call_function(saturate_value, (value, to.max))
             source.meta = dict(value.meta)
+            source.meta.pop(LEAVES, None)
         copy = graph.call_method("to", (source, to.dtype))
     copy.meta = {**value.meta, CAST: to.name, "weight": weight}
     copy.meta.pop("grapharg", None)
+    copy.meta.pop(LEAVES, None)
     for user in users:
         if value not in user.all_input_nodes:
             raise PlanError(f"the plan casts {value.name} for {user.name}, which does not read it; make the plan anew")
@@ -67,7 +69,7 @@ def insert_cast(
     return copy
 
 
-def _leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
+def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Where to copy `value` for `user`: before it, or where that is the output, before the grad mode that made `value` ends."""
     if user.op != "output":
         return user

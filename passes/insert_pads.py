@@ -16,7 +16,7 @@ import torch.fx
 
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FORMATS, dtype_name
-from amprewrite.frontends.fx_facts import example_value, tensors
+from amprewrite.frontends.fx_facts import LEAVES, example_value, tensors
 from amprewrite.pad_calls import Call, Shape
 from amprewrite.pad_ops import batch_norm_padded, pad_cast, resize
 from amprewrite.pad_plan import Layout, PadCopy, extents, physical
@@ -100,6 +100,7 @@ class _Insertion:
                 made = self.graph.call_function(resize, (value, copy.have, copy.layout, copy.refresh, dense))
                 made.meta = dict(value.meta)
         made.meta.pop("grapharg", None)
+        made.meta.pop(LEAVES, None)
         made.meta[PAD] = copy.kind
         for reader in plain:
             reader.replace_input_with(value, made)

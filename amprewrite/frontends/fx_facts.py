@@ -28,6 +28,11 @@ TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_
 """Ops that take a shape, and unless told otherwise the dtype, of another tensor."""
 ABSOLUTE = {"float"}
 """Conversions that are always spelled out."""
+BIT_VIEWS = {"view", "view_copy"}
+"""Ops that read the bits of their operand as another dtype where they are told one."""
+LEAVES = "amprewrite_leaves"
+"""Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), or memory that does (SHARED)."""
+RETURNED, SHARED = "returned", "shared"
 NODE = "amprewrite_node"
 """Key in the meta of a node of an edited graph: its name in the plan; a cast has the name of the value it copies."""
 
@@ -79,6 +84,25 @@ def is_checkpoint(node: torch.fx.Node) -> bool:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a vmap inside the graph batches this tensor: it can be computed with, not looked at."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def storages(value: Any) -> set[int]:
+    """Which memory the tensors in `value` lie in. A tensor that torch.func wraps lies where the tensor inside it does."""
+    found = set()
+    for tensor in tensors(value):
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if tensor.layout == torch.strided and not tensor.is_nested:
+            found.add(tensor.untyped_storage()._cdata)
+    return found
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a gradient may belong to `value`.
+
+    Capture's `requires_grad` is no guide: it is lost behind data-dependent shapes. So every floating tensor counts.
+    """
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def value_dtype(value: Any) -> str:
@@ -158,7 +182,63 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        written += _written_by_bodies(node)
+    elif isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        written += [argument for argument in _written_by_schema(node) if argument not in written]
     return tuple(written)
+
+
+def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Arguments that a custom op says it writes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.fx.Node))
+
+
+def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
+    """The graphs that a higher-order op runs."""
+    owner = node.graph.owning_module
+    if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    found = [getattr(owner, str(argument.target), None) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return [body for body in found if isinstance(body, torch.fx.GraphModule)]
+
+
+def _written_by_bodies(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Operands that the body of a higher-order op writes: the very ones of a checkpoint, of other ops all, if any."""
+    operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
+    if "mutation" in node.target.name():  # type: ignore[union-attr]
+        return operands
+    found: list[torch.fx.Node] = []
+    for body in bodies(node):
+        memory = {storage for inner in body.graph.nodes for target in written(inner) for storage in storages(example_value(target))}
+        inputs = body.graph.find_nodes(op="placeholder")
+        places = [place for place, inner in enumerate(inputs) if memory & storages(example_value(inner))]
+        if is_checkpoint(node):
+            found += [a for place in places if isinstance(a := node.args[place + 1], torch.fx.Node)]
+        elif places:
+            found += operands
+    return list(dict.fromkeys(found))
+
+
+def has_own_backward(node: torch.fx.Node) -> bool:
+    """Whether the gradient of the node's result passes through code of the user: an autograd Function, or a hook in a body."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    name = node.target.name()
+    return "autograd_function" in name or any(
+        has_own_backward(inner) or "register_hook" in str(inner.target) for body in bodies(node) for inner in body.graph.nodes
+    )
+
+
+def takes_gradients(graph: torch.fx.Graph) -> bool:
+    """Whether the graph calls torch.autograd.grad or backward."""
+    return any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes)
 
 
 @lru_cache(maxsize=1024)

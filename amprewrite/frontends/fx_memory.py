@@ -9,16 +9,8 @@ from typing import Any
 
 import torch.fx
 
-from amprewrite.frontends.fx_facts import Fact, example_value, is_batched, tensors
+from amprewrite.frontends.fx_facts import LEAVES, RETURNED, Fact, example_value, is_opaque, storages
 from amprewrite.tensor_hooks import hooked
-
-
-def _storage(value: Any) -> set[int]:
-    found = set()
-    for tensor in tensors(value):
-        if tensor.layout == torch.strided and not is_batched(tensor):
-            found.add(tensor.untyped_storage()._cdata)
-    return found
 
 
 class _Union:
@@ -45,11 +37,16 @@ class Ties:
     size: Counter[torch.fx.Node]
 
 
+def _memory(fact: Fact) -> set[int]:
+    """The memory that others see under a node's result; none where all read the copy that leaves instead."""
+    return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else storages(fact.value)
+
+
 def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():
         for target in fact.writes:
-            for storage in _storage(example_value(target)):
+            for storage in storages(example_value(target)):
                 writes[storage].append(fact.position)
     union, state = _Union(), set()
     first: dict[int, torch.fx.Node] = {}
@@ -61,17 +58,19 @@ def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.N
             union.join(node, node.args[0])
         if node.target is hooked:
             union.join(node, node.args[0])
-        for storage in _storage(fact.value) if writes else ():
+        for storage in _memory(fact) if writes else ():
             if fact.position <= max(writes.get(storage, (-1,))):  # made after the last write: nothing is shared any more
                 union.join(node, first.setdefault(storage, node))
     for node, fact in facts.items():
-        if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _storage(fact.value)):
+        if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in storages(fact.value)):
             state.add(union.find(node))
+        if is_opaque(node):  # what is inside writes fp32
+            state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}
     group = {node: union.find(node) for node in list(union.parent)}
 
     def epoch(value: torch.fx.Node, reader: Fact) -> int:
         if not writes:
             return 0
-        return sum(position < reader.position for storage in _storage(facts[value].value) for position in writes.get(storage, ()))
+        return sum(position < reader.position for storage in _memory(facts[value]) for position in writes.get(storage, ()))
 
     return Ties(group, state, Counter(group.values())), epoch

@@ -22,8 +22,12 @@ from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.formats import Format
 from amprewrite.frontends.fx_facts import (
     ABSOLUTE,
+    BIT_VIEWS,
     CONVERSIONS,
     GRAD_SWITCHES,
+    LEAVES,
+    RETURNED,
+    SHARED,
     TAKES_SHAPE_ONLY,
     Fact,
     arguments,
@@ -46,6 +50,8 @@ from amprewrite.source_text import dtype_is_literal, location
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
+_FLOATING = ("fp", "bf", "float", "complex", "sparse")
+"""How the names of dtypes begin that hold fractions."""
 _PASSES_ON = {
     "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
     "contiguous", "clone", "repeat", "to", "type_as", "float",
@@ -70,7 +76,7 @@ def read_graph(
         facts[node].transformed = True
     ties, epochs = memory(facts)
     name_all(facts, entry, names)
-    no_grad = _without_grad(module.graph) if training else set()
+    no_grad = without_grad(module.graph) if training else set()
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, epochs, no_grad)
@@ -117,7 +123,7 @@ def turns_grad_on(graph: torch.fx.Graph) -> bool:
     return any(op_name(node.target) in GRAD_SWITCHES and bool(node.args[0]) for node in graph.nodes)
 
 
-def _without_grad(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def without_grad(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Nodes that run without gradients: under the model's own no_grad, or under its caller's."""
     found, enabled = set(), torch.is_grad_enabled()
     for node in graph.nodes:
@@ -160,7 +166,8 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
         return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the indices beside low values
     if fact.dtype != "fp32":
-        return Demand.ANY if kind is OpKind.CLEAR and fact.op not in CONVERSIONS and "fp" not in fact.dtype else Demand.HIGH
+        answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
+        return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     if fact.op in TAKES_SHAPE_ONLY or (fact.op == "type_as" and parameter == "other"):
         return Demand.ANY
     if fact.op == "to" and feeder is not None and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node:
@@ -169,6 +176,11 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
         device = device_of(feeder.value)
         return Demand.HIGH if device in row.mixed_on else Demand.COLOUR
     return Demand.PROMOTE if row.promotes else Demand.COLOUR
+
+
+def _reads_bits(fact: Fact) -> bool:
+    """Whether the op reads the bits of its operand, not its value: `x.view(torch.int32)`."""
+    return fact.op in BIT_VIEWS and any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((fact.node.args, fact.node.kwargs)))
 
 
 # -- 3. pins -----------------------------------------------------------------------------
@@ -190,6 +202,9 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
+    if LEAVES in fact.node.meta:
+        reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED}[fact.node.meta[LEAVES]]
+        return Colour.HIGH, reason, ""
     device = device_of(fact.value)
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
@@ -217,8 +232,8 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """An op told its result's dtype converts its input itself."""
-    if fact.op not in CONVERSIONS:
+    """An op told its result's dtype converts its input itself; one that reads bits does not."""
+    if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 
 
