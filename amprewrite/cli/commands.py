@@ -42,9 +42,9 @@ Options = argparse.Namespace
 
 # -- plan, explain, diff ---------------------------------------------------------------------
 def plan(options: Options) -> int:
-    found, report = _plan_of(load(options.model), options), None
+    found, report = _plan_of(load(options.model, options.trust), options), None
     if options.html and options.errors:
-        source = torch_model(load(options.model), "plan --errors")
+        source = torch_model(load(options.model, options.trust), "plan --errors")
         with working("measuring errors"), _mode(options):
             report = run_debug(_rewritten(source, options), source.args, source.kwargs)
     written = [
@@ -81,7 +81,7 @@ def plan(options: Options) -> int:
 
 
 def explain(options: Options) -> int:
-    found = _plan_of(load(options.model), options)
+    found = _plan_of(load(options.model, options.trust), options)
     if options.json:
         as_json([_answer(found, node) for node in (found.find(options.node) if options.node else found.nodes)])
         return 0
@@ -104,7 +104,7 @@ def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
 
 def diff(options: Options) -> int:
     """As diff(1) does: 0 where nothing differs, 1 where something does."""
-    here, there = (_plan_of(load(word), options) for word in (options.a, options.b))
+    here, there = (_plan_of(load(word, options.trust), options) for word in (options.a, options.b))
     lines = here.diff(there).splitlines()
     if options.json:
         as_json({"same": not lines, "differences": lines})
@@ -115,7 +115,7 @@ def diff(options: Options) -> int:
 
 # -- convert, verify, debug ------------------------------------------------------------------------
 def convert(options: Options) -> int:
-    source, out = load(options.model), Path(options.out)
+    source, out = load(options.model, options.trust), Path(options.out)
     if isinstance(source, CastPlan):
         raise UsageError("convert takes a model: name a callable, a .pt2 or an .onnx file")
     if out.suffix not in (".onnx", ".pt2") or (out.suffix == ".pt2" and isinstance(source, OnnxModel)):
@@ -171,7 +171,7 @@ def _exported(amp: Any, source: TorchModel, out: Path, limit: float | None) -> d
 
 
 def verify(options: Options) -> int:
-    source = load(options.model)
+    source = load(options.model, options.trust)
     if isinstance(source, CastPlan):
         raise UsageError("verify runs a model and a saved plan is none: name the model, and the plan as --plan")
     if isinstance(source, OnnxModel):
@@ -198,7 +198,7 @@ def verify(options: Options) -> int:
 
 
 def debug(options: Options) -> int:
-    source = torch_model(load(options.model), "debug")
+    source = torch_model(load(options.model, options.trust), "debug")
     amp = _rewritten(source, options)
     with working("running low beside fp32"), _mode(options):
         report = run_debug(amp, source.args, source.kwargs, backward=options.train)
@@ -227,7 +227,7 @@ def debug(options: Options) -> int:
 
 
 def calibrate(options: Options) -> int:
-    source = torch_model(load(options.model), "calibrate")
+    source = torch_model(load(options.model, options.trust), "calibrate")
     batches = load_batches(options.batches) if options.batches else [None]
     source = _on_device(source, options)
 

@@ -21,6 +21,9 @@ MODEL = f"""A MODEL is
   model.onnx                an fp32 ONNX file
   plan.json                 a saved plan, where only a plan is needed
 
+A callable is code, and is run. .onnx and .json files are data. A .pt2 file may hold code:
+one that does, or may, is refused without --trust.
+
 {HOW[0].upper()}{HOW[1:]}."""
 
 BATCHES = """BATCHES is package.module:callable or file.py:callable, which returns an iterable
@@ -72,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
         )
         made.set_defaults(run=getattr(commands, name))
         made.add_argument("--json", action="store_true", help="print data instead of text")
+        if model:
+            made.add_argument("--trust", action="store_true", help="load a .pt2 file that may run code")
         made.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return made
 

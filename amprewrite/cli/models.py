@@ -1,7 +1,7 @@
 """What a word on the command line names: a factory, a `.pt2` file, an `.onnx` file, or a saved plan.
 
-Only a factory is code, and only what the user names is called. Files are data: `.onnx` goes through protobuf, `.json` through
-the plan's reader, `.pt2` through torch.export.load.
+A factory is code, and only what the user names is called. `.onnx` and `.json` files are data. A `.pt2` file may hold code that
+torch.export.load runs: it is loaded if it provably holds none, or if the user trusts it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from amprewrite.cli.pt2 import NotPlain, plain_copy
 from amprewrite.errors import AmpRewriteError
 from amprewrite.plan import CastPlan
 
@@ -66,14 +67,15 @@ class OnnxModel:
 Source = TorchModel | OnnxModel | CastPlan
 
 
-def load(word: str) -> Source:
-    """What `word` names. UsageError or another AmpRewriteError that says what is wrong with it."""
+def load(word: str, trust: bool = False) -> Source:
+    """What `word` names; `trust`: a .pt2 file may run code. UsageError or another AmpRewriteError that says what is wrong with it."""
     path = Path(word)
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():
             raise UsageError(f"there is no file {word}; {HOW}")
-        readers: dict[str, Callable[[Path], Source]] = {".onnx": OnnxModel, ".pt2": _load_pt2, ".json": load_plan}
-        return readers[path.suffix](path)
+        if path.suffix == ".pt2":
+            return _load_pt2(path, trust)
+        return OnnxModel(path) if path.suffix == ".onnx" else load_plan(path)
     place, colon, name = word.rpartition(":")
     if not colon or not place or not name:
         what = f"{word} is a file of a kind that is not read" if path.exists() else f"{word!r} names no model"
@@ -91,9 +93,11 @@ def load_plan(path: Path) -> CastPlan:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _load_pt2(path: Path) -> TorchModel:
+def _load_pt2(path: Path, trust: bool) -> TorchModel:
     try:
-        program = torch.export.load(path)
+        program = torch.export.load(path if trust else plain_copy(path))
+    except NotPlain as error:
+        raise UsageError(f"{path} may run code when it is loaded: {error}; pass --trust if you trust whoever made it") from error
     except Exception as error:
         what = f"{path} is no exported program, or a damaged one: {first_line(error)}"
         raise UsageError(f"{what}; write it with torch.export.save") from error
