@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -83,9 +85,25 @@ class Rewritten(nn.Module):
         """
         return onnx_road().export_onnx(self, path, args, kwargs, **options)
 
+    # -- low copies of weights -----------------------------------------------------
+    def frozen_weights(self) -> AbstractContextManager[None]:
+        """Keep low copies of the weights while a `with` block is open: you promise that no weight changes inside, in any thread.
+
+        Writes that PyTorch counts are followed all the same. At the end of the outermost block every copy is compared with
+        its weight, and one that differs is a StaleWeightsError.
+        """
+        session = session_of(self)
+        return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)
+
+    def weights_changed(self) -> None:
+        """Drop every low copy that is kept: call it after a write that PyTorch does not count, if `frozen_weights()` or
+        `cache_weights="step"` keeps copies."""
+        session_of(self).cache.clear()
+
     # -- what must stay in step with the parameters --------------------------------
     def train(self, mode: bool = True) -> Any:
-        session_of(self).cache.clear()
+        if any(module.training != mode for module in self.modules()):
+            session_of(self).cache.clear()
         return super().train(mode)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,9 +191,26 @@ def rewritten_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return enter(self.__dict__[_SESSION], "", args, kwargs)
 
-    made = type(cls.__name__, (Rewritten, cls), {"forward": forward, "__doc__": cls.__doc__})
+    own: dict[str, Any] = {"forward": forward, "__doc__": cls.__doc__}
+    if inspect.isfunction(getattr(cls, "generate", None)):
+        own["generate"] = _generate_with_kept_copies(cls.generate)
+    made = type(cls.__name__, (Rewritten, cls), own)
     made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
     return made
+
+
+def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` of a model's class, whose many calls cast each weight once."""
+
+    @functools.wraps(generate)
+    def generate_with_kept_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session: Session | None = self.__dict__.get(_SESSION)
+        if session is None:
+            return generate(self, *args, **kwargs)
+        with session.cache.frozen(session.weight_names, "generate()", everywhere=False):
+            return generate(self, *args, **kwargs)
+
+    return generate_with_kept_copies
 
 
 def rewritten(model: nn.Module, options: Options, kind: type[Session] = Session) -> Any:

@@ -158,7 +158,22 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
+    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of what it writes
+        written += [a for a in tree_leaves(first) if isinstance(a, torch.fx.Node)]
+    for argument, name in _mutable(node):
+        written += [a for a in tree_leaves(argument) if isinstance(a, torch.fx.Node) and a not in written and name != "out"]
     return tuple(written)
+
+
+def _mutable(node: torch.fx.Node) -> list[tuple[Any, str]]:
+    """Arguments that the schema of an op says it writes, with their names: custom ops write others than their first."""
+    if not isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return []
+    target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, node.target.overloads()[0])
+    places = enumerate(target._schema.arguments)
+    marked = [(place, each.name) for place, each in places if each.alias_info is not None and each.alias_info.is_write]
+    given = [(node.kwargs.get(name, node.args[place] if place < len(node.args) else None), name) for place, name in marked]
+    return [(argument, name) for argument, name in given if argument is not None]
 
 
 @lru_cache(maxsize=1024)
