@@ -21,6 +21,7 @@ from amprewrite.errors import (  # noqa: E402
     PassError,
     PlanError,
     PolicyError,
+    StaleWeightsError,
 )
 from amprewrite.loss_scale import (  # noqa: E402
     DynamicLossScale,
@@ -70,6 +71,7 @@ __all__ = [
     "PolicyError",
     "RegionPlan",
     "Skipped",
+    "StaleWeightsError",
     "StaticLossScale",
     "calibrate",
     "debug",

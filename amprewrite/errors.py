@@ -45,6 +45,10 @@ class AccuracyError(EmitError):
         self.result = result
 
 
+class StaleWeightsError(AmpRewriteError):
+    """A weight changed unseen while low copies of it were kept: results may come from its old values."""
+
+
 class AmpRewriteWarning(UserWarning):
     """Something runs other than asked, and the message says what and why."""
 

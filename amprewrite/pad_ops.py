@@ -86,20 +86,44 @@ class BufferPool:
     def take(self, like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
         """A buffer for `like` padded as `layout`; all zero outside the logical part."""
         stream = torch.cuda.current_stream(like.device).stream_id if like.is_cuda else 0
-        last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
         shape = physical(tuple(like.shape), layout)
-        found = self._buffers[shape, layout, dtype, like.device, stream, last]
+        found = self._buffers[shape, layout, dtype, like.device, stream, _channels_last(like)]
         for _ in range(len(found)):
             buffer = found[0]
             found.rotate(-1)
             if held_by_nobody_else(buffer):
                 return buffer
-        memory_format = torch.channels_last if last else torch.contiguous_format
         with torch.inference_mode(False):
-            buffer = torch.zeros(shape, dtype=dtype, device=like.device).contiguous(memory_format=memory_format)
+            buffer = empty_padded(like, dtype, layout)
         found.append(buffer)
         self.made += 1
         return buffer
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """Memory for `like` as `dtype`, padded as `layout`: zero where that pads, not written yet elsewhere."""
+    if not layout:
+        return torch.empty_like(like, dtype=dtype)
+    memory_format = torch.channels_last if _channels_last(like) else torch.contiguous_format
+    return torch.zeros(physical(tuple(like.shape), layout), dtype=dtype, device=like.device).contiguous(memory_format=memory_format)
+
+
+def fits(copy: Tensor, like: Tensor, layout: Layout) -> bool:
+    """Whether `copy` has the device, sizes and strides of a new copy of `like` that is padded as `layout`."""
+    if copy.get_device() != like.get_device():
+        return False
+    if not layout:
+        return copy.shape == like.shape and copy.stride() == like.stride()
+    return tuple(copy.shape) == physical(tuple(like.shape), layout) and _channels_last(copy) == _channels_last(like)
+
+
+def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """What is read and what is written where `w` is copied into `copy`, which is padded as `layout`."""
+    return (_opened(w, layout, 0)[0], _narrowed(copy, layout)) if layout else (w, copy)
 
 
 def held_by_nobody_else(buffer: Tensor) -> bool:
@@ -221,4 +245,7 @@ def batch_norm_padded(
     return out
 
 
-__all__ = ["BufferPool", "batch_norm_padded", "held_by_nobody_else", "pad_cast", "pad_cast_many", "pad_dims", "resize", "slice_dims"]
+__all__ = [
+    "BufferPool", "batch_norm_padded", "copy_ends", "empty_padded", "fits", "held_by_nobody_else", "pad_cast", "pad_cast_many", "pad_dims",
+    "resize", "slice_dims",
+]  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -85,9 +87,24 @@ class Rewritten(nn.Module):
         """
         return onnx_road().export_onnx(self, path, args, kwargs, **options)
 
+    # -- low copies of weights -----------------------------------------------------
+    def frozen_weights(self) -> AbstractContextManager[None]:
+        """Keep low copies of the weights while a `with` block is open: you promise that no weight changes inside, in any thread.
+
+        Writes that PyTorch counts are followed all the same. At the end of the outermost block every copy is compared with
+        its weight, and one that differs is a StaleWeightsError.
+        """
+        session = session_of(self)
+        return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)
+
+    def weights_changed(self) -> None:
+        """Drop every low copy that is kept: call it after a write that PyTorch does not count, if `frozen_weights()` or
+        `cache_weights="step"` keeps copies."""
+        session_of(self).cache.clear()
+
     # -- what must stay in step with the parameters --------------------------------
     def train(self, mode: bool = True) -> Any:
-        if is_rewritten(self):
+        if is_rewritten(self) and any(module.training != mode for module in self.modules()):
             session_of(self).cache.clear()
         return super().train(mode)
 
@@ -146,7 +163,10 @@ class Rewritten(nn.Module):
                 raise CaptureError(_FOREIGN_SESSION)
             return enter(session, "", args, kwargs)
 
-        return {"forward": forward}
+        own: dict[str, Any] = {"forward": forward}
+        if inspect.isfunction(getattr(cls, "generate", None)):
+            own["generate"] = _generate_with_kept_copies(cls.generate)
+        return own
 
 
 def module_of(model: Any) -> nn.Module:
@@ -237,6 +257,20 @@ def _unwrap(twin: nn.Module) -> None:
         own_forward = module.__dict__.pop(_FORWARD, None)
         if own_forward is not None:
             module.__dict__["forward"] = own_forward
+
+
+def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` of a model's class, whose many calls cast each weight once."""
+
+    @functools.wraps(generate)
+    def generate_with_kept_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session: Session | None = self.__dict__.get(_SESSION)
+        if session is None:
+            return generate(self, *args, **kwargs)
+        with session.cache.frozen(session.weight_names, "generate()", everywhere=False):
+            return generate(self, *args, **kwargs)
+
+    return generate_with_kept_copies
 
 
 def rewritten(model: nn.Module, options: Options, kind: type[Session] = Session) -> Any:

@@ -155,10 +155,11 @@ class Session:
     unreadable: list[Skipped] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    cache: WeightCache = field(default_factory=WeightCache)
+    cache: WeightCache = field(init=False)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
+        self.cache = WeightCache(until_step=self.options.cache_weights == "step")
         self.calibration = self.options.calibration
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
@@ -179,11 +180,13 @@ class Session:
             entry.start_afresh()
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
-        if torch.is_grad_enabled() and self.options.cache_weights != "step":
-            self.cache.clear()
         state = self.state
         outer = state.ran, state.scales
         nested = state.depth > 0
+        if not nested:
+            self.cache.look(self.weight_names)
+        if torch.is_grad_enabled() and self.options.cache_weights != "step":
+            self.cache.clear_idle()
         state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
         captured = entry.captured
         state.captured += captured
@@ -382,7 +385,7 @@ class Session:
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
             return Region(entry, plan, emit(module, example_inputs, backend, None))
         grad = program.training
-        kept = self.options.cache_weights if not grad else self.options.cache_weights == "step" and not self._sharded()
+        kept = (not grad or self.options.cache_weights == "step") and self.options.cache_weights and not self._sharded()
         cache = self.cache if kept else None
         if program.scale_loss:
             example_inputs = [*example_inputs, *self.scales()]
@@ -411,15 +414,16 @@ class Session:
         """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
         found = any(cls.__name__ == "FSDPModule" for part in self.root.modules() for cls in type(part).__mro__)
         if found:
-            self.note("cache_weights='step' does nothing here: FSDP gathers the weights anew for every forward")
+            self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
-        """Guard the steps of `optimizer`; low copies that outlive a forward end with its steps, however it writes the weights."""
+        """Guard the steps of `optimizer`."""
         self.gate.attach(optimizer, copies)
-        if self.options.cache_weights == "step":
-            cache = weakref.ref(self.cache)
-            optimizer.register_step_post_hook(lambda *_: kept.clear() if (kept := cache()) is not None else None)
+
+    def weight_names(self) -> dict[int, str]:
+        """Names of the weights by id."""
+        return {id(weight): name for name, weight in self.root.named_parameters(remove_duplicate=False)}
 
     def _match_given(self, program: Program) -> RegionPlan:
         assert self.options.given is not None

@@ -1,90 +1,473 @@
-"""Low copies of weights, kept between calls for as long as nothing has written the weights."""
+"""Low copies of weights: for one call, for a block of calls, or until an optimizer steps.
+
+PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` as it was. So by
+default a copy serves one call of one graph:
+
+1. A call without gradients makes all its copies in one multi-tensor launch, over the memory of the last ones.
+2. Memory is written over only while nothing else refers to it: no other call, no view, no autograd graph.
+3. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; `cache_weights="step"` has one for good.
+4. A kept copy ends if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
+5. Other writes are looked for: a few rows at every call, and the copies once more at the end of a block.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from amprewrite.cuda_graphs import recording
-from amprewrite.pad_ops import held_by_nobody_else, pad_cast
+from amprewrite.errors import AmpRewriteWarning, StaleWeightsError
+from amprewrite.fused_copy import copy_many, is_plain
+from amprewrite.pad_ops import copy_ends, empty_padded, fits, pad_cast, slice_dims
 from amprewrite.pad_plan import Layout
+
+LOOKED_AT = 4
+"""How many kept copies one call looks at, in turn."""
+SAMPLE = 64
+"""Elements of a vector that are looked at; of anything larger it is one slice of the first dimension."""
+_CUDA = torch.device("cuda")
+
+Key = tuple[int, torch.dtype, Layout, int]
+"""id of the weight, dtype and padded layout of its copy, stream that wrote it."""
+Names = Callable[[], Mapping[int, str]]
+"""Names of weights by id, asked for by messages alone."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy, and the weight as it was when the copy was made."""
+
+    weight: weakref.ref[Tensor]
+    copy: Tensor
+    version: int
+    address: int
+
+    def counted_fresh(self, weight: Tensor) -> bool:
+        """Whether PyTorch counts no write to `weight` since."""
+        if self.weight() is not weight or weight.is_inference():
+            return False
+        return self.version == weight._version and self.address == weight.data_ptr()
+
+
+Copies = dict[Key, _Copy]
+
+
+@dataclass(eq=False)
+class Block:
+    """Copies that outlive a call. `lasting` is that of `cache_weights="step"`, which never closes."""
+
+    cause: str
+    lasting: bool = False
+    depth: int = 0
+    whole: bool = False
+    """Whether every element is compared at the end."""
+    copies: Copies = field(default_factory=dict)
+    turn: int = 0
+    asked: _Answer | None = None
+    """What an accelerator was asked at an earlier call."""
 
 
 class WeightCache:
-    """Copies by (tensor, dtype, padded layout), each valid for one version of its tensor.
-
-    PyTorch counts every write to a tensor but those through `.data`: a write of that kind between two inference calls is not
-    seen. Call `clear()` after one, switch the mode once, or rewrite with `cache_weights=False`.
+    """Copies by (weight, dtype, padded layout, stream) of one rewritten model.
 
     A copy has its weight's `requires_grad`, though no graph is recorded: `matmul` looks at the flag to choose between one mm
     and an expanded bmm (should_fold in ATen/native/LinearAlgebra.cpp).
     """
 
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.dtype, Layout], tuple[weakref.ref[torch.Tensor], int, int, torch.Tensor]] = {}
+    def __init__(self, until_step: bool = False) -> None:
+        self._idle: Copies = {}
+        """Memory of copies that served one call, to be written over."""
+        self._until_step = Block("cache_weights='step'", lasting=True) if until_step else None
+        self._shared: Block | None = None
+        self._own = threading.local()
+        self._open: list[Block] = []
+        self._replayed = False
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()
+        if until_step:
+            _LISTENING.add(self)
 
-    def get(self, weight: torch.Tensor, dtype: torch.dtype, layout: Layout = ()) -> torch.Tensor:
-        """The copy of `weight` in `dtype`, padded as `layout`, made now where there is none or the weight has changed.
+    # -- copies --------------------------------------------------------------------------
+    def take(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
+        """A copy of each weight as it is now, or as it was when an open block copied it."""
+        streams = _streams(weights)
+        if streams and recording(_CUDA):
+            self._replayed = True  # a replay steps weights and tells nobody
+            return [_made_alone(*each) for each in zip(weights, dtypes, layouts, strict=True)]
+        keys = [
+            (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
+            for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
+        ]
+        block = self._block()
+        if block is None:
+            return self._make(weights, keys, None)
+        copies = block.copies  # replaced, not emptied, if copies end meanwhile: what is made from here on is then not found
+        taken: list[Tensor | None] = []
+        for weight, key in zip(weights, keys, strict=True):
+            found = copies.get(key)
+            taken.append(found.copy if found is not None and found.counted_fresh(weight) else None)
+        stale = [place for place, copy in enumerate(taken) if copy is None]
+        if stale:
+            made = self._make([weights[place] for place in stale], [keys[place] for place in stale], copies)
+            for place, copy in zip(stale, made, strict=True):
+                taken[place] = copy
+        return taken  # type: ignore[return-value]
 
-        What a CUDA graph records is made there, and not kept: a replay must read the weights again.
-        """
-        if recording(weight.device):
-            with torch.no_grad():
-                return pad_cast(weight, dtype, layout).requires_grad_(weight.requires_grad)
-        found = self._fresh(weight, dtype, layout)
-        if found is not None:
-            return found
-        with torch.inference_mode(False), torch.no_grad():  # a copy that a training forward may read, too
-            return self._keep(weight, layout, pad_cast(weight, dtype, layout))
+    def _make(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies | None) -> list[Tensor]:
+        """New copies; those of plain weights in one launch, and kept in `keep` if that is given."""
+        made: list[Tensor | None] = [None] * len(weights)
+        plain = [place for place, weight in enumerate(weights) if is_plain(weight)]
+        states = [_state(weights[place]) for place in plain] if keep is not None else []
+        with self._lock:
+            for place in plain:
+                made[place] = self._memory(weights[place], keys[place], keep is not None)
+        with torch.no_grad():
+            ends = [copy_ends(weights[place], made[place], keys[place][2]) for place in plain]  # type: ignore[arg-type]
+            if ends:
+                copy_many([source for source, _ in ends], [target for _, target in ends])
+        for place, weight in enumerate(weights):
+            copy = made[place]
+            if copy is None:
+                made[place] = _made_alone(weight, keys[place][1], keys[place][2])
+            elif copy.requires_grad != weight.requires_grad:
+                copy.requires_grad_(weight.requires_grad)
+        if keep is not None:
+            with self._lock:
+                for place, state in zip(plain, states, strict=True):
+                    if state is not None:
+                        _put(keep, keys[place], weights[place], made[place], *state)  # type: ignore[arg-type]
+        return made  # type: ignore[return-value]
 
-    def get_many(self, weights: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Copies that outlive a training forward: all that are stale are made in one `_foreach_copy_`.
-
-        Old copies are written over where nobody else holds them; a backward may. What a CUDA graph records is copied there
-        and not kept, as by `get`.
-        """
-        captured = recording(weights[0].device)
-        found = [None if captured else self._fresh(weight, dtype, ()) for weight, dtype in zip(weights, dtypes, strict=True)]
-        stale = [place for place, copy in enumerate(found) if copy is None]
-        if not stale:
-            return found  # type: ignore[return-value]
-        with torch.inference_mode(False), torch.no_grad():
-            made = [self._room(weights[place], dtypes[place], captured) for place in stale]
-            torch._foreach_copy_(made, [weights[place] for place in stale])
-        for place, copy in zip(stale, made, strict=True):
-            found[place] = copy if captured else self._keep(weights[place], (), copy)
-        return found  # type: ignore[return-value]
-
-    def _fresh(self, weight: torch.Tensor, dtype: torch.dtype, layout: Layout) -> torch.Tensor | None:
-        if weight.is_inference():  # such tensors count no versions
-            return None
-        found = self._copies.get((id(weight), dtype, layout))
-        if found is not None and found[1] == weight._version and found[2] == weight.data_ptr() and found[0]() is weight:
-            return found[3]
-        return None
-
-    def _room(self, weight: torch.Tensor, dtype: torch.dtype, captured: bool) -> torch.Tensor:
-        """Memory for a copy: that of the last one, or new."""
-        found = None if captured or weight.is_inference() else self._copies.pop((id(weight), dtype, ()), None)
-        if found is not None and found[0]() is weight:
-            copy = found[3]
-            del found
-            if copy.shape == weight.shape and copy.device == weight.device and held_by_nobody_else(copy):
-                return copy.requires_grad_(False)
-        return torch.empty_like(weight, dtype=dtype)
-
-    def _keep(self, weight: torch.Tensor, layout: Layout, copy: torch.Tensor) -> torch.Tensor:
-        if weight.is_inference():
-            return copy
-        key = (id(weight), copy.dtype, layout)
-        copy.requires_grad_(weight.requires_grad)
-        self._copies[key] = (weakref.ref(weight, lambda _: self._copies.pop(key, None)), weight._version, weight.data_ptr(), copy)
+    def _memory(self, weight: Tensor, key: Key, kept: bool) -> Tensor:
+        """Memory for a copy: that of the last one, if nothing else refers to it, or new. A `kept` copy takes it along."""
+        _, dtype, layout, _ = key
+        found = self._idle.pop(key, None)
+        if found is not None and found.weight() is weight and fits(found.copy, weight, layout) and _held_here_alone(found):
+            if not kept:
+                self._idle[key] = found
+            return found.copy
+        with torch.inference_mode(False):  # one that a call outside inference mode may write over, too
+            copy = empty_padded(weight, dtype, layout)
+        if not kept:
+            _put(self._idle, key, weight, copy, -1, 0)
         return copy
 
+    # -- blocks --------------------------------------------------------------------------
+    def _block(self) -> Block | None:
+        """The block that keeps the copies of a call made here and now."""
+        if self._until_step is not None:
+            return None if self._replayed else self._until_step
+        own: Block | None = getattr(self._own, "block", None)
+        return own or self._shared
+
+    @contextlib.contextmanager
+    def frozen(self, names: Names, cause: str, everywhere: bool) -> Iterator[None]:
+        """Keep copies in this block, and check at its end that no weight changed.
+
+        `everywhere` is a promise for all threads, and every copy is checked. Else it holds for this thread, and a sample of
+        every copy is.
+        """
+        with self._lock:
+            block = self._until_step or (self._shared if everywhere else self._block())
+            if block is None:
+                block = Block(cause)
+                if everywhere:
+                    self._shared = block
+                else:
+                    self._own.block = block
+            if block.depth == 0:
+                self._open.append(block)
+            block.depth += 1
+            block.whole |= everywhere
+            _LISTENING.add(self)
+        try:
+            yield
+        except BaseException:
+            stale = self._leave(block)
+            if stale:
+                warnings.warn(_changed(stale, names, cause), AmpRewriteWarning, stacklevel=3)
+            raise
+        stale = self._leave(block)
+        if stale:
+            raise StaleWeightsError(_changed(stale, names, cause))
+
+    def _leave(self, block: Block) -> list[Tensor]:
+        """Close `block` if this was its outermost user; weights whose copies have not followed them."""
+        with self._lock:
+            block.depth -= 1
+            if block.depth:
+                return []
+            self._open.remove(block)
+            if block is self._shared:
+                self._shared = None
+            elif not block.lasting:
+                self._own.block = None
+            copies, whole, block.whole = dict(block.copies), block.whole, False
+            if not self.listens:
+                _LISTENING.discard(self)
+        stale = _stale(copies, whole)
+        if stale or not block.lasting:
+            self._end(block, idle=True)
+        return stale
+
+    def _end(self, block: Block, idle: bool, which: Callable[[Tensor], bool] = lambda weight: True) -> None:
+        """Forget the copies in `block` of the weights for `which` that holds; their memory may be written over if `idle`."""
+        with self._lock:
+            ended, kept = block.copies, {}
+            block.copies, block.asked = kept, None
+            for key, found in list(ended.items()):
+                weight = found.weight()
+                if weight is None:
+                    continue
+                if not which(weight):
+                    _put(kept, key, weight, found.copy, found.version, found.address)
+                elif idle and key not in self._idle:
+                    _put(self._idle, key, weight, found.copy, -1, 0)
+            ended.clear()  # the callbacks of its weak references refer to it
+
+    # -- the end of copies ---------------------------------------------------------------
     def clear(self) -> None:
-        self._copies.clear()
+        """Forget all copies, kept ones too, and give their memory back."""
+        with self._lock:
+            for block in self._blocks():
+                self._end(block, idle=False)
+            self._idle.clear()
+
+    def clear_idle(self) -> None:
+        """Give back the memory of copies that no block keeps."""
+        self._idle.clear()
+
+    def _blocks(self) -> list[Block]:
+        lasting = [self._until_step] if self._until_step is not None and self._until_step not in self._open else []
+        return [*lasting, *self._open]
+
+    @property
+    def listens(self) -> bool:
+        """Whether steps of optimizers end copies."""
+        return self._until_step is not None or bool(self._open)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: end the copies of the weights that it owns, and those until a step of all that train.
+
+        It may step the weights of others: copies of them elsewhere, which the loop brings here.
+        """
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+        def ends(weight: Tensor) -> bool:
+            return id(weight) in stepped
+
+        def ends_too(weight: Tensor) -> bool:
+            return id(weight) in stepped or weight.requires_grad
+
+        with self._lock:
+            for block in self._blocks():
+                self._end(block, idle=True, which=ends_too if block.lasting else ends)
+
+    # -- writes that nobody counts -------------------------------------------------------
+    def look(self, names: Names) -> None:
+        """Compare a few rows of a few kept copies with their weights, others at every call.
+
+        On a CPU at once, before the copies are read. An accelerator answers at a later call, so that the host does not wait.
+        """
+        block = self._block()
+        if block is None or not block.copies:
+            return
+        answered, block.asked = block.asked, None
+        if answered is not None and not answered.ready():
+            block.asked = answered
+            return
+        stale = answered.stale() if answered is not None else []
+        stale += self._look_now(block) if not stale else []
+        if not stale:
+            return
+        self._end(block, idle=True)
+        if not block.lasting:
+            raise StaleWeightsError(_changed(stale, names, block.cause))
+        if block.cause not in self._warned:
+            self._warned.add(block.cause)
+            warnings.warn(_changed(stale, names, block.cause), AmpRewriteWarning, stacklevel=2)
+
+    def _look_now(self, block: Block) -> list[Tensor]:
+        everything = list(block.copies.items())
+        block.turn += LOOKED_AT
+        chosen = [everything[(block.turn + at) % len(everything)] for at in range(min(LOOKED_AT, len(everything)))]
+        asked: list[tuple[Tensor, Tensor]] = []
+        stale = []
+        for (_, _, layout, _), found in chosen:
+            weight = found.weight()
+            if weight is None or not found.counted_fresh(weight):
+                continue  # copied anew by the call that reads it
+            if weight.is_cpu and not _same(*_sample(weight, found.copy, layout, block.turn)):
+                stale.append(weight)
+            elif weight.is_cuda and not recording(weight.device):
+                asked.append((weight, _differs(*_sample(weight, found.copy, layout, block.turn))))
+        if asked:
+            block.asked = _Answer([weakref.ref(weight) for weight, _ in asked], [flag for _, flag in asked])
+        return stale
 
     def __len__(self) -> int:
-        return len(self._copies)
+        return len(self._idle) + sum(len(block.copies) for block in self._blocks())
+
+
+class _Answer:
+    """What an accelerator finds out about some weights, on its way to the host."""
+
+    def __init__(self, weights: list[weakref.ref[Tensor]], flags: list[Tensor]) -> None:
+        self.weights = weights
+        found = torch.stack([flag.to(flags[0].device) for flag in flags])
+        self.flags = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record(torch.cuda.current_stream(found.device))
+
+    def ready(self) -> bool:
+        return bool(self.event.query())
+
+    def stale(self) -> list[Tensor]:
+        found = zip(self.weights, self.flags.tolist(), strict=True)
+        return [weight for ref, differs in found if differs and (weight := ref()) is not None]
+
+
+# -- memory ------------------------------------------------------------------------------
+def _put(copies: Copies, key: Key, weight: Tensor, copy: Tensor, version: int, address: int) -> None:
+    """Keep a copy for as long as its weight lives."""
+    copies[key] = _Copy(weakref.ref(weight, lambda _: copies.pop(key, None)), copy, version, address)
+
+
+def _made_alone(weight: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """A copy of a weight that a CUDA graph records, or of one that is more than dense memory."""
+    with torch.no_grad():
+        return pad_cast(weight, dtype, layout).requires_grad_(weight.requires_grad)
+
+
+def _state(weight: Tensor) -> tuple[int, int] | None:
+    """What PyTorch counts of a weight; None for one made in inference mode, whose writes it never counts."""
+    return None if weight.is_inference() else (weight._version, weight.data_ptr())
+
+
+def _references(found: _Copy) -> tuple[int, int, int]:
+    """How many Python objects, C++ objects and tensors refer to a copy or to its memory."""
+    copy = found.copy
+    return sys.getrefcount(copy), copy._use_count(), torch._C._storage_Use_Count(copy.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+def _held_here_alone(found: _Copy) -> bool:
+    """Whether no other call, no view and no autograd graph holds the copy or its memory."""
+    return _references(found) == _ALONE
+
+
+_ALONE = _references(_Copy(weakref.ref(torch.zeros(1)), torch.zeros(1), 0, 0))
+
+
+def _streams(weights: Sequence[Tensor]) -> dict[int, int]:
+    """The current stream of each accelerator that holds one of `weights`."""
+    if torch.accelerator.current_accelerator() is None:
+        return {}
+    places = {weight.get_device() for weight in weights} - {-1}
+    return {place: torch.accelerator.current_stream(place).stream_id for place in places} | ({-1: 0} if places else {})
+
+
+# -- comparing -----------------------------------------------------------------------------
+def _sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
+    """A slice of a weight as its copy should be, and as the copy is."""
+    weight, copy = weight.detach(), copy.detach()
+    if layout:
+        copy = slice_dims(copy, layout)
+    if weight.dim() and weight.numel():
+        length = SAMPLE if weight.dim() == 1 else 1
+        start = turn % max(weight.shape[0] - length + 1, 1)
+        length = min(length, weight.shape[0])
+        weight, copy = weight.narrow(0, start, length), copy.narrow(0, start, length)
+    return weight.to(copy.dtype), copy
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Whether they differ by more than a number that some processors take for zero; NaN equals NaN."""
+    near = (a.float() - b.float()).abs() <= torch.finfo(torch.float32).tiny
+    return ~((a == b) | near | (a.isnan() & b.isnan())).all()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.is_cpu and a.numel() % 4 == 0 and a.is_contiguous() and b.is_contiguous():
+        whole_words = b.storage_offset() % 4 == 0 and a.storage_offset() % 4 == 0
+        if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):
+            return True
+    return torch.equal(a, b) or not bool(_differs(a, b))
+
+
+def _stale(copies: Copies, whole: bool) -> list[Tensor]:
+    """Weights that differ from their copies though PyTorch counts no write; `whole` compares every element."""
+    stale, asked, flags = [], [], []
+    with torch.no_grad():
+        for (_, dtype, layout, _), found in copies.items():
+            weight = found.weight()
+            if weight is None or not found.counted_fresh(weight):
+                continue
+            ends = (pad_cast(weight.detach(), dtype, layout), found.copy.detach()) if whole else _sample(weight, found.copy, layout, 0)
+            if not weight.is_cpu:
+                asked.append(weight)
+                flags.append(_differs(*ends))
+            elif not _same(*ends):
+                stale.append(weight)
+        found_out = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    return stale + [weight for weight, differs in zip(asked, found_out, strict=True) if differs]
+
+
+def _changed(stale: Sequence[Tensor], names: Names, cause: str) -> str:
+    known = names()
+    said = list(dict.fromkeys(known.get(id(weight), "a weight") for weight in stale))
+    some = ", ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")
+    return (
+        f"{some} changed while low copies were kept ({cause}), by a write that PyTorch does not count, such as .data, NumPy, DLPack "
+        "or a collective; results since then may come from the old values, and the copies are dropped now. Call "
+        "amp.weights_changed() after each such write, or write while no copies are kept; cache_weights=False keeps none"
+    )
+
+
+# -- steps of optimizers -------------------------------------------------------------------
+class _Listening:
+    """The caches whose copies end with a step. One hook serves them all, for as long as there are any."""
+
+    def __init__(self) -> None:
+        self._caches: set[weakref.ref[WeightCache]] = set()
+        self._hook: Any = None
+
+    def add(self, cache: WeightCache) -> None:
+        self._caches.add(weakref.ref(cache, self._gone))
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(_after_any_step)
+
+    def discard(self, cache: WeightCache) -> None:
+        self._gone(weakref.ref(cache))
+
+    def _gone(self, ref: weakref.ref[WeightCache]) -> None:
+        self._caches.discard(ref)
+        if not self._caches and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        for ref in tuple(self._caches):
+            cache = ref()
+            if cache is not None:
+                cache.stepped(optimizer)
+
+
+_LISTENING = _Listening()
+
+
+@torch.compiler.disable  # type: ignore[misc]
+def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _LISTENING.stepped(optimizer)
+
+
+__all__ = ["Block", "WeightCache"]

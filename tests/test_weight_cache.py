@@ -1,8 +1,9 @@
-"""Low copies of weights in inference: made once, never stale."""
+"""Low copies of weights: made together, kept as long as asked for, never stale."""
 
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -10,14 +11,15 @@ from runtime_help import Watch, data, low, mlp, ran_low
 from torch import nn
 
 import amprewrite
+from amprewrite.rewritten import session_of
 from amprewrite.weight_cache import WeightCache
 
 
 def casts(amp, x) -> int:
-    """Weight casts of one call without gradients, beside the two of the activations."""
+    """Weights copied by one call without gradients."""
     with torch.no_grad(), Watch() as watch:
         amp(x)
-    return watch.count("_to_copy") - 2
+    return watch.count("_foreach_copy_")
 
 
 def warm(**options):
@@ -28,18 +30,36 @@ def warm(**options):
     return model, amp, x
 
 
+def cache_of(amp) -> WeightCache:
+    return session_of(amp).cache
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_no_weight_is_cast_after_the_first_call(context):
+def test_a_call_copies_all_weights_in_one_launch(context):
     model, x = mlp().eval(), data()
     amp = low(model)
     counts = []
     for _ in range(3):
         with context(), Watch() as watch:
             out = amp(x)
-        counts.append(watch.count("_to_copy") + watch.count("to"))  # inference mode shows the op that was asked for
-    assert counts == [6, 2, 2]
+        counts.append((watch.count("_foreach_copy_"), watch.count("_to_copy") + watch.count("to")))
+    assert counts == [(1, 2)] * 3  # the two are activations
     with context():
         assert ran_low(out, model(x))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_frozen_weight_is_cast_at_the_first_call_only(context):
+    model, amp, x = warm()
+    counts = []
+    with amp.frozen_weights(), context():
+        for _ in range(3):
+            with Watch() as watch:
+                out = amp(x)
+            counts.append(watch.count("_foreach_copy_"))
+        assert ran_low(out, model(x))
+    assert counts == [1, 0, 0]
+    assert casts(amp, x) == 1
 
 
 def test_copies_made_in_inference_mode_serve_elsewhere():
@@ -54,9 +74,11 @@ def test_copies_made_in_inference_mode_serve_elsewhere():
 
 
 def test_other_batch_sizes_share_the_copies():
-    _, amp, _x = warm()
-    casts(amp, data(5, 8)), casts(amp, data(7, 8))
-    assert casts(amp, data(9, 8)) == 0
+    _, amp, x = warm()
+    with amp.frozen_weights():
+        casts(amp, x), casts(amp, data(5, 8)), casts(amp, data(7, 8))
+        assert casts(amp, data(9, 8)) == 0
+    assert len(cache_of(amp)) == 4
 
 
 WRITES = {
@@ -80,7 +102,19 @@ def test_a_written_weight_is_cast_anew(write):
     plain = mlp().eval()
     plain.load_state_dict(amp.state_dict())
     assert ran_low(after, plain(x).detach()) and not torch.equal(before, after)
-    assert casts(amp, x) == 0
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_counted_write_is_followed_while_weights_are_frozen(write):
+    model, amp, x = warm()
+    with torch.no_grad(), amp.frozen_weights():
+        before = amp(x)
+        WRITES[write](model, amp)
+        after = amp(x)
+    fresh = mlp().eval()
+    fresh.load_state_dict(amp.state_dict())
+    with torch.no_grad():
+        assert torch.equal(after, low(fresh)(x)) and not torch.equal(before, after)
 
 
 def test_optimizer_step_is_seen():
@@ -98,49 +132,125 @@ def test_optimizer_step_is_seen():
     "drop",
     [
         pytest.param(lambda amp, x: amp.train(), id="train()"),
-        pytest.param(lambda amp, x: amp.eval(), id="eval()"),
-        pytest.param(lambda amp, x: amp(x), id="a call with gradients"),
         pytest.param(lambda amp, x: amp.load_state_dict(amp.state_dict()), id="load_state_dict"),
         pytest.param(lambda amp, x: amp.to("cpu"), id="to()"),
+        pytest.param(lambda amp, x: amp.weights_changed(), id="weights_changed()"),
     ],
 )
 def test_copies_are_dropped(drop):
     model, amp, x = warm()
-    cache = amp.__dict__["_amprewrite_session"].cache
-    assert len(cache) == 4
-    model.first.weight.data.mul_(2)  # the one write nobody can see
-    drop(amp, x)
-    assert len(cache) == 0
-    amp.eval()
-    with torch.no_grad():
+    with amp.frozen_weights(), torch.no_grad():
+        amp(x)
+        assert len(cache_of(amp)) == 4
+        model.first.weight.data.mul_(2)
+        drop(amp, x)
+        assert len(cache_of(amp)) == 0
         assert ran_low(amp(x), model(x))
+
+
+def test_training_gives_the_memory_back():
+    _, amp, x = warm()
+    assert len(cache_of(amp)) == 4
+    amp(x)
+    assert len(cache_of(amp)) == 0
 
 
 def test_switched_off():
-    model, amp, x = warm(cache_weights=False)
-    assert casts(amp, x) == 4
-    model.first.weight.data.mul_(2)
-    with torch.no_grad():
-        assert ran_low(amp(x), model(x))
+    _, amp, x = warm(cache_weights=False)
+    with torch.no_grad(), Watch() as watch:
+        amp(x)
+    assert watch.count("_foreach_copy_") == 0 and watch.count("_to_copy") == 6 and len(cache_of(amp)) == 0
+
+
+def copy_one(cache: WeightCache, weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return cache.take([weight], [dtype], [()])[0]
+
+
+def names() -> dict[int, str]:
+    return {}
 
 
 def test_copies_die_with_their_weights():
     cache, weight = WeightCache(), nn.Parameter(torch.ones(2))
-    assert cache.get(weight, torch.bfloat16) is cache.get(weight, torch.bfloat16)
-    assert cache.get(weight, torch.float16) is not cache.get(weight, torch.bfloat16)
-    assert len(cache) == 2 and cache.get(weight, torch.bfloat16).grad_fn is None
+    with cache.frozen(names, "test", everywhere=True):
+        assert copy_one(cache, weight) is copy_one(cache, weight)
+        assert copy_one(cache, weight, torch.float16) is not copy_one(cache, weight)
+        assert len(cache) == 2 and copy_one(cache, weight).grad_fn is None
+        del weight
+        gc.collect()
+        assert len(cache) == 0
+    weight = nn.Parameter(torch.ones(2))
+    copy_one(cache, weight)
+    assert len(cache) == 1
     del weight
     gc.collect()
     assert len(cache) == 0
+
+
+def test_memory_is_written_over_only_while_nothing_else_refers_to_it():
+    cache, weight = WeightCache(), nn.Parameter(torch.ones(2, 2))
+    with torch.no_grad():
+        first = copy_one(cache, weight)
+        place = first.data_ptr()
+        assert copy_one(cache, weight).data_ptr() != place  # another call holds it
+        del first
+        view = copy_one(cache, weight)[0]
+        weight.zero_()
+        again = copy_one(cache, weight)
+        assert view.tolist() == [1, 1] and again.sum() == 0  # a view escaped
+        place = again.data_ptr()
+        del again, view
+        assert copy_one(cache, weight).data_ptr() == place
+    x = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    weight.data.fill_(3)
+    with torch.no_grad():
+        copy = copy_one(cache, weight)
+    out = nn.functional.linear(x, copy)
+    del copy
+    weight.data.zero_()
+    copy_one(cache, weight)
+    out.sum().backward()
+    assert x.grad.tolist() == [[6, 6]]  # an autograd graph saved it
+
+
+def test_memory_follows_shape_and_strides():
+    cache, weight = WeightCache(), nn.Parameter(torch.randn(4, 2, 3, 3))
+    last, small = weight.data.to(memory_format=torch.channels_last), weight.data[:1].clone()
+    for held in (weight.data, last, small, small[:1, :1].expand(4, 2, 3, 3)):
+        weight.data = held
+        copy = copy_one(cache, weight)
+        assert torch.equal(copy, held.bfloat16()) and copy.stride() == held.bfloat16().stride()
+
+
+def test_threads_do_not_write_over_each_others_copies():
+    model, x = mlp().eval(), data()
+    amp = low(model)
+    with torch.no_grad():
+        want = amp(x)
+    wrong: list[int] = []
+
+    def work() -> None:
+        with torch.no_grad():
+            for _ in range(200):
+                if not torch.equal(amp(x), want):
+                    wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_weights_made_in_inference_mode_are_cast_every_time():
     with torch.inference_mode():
         weight = torch.ones(2)
         cache = WeightCache()
-        assert torch.equal(cache.get(weight, torch.bfloat16), weight.bfloat16())
-        weight.mul_(2)
-        assert torch.equal(cache.get(weight, torch.bfloat16), weight.bfloat16())
+        with cache.frozen(names, "test", everywhere=True):
+            assert torch.equal(copy_one(cache, weight), weight.bfloat16())
+            weight.mul_(2)
+            assert torch.equal(copy_one(cache, weight), weight.bfloat16())
     model, x = None, data()
     with torch.inference_mode():
         model = mlp().eval()
@@ -171,16 +281,158 @@ def test_a_buffer_written_between_two_reads_is_not_cached():
             torch.testing.assert_close(amp(x), two(x), rtol=0.02, atol=0.02)
 
 
-def test_read_only_in_the_docs_is_true():
-    """`rewrite` says what goes unseen, and how to say so."""
+# -- frozen_weights() ----------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_weight_that_changed_unseen_is_an_error():
     model, amp, x = warm()
+    said = pytest.raises(amprewrite.StaleWeightsError, match=r"first\.weight changed .*amp\.weights_changed\(\)")
+    with said, torch.no_grad(), amp.frozen_weights():
+        amp(x)
+        model.first.weight.data[3, 2] += 1  # one element
     with torch.no_grad():
-        before = amp(x)
+        assert ran_low(amp(x), model(x))
+
+
+def test_a_call_looks_whether_frozen_weights_changed():
+    model, amp, x = warm()
+    with amp.frozen_weights(), torch.no_grad():
+        amp(x)
+        for weight in model.parameters():
+            weight.data.mul_(2)
+        with pytest.raises(amprewrite.StaleWeightsError, match="changed"):
+            amp(x)
+        assert ran_low(amp(x), model(x))
+
+
+def test_an_error_in_a_frozen_block_is_not_hidden():
+    model, amp, x = warm()
+    said, error = pytest.warns(amprewrite.AmpRewriteWarning, match="changed"), pytest.raises(ZeroDivisionError)
+    with said, error, torch.no_grad(), amp.frozen_weights():
+        amp(x)
         model.first.weight.data.mul_(2)
-        assert torch.equal(amp(x), before)
-        amp.eval()
-        assert not torch.equal(amp(x), before)
-    assert ".data" in (amprewrite.rewrite.__doc__ or "")
+        raise ZeroDivisionError
+    assert casts(amp, x) == 1
+
+
+def test_frozen_blocks_nest_and_serve_all_threads():
+    _, amp, x = warm()
+    counts: list[int] = []
+    with amp.frozen_weights():
+        with amp.frozen_weights():
+            counts.append(casts(amp, x))
+        thread = threading.Thread(target=lambda: counts.append(casts(amp, x)))
+        thread.start()
+        thread.join()
+        counts.append(casts(amp, x))
+    assert counts == [1, 0, 0]
+    assert casts(amp, x) == 1
+
+
+def test_nan_and_padded_weights_stay_frozen():
+    model = nn.Sequential(nn.Linear(13, 17), nn.ReLU(), nn.Linear(17, 5))
+    amp, x = low(model, pad="always"), torch.randn(2, 13)
+    with torch.no_grad():
+        model[0].weight[:, 0] = float("nan")
+        model[2].weight[:, 1] = float("inf")
+        want = amp(x)
+        with amp.frozen_weights():
+            for _ in range(6):
+                torch.testing.assert_close(amp(x), want, rtol=0, atol=0, equal_nan=True)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.between = lambda: None
+
+    def forward(self, x):
+        return self.net(x)
+
+    def generate(self, x, steps: int = 3):
+        """Call the model again and again."""
+        with torch.no_grad():
+            for _ in range(steps):
+                out = self(x)
+                self.between()
+        return out
+
+
+def test_generate_casts_each_weight_once():
+    amp, x = low(Decoder().eval()), data()
+    assert amp.generate.__doc__ == "Call the model again and again."
+    amp.generate(x)
+    with Watch() as watch:
+        amp.generate(x, steps=5)
+    assert watch.count("_foreach_copy_") == 1
+    amp.net.first.weight.data.mul_(2)
+    fresh = Decoder().eval()
+    fresh.load_state_dict(amp.state_dict())
+    assert torch.equal(amp.generate(x), low(fresh).generate(x))
+
+
+def test_generate_says_that_a_weight_changed_meanwhile():
+    amp, x = low(Decoder().eval()), data()
+    amp.between = lambda: amp.net.second.weight.data.mul_(2)
+    with pytest.raises(amprewrite.StaleWeightsError, match=r"generate\(\)"):
+        amp.generate(x)
+
+
+def test_generate_follows_an_optimizer_that_steps_meanwhile():
+    amp, x = low(Decoder().eval()), data()
+    optimizer = torch.optim.SGD(amp.parameters(), 0.5, fused=True)
+    for weight in amp.parameters():
+        weight.grad = torch.ones_like(weight)
+    amp.between = optimizer.step
+    out = amp.generate(x, steps=2)
+    fresh = Decoder().eval()
+    torch.optim.SGD(fresh.parameters(), 0.5)
+    with torch.no_grad():
+        torch._foreach_sub_(list(fresh.parameters()), 0.5)
+    torch.testing.assert_close(out, low(fresh).generate(x))
+
+
+# -- weights that the graph itself writes --------------------------------------------------------------------------
+
+
+class Momentum(nn.Module):
+    """Reads a key network, moves it toward the query network, and reads it again, as MoCo does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.query, self.key, self.how = mlp(0), mlp(1), how
+
+    def forward(self, x):
+        before = self.key(x)
+        with torch.no_grad():
+            for k, q in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                if self.how == "in place":
+                    k.mul_(0.5).add_(q, alpha=0.5)
+                elif self.how == "data":
+                    k.data.mul_(0.5).add_(q.data, alpha=0.5)
+                elif self.how == "new data":
+                    k.data = k.data * 0.5 + q.data * 0.5
+                elif self.how == "view":
+                    k.view(-1)[:3].mul_(0.5)
+                elif self.how == "index":
+                    k[:1] = q[:1]
+                elif self.how == "out":
+                    torch.lerp(k, q, 0.5, out=k)
+                elif self.how == "foreach":
+                    torch._foreach_lerp_([k], [q], 0.5)
+        return before + self.key(x) + self.query(x)
+
+
+@pytest.mark.parametrize("cache_weights", [True, "step", False], ids=str)
+@pytest.mark.parametrize("how", ["in place", "data", "new data", "view", "index", "out", "foreach"])
+def test_a_weight_that_the_graph_writes_is_cast_where_it_is_read(how, cache_weights):
+    model, x = Momentum(how), data()
+    plain = Momentum(how)
+    amp = low(model, cache_weights=cache_weights)
+    for grad in (False, False, True, True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(amp(x), plain(x), rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -270,7 +522,7 @@ def test_step_writes_over_copies_that_nobody_holds():
     places, holder = [], None
     for step in range(4):
         loss = amp(micro(step)).square().mean()
-        places.append({copy.data_ptr() for copy in amp_copies(amp) if copy.shape == (4, 300)})  # what backward reads
+        places.append({place for shape, place in places_of(amp) if shape == (4, 300)})  # what backward reads
         if step == 2:
             holder = loss
         loss.backward(retain_graph=step == 2)
@@ -353,16 +605,16 @@ def test_frozen_weights_are_copied_once_and_take_no_gradient(dtype):
     for step in range(2):
         optimizer.zero_grad()
         amp(micro(step)).square().mean().backward()
-        kept += [copy for copy in amp_copies(amp) if copy.shape == model.up.weight.shape]
+        kept += [place for shape, place in places_of(amp) if shape == model.up.weight.shape]
         optimizer.step()
-    assert len(kept) == 2 and kept[0] is kept[1]
+    assert len(kept) == 2 and kept[0] == kept[1]
     assert model.up.weight.grad is None and model.down.weight.grad is not None
 
 
-def amp_copies(amp) -> list[torch.Tensor]:
-    from amprewrite.rewritten import session_of
-
-    return [copy for _, _, _, copy in session_of(amp).cache._copies.values()]
+def places_of(amp) -> list[tuple[torch.Size, int]]:
+    """Shapes and addresses of the copies that outlive a call."""
+    block = cache_of(amp)._until_step
+    return [(found.copy.shape, found.copy.data_ptr()) for found in block.copies.values()]
 
 
 def test_validation_in_inference_mode_between_steps():

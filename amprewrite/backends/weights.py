@@ -2,17 +2,21 @@
 
 Without gradients that is all. With them (`cache_weights="step"`) each copy is linked to its weight outside the graph, a block of
 them to an autograd node, as `scale_loss` links those that stay inside: gradients come back in fp32 and unscaled.
+
+Copies are made before the graph runs. So the casts of a parameter that the graph itself writes, through whatever alias, stay.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.fx
 
+from amprewrite.frontends.fx_facts import example_value, is_batched, tensors, written
 from amprewrite.pad_ops import pad_cast
 from amprewrite.pad_plan import Layout
 from amprewrite.passes.insert_casts import CAST
@@ -25,6 +29,8 @@ TOGETHER, LARGE = 16, 1 << 24
 """How many copies share an autograd node, about a transformer block, and from how many elements on one goes alone."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
 """What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
+_READ = ("torch", "amprewrite")
+"""Packages whose functions in a graph write no weight but those that they are seen to write."""
 Hoisted = tuple[int, torch.dtype, Layout]
 """Index of the parameter among the inputs, dtype of its copy, its padded layout."""
 
@@ -35,16 +41,24 @@ def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> 
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     hoisted: list[Hoisted] = []
     last = inputs[-1] if inputs else None
+    changing = written_storages(module)
+    made: dict[Hoisted, torch.fx.Node] = {}
     for node in list(graph.nodes):
         source = _cast_weight(node, training)
-        if source is None:
+        if source is None or not changing.isdisjoint(_storages(source)) or _goes_elsewhere(source):
             continue
         assert last is not None
+        dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
+        cast = (inputs.index(source), dtype, node.args[2] if node.target is pad_cast else ())
+        if cast in made:
+            node.replace_all_uses_with(made[cast])
+            graph.erase_node(node)
+            continue
         with graph.inserting_after(last):
             last = graph.placeholder(f"{source.name}_{node.meta[CAST]}")
         last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
-        dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
-        hoisted.append((inputs.index(source), dtype, node.args[2] if node.target is pad_cast else ()))
+        hoisted.append(cast)
+        made[cast] = last
         node.replace_all_uses_with(last)
         graph.erase_node(node)
     if hoisted:
@@ -67,6 +81,40 @@ def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
     return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
 
 
+def written_storages(module: torch.fx.GraphModule) -> set[int]:
+    """The storages that a graph writes in place, in the bodies of its higher-order ops too."""
+    found: set[int] = set()
+    for node in module.graph.nodes:
+        for target in written(node):
+            found |= _storages(target)
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_writes, _bodies(module, node))):
+            for source in node.all_input_nodes:
+                found |= _storages(source)
+    return found
+
+
+def _storages(node: torch.fx.Node) -> set[int]:
+    """Identities of the memory behind what a node gives."""
+    dense = (t for t in tensors(example_value(node)) if t.layout == torch.strided and not is_batched(t))
+    return {t.untyped_storage()._cdata for t in dense}
+
+
+def _bodies(module: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.GraphModule]:
+    """The graphs that a higher-order op is given."""
+    held = [getattr(module, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
+    return [body for body in held if isinstance(body, torch.fx.GraphModule)]
+
+
+def _writes(body: torch.fx.GraphModule) -> bool:
+    """Whether a body writes anything in place, or calls one that does."""
+    return any(written(node) or any(map(_writes, _bodies(body, node))) for node in body.graph.nodes)
+
+
+def _goes_elsewhere(source: torch.fx.Node) -> bool:
+    """Whether a weight is handed to a Python function that Dynamo was told not to read: it may write it unseen."""
+    return any(isinstance(user.target, FunctionType) and user.target.__module__.partition(".")[0] not in _READ for user in source.users)
+
+
 def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The same graph once more, to be edited; tensors and bodies are shared."""
     graph = torch.fx.Graph()
@@ -81,10 +129,10 @@ def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
     """`run` with the copies that it takes beside its inputs, for calls without gradients."""
-    get = cache.get
+    places, dtypes, layouts = zip(*hoisted, strict=True)
 
     def call(*inputs: Any) -> Any:
-        return run(*inputs, *[get(inputs[index], dtype, layout) for index, dtype, layout in hoisted])
+        return run(*inputs, *cache.take([inputs[place] for place in places], dtypes, layouts))
 
     return call
 
@@ -93,12 +141,12 @@ def with_kept_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCach
     """`run` with the copies that it takes beside its inputs, each linked to its weight where that takes a gradient."""
     names = [node.target for node in module.graph.find_nodes(op="placeholder")]
     inverse = names.index(INVERSE) if INVERSE in names else None
-    places, dtypes = [index for index, _, _ in hoisted], [dtype for _, dtype, _ in hoisted]
+    places, dtypes, layouts = zip(*hoisted, strict=True)
     batches: list[tuple[int, ...]] = []
 
     def call(*inputs: Any) -> Any:
         weights = [inputs[place] for place in places]
-        copies = cache.get_many(weights, dtypes)
+        copies = cache.take(weights, dtypes, layouts)
         if not batches:
             batches.extend(cast_batches([weight.numel() for weight in weights], TOGETHER, LARGE))
         if torch.is_grad_enabled():

@@ -182,6 +182,8 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
+    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of what it writes
+        written += [a for a in tree_leaves(first) if isinstance(a, torch.fx.Node)]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         written += _written_by_bodies(node)
     elif isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
