@@ -29,16 +29,19 @@ from amprewrite.frontends.fx_facts import (
     LEAVES,
     NODE,
     RETURNED,
+    bodies,
     differentiable,
     example_value,
     has_own_backward,
     hint,
+    is_checkpoint,
     is_opaque,
     storages,
     tensors,
     transformed_nodes,
     written,
 )
+from amprewrite.frontends.fx_leaving import read_results
 from amprewrite.oplists import op_name
 from amprewrite.pad_ops import pad_cast
 from amprewrite.pass_base import Pass
@@ -98,14 +101,22 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
 def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
     """Nodes whose gradients are not scaled."""
     found: set[Node] = set()
+    returned = set(next(node for node in graph.nodes if node.op == "output").all_input_nodes)
     for node in graph.nodes:
         first = node.args[0] if node.args else None
         part = node.target is operator.getitem and first in found and not isinstance(example_value(first), torch.Tensor)  # type: ignore[arg-type]
         hook = node.target is hooked and first in found
         writes = any(target in found and differentiable(example_value(target)) for target in written(node))
-        if node.op == "placeholder" or LEAVES in node.meta or has_own_backward(node) or part or hook or writes:
+        apart = has_own_backward(node) or _gives_what_it_reads(node, returned)
+        if node.op == "placeholder" or LEAVES in node.meta or apart or part or hook or writes:
             found.add(node)
     return found | _ends(graph, found, high)
+
+
+def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
+    """Whether a checkpoint's results are returned, of which some are read in its body: no border can stand between."""
+    leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
+    return leaves and is_checkpoint(node) and any(True for body in bodies(node) for _ in read_results(body.graph))
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:

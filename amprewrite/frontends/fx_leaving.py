@@ -8,8 +8,8 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-1. *Memory.* If two results share memory, or a result shares it with an input, or a body writes it, the maker of the memory is
-   followed by such a node, and the views that lead from it to the results run high.
+1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
+   node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
    graph writes, rule 1 applies.
 """
@@ -50,7 +50,7 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     chains = {node for storage in shared for node in memory.chain(storage)}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     if without_grad is not None:
-        makers |= dict.fromkeys(node for node in _read_results(module.graph) if node not in chains and node not in without_grad)
+        makers |= dict.fromkeys(node for node in read_results(module.graph) if node not in chains and node not in without_grad)
     if not makers and not chains:
         return module
     copied, twin = copy(module)
@@ -74,7 +74,7 @@ def _follow(graph: torch.fx.Graph, maker: Node) -> None:
         reader.replace_input_with(maker, node)
 
 
-def _read_results(graph: torch.fx.Graph) -> Iterator[Node]:
+def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
     """Results that may have a gradient and that other ops read with one."""
     apart = transformed_nodes(graph)
     for node in _results(graph):
@@ -94,6 +94,13 @@ def _takes_gradient(reader: Node) -> bool:
 
 def _results(graph: torch.fx.Graph) -> list[Node]:
     return next(node for node in graph.nodes if node.op == "output").all_input_nodes
+
+
+def _overlaps(value: Any) -> bool:
+    """Whether elements of a tensor share memory with one another, as those of an expanded one do."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return any(isinstance(stride, int) and stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 class Memory:
@@ -128,6 +135,7 @@ class Memory:
             for storage in storages(example_value(result)):
                 self.results.add(storage)
                 counted[storage] += 1
+                counted[storage] += _overlaps(example_value(result))
         self.several = {storage for storage, count in counted.items() if count > 1}
 
     def leaving(self, with_gradients: bool) -> list[int]:
@@ -148,11 +156,11 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """The nodes that lead to the results in this memory, and of an input's memory all that may write it."""
+        """The nodes that lead to the results in this memory, and all that may write it."""
         holders = set(self.holders[storage])
         found: set[Node] = set()
         waiting = [node for node in holders if node in self.sinks]
-        if storage in self.inputs and storage in self.written:
+        if storage in self.written:
             waiting += [node for node in holders if self.position[node] <= self.last_write[storage]]
         while waiting:
             node = waiting.pop()
@@ -163,4 +171,4 @@ class Memory:
         return found - {maker} if maker is not None else found
 
 
-__all__ = ["mark_leaving"]
+__all__ = ["mark_leaving", "read_results"]
