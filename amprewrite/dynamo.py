@@ -17,6 +17,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from amprewrite.dynamo_failures import Failure, Listener, seen, unseen
 from amprewrite.errors import CaptureError
 
 RECOMPILE_LIMIT = 64
@@ -31,24 +32,24 @@ _EXPORT = "use amp.export_program(args)"
 
 def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
-    recurrent: bool = True,
+    recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None,
 ) -> Callable[..., Any]:  # fmt: skip
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
     Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
     `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
-    does, and noted.
+    does, and noted. Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`.
+    Errors of the backend come out as they were raised.
     """
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
-    compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=backend, fullgraph=whole, **isolated)  # type: ignore[call-overload]
+    compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=unseen(backend), fullgraph=whole, **isolated)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
+    if not whole:
+        settings["suppress_errors"] = True
     if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
         settings["allow_rnn"] = True
     if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
         settings["ignore_logging_functions"] = _Unlogged(torch._dynamo.config.ignore_logging_functions, note)
-    if not settings:
-        return compiled
-
     config = torch._dynamo.config
 
     def with_settings(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +57,10 @@ def compile_afresh(
         try:
             for name, value in settings.items():
                 setattr(config, name, value)
-            return compiled(*args, **kwargs)
+            if not whole and getattr(config, "fail_on_recompile_limit_hit", False):  # the user wants errors; Dynamo takes one of the two
+                config.suppress_errors = False
+            with Listener(failed):
+                return seen(compiled, args, kwargs)
         finally:
             for name, value in before:
                 setattr(config, name, value)
@@ -135,10 +139,11 @@ ASKED_FOR = ("RecompileError", "FailOnRecompileLimitHit")
 """Errors that only a user's own setting makes Dynamo raise."""
 
 
-def capture_errors() -> tuple[type[BaseException], ...]:
-    """What Dynamo raises where it cannot capture a model; that it gives up on graphs after so many is no child of the first."""
+def is_capture_error(error: BaseException) -> bool:
+    """Whether Dynamo raised `error` because it cannot capture a model. Some keep their own type, with Dynamo's mark on them."""
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
-    return tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
+    own = tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
+    return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
 
 
 # -- who else is at work -----------------------------------------------------------------
@@ -216,10 +221,10 @@ def reasons() -> dict[str, int]:
     return dict(counters["unimplemented"])
 
 
-def new_reasons(before: dict[str, int]) -> str:
+def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
     """First lines of what it has said since."""
     new = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
-    return "; ".join(dict.fromkeys(first_line(text) for text in new))
+    return tuple(dict.fromkeys(first_line(text) for text in new))
 
 
 def first_line(text: object) -> str:

@@ -22,6 +22,7 @@ from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn, emit
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
+from amprewrite.dynamo_failures import Failure, has_begun, try_all_again
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32
@@ -66,16 +67,21 @@ class Graphs:
         self._captures: Counter[int | None] = Counter()
         session = entry.session
         self.compiled = entry.function
+        try_all_again()
         if entry.captured:
             self.compiled = dynamo.compile_afresh(
                 entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
-                recurrent=not (entry.compiles and session.recurrent_apart),
+                recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed),
             )  # fmt: skip
 
     @property
     def stale(self) -> bool:
         """Whether the next call should start afresh."""
         return self.asleep and not dynamo.disabled()
+
+    def failed(self, failure: Failure) -> None:
+        """Dynamo cannot convert some code, which runs as written from here on."""
+        self.entry.session.state.failures.append(failure)
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """Dynamo's backend."""
@@ -139,6 +145,8 @@ class _State(threading.local):
         """How many of these calls run what was captured."""
         self.ran: list[Region] = []
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.failures: list[Failure] = []
+        """Code of the call in flight that Dynamo failed on."""
 
 
 @dataclass
@@ -181,21 +189,26 @@ class Session:
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
         state = self.state
-        outer = state.ran, state.scales
+        outer = state.ran, state.scales, state.failures
         nested = state.depth > 0
         if not nested:
             self.cache.look(self.weight_names)
         if torch.is_grad_enabled() and self.options.cache_weights != "step":
             self.cache.clear_idle()
         state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
+        failures = state.failures = []
         captured = entry.captured
         state.captured += captured
         given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
+        except Exception:
+            if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
+                entry.start_afresh()  # what made the call fail, such as a wrong input, may be what Dynamo failed on
+            raise
         finally:
-            (state.ran, state.scales), state.depth = outer, state.depth - 1
+            (state.ran, state.scales, state.failures), state.depth = outer, state.depth - 1
             state.captured -= captured
         if nested:
             state.ran.extend(ran)
@@ -204,7 +217,10 @@ class Session:
         if not captured and not entry.graphs.left_out:
             self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
         elif entry.captured and (dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran)):
-            self._not_all_ran(entry, ran, dynamo.new_reasons(reasons))
+            self._say_failures(entry, ran, failures)
+            if not failures or dynamo.frames_given_up() - given_up > len(failures):
+                said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
+                self._not_all_ran(entry, ran, "; ".join(said))
         return result
 
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,24 +230,25 @@ class Session:
                 return graphs.compiled(*args, **kwargs)
             with modes_aside(), global_hooks_aside():
                 return graphs.compiled(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            entry.start_afresh()
-            if isinstance(error.inner_exception, AmpRewriteError):
-                raise error.inner_exception from None
-            raise
-        except dynamo.capture_errors() as error:
-            if self.options.strict and entry.graphs.full:
+        except Exception as error:
+            failed = dynamo.is_capture_error(error)
+            if failed and self.options.strict and entry.graphs.full:
                 raise CaptureError(_past_the_limit(entry)) from error
-            if self.options.strict:
+            if failed or isinstance(error, AmpRewriteError):
                 entry.start_afresh()
-                raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
-            if type(error).__name__ in dynamo.ASKED_FOR:
-                entry.start_afresh()
+            if not failed or (type(error).__name__ in dynamo.ASKED_FOR and not self.options.strict):
                 raise
+            if self.options.strict:
+                raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
+            if has_begun(error, entry.function):
+                raise CaptureError(
+                    f"{entry.place} cannot be captured, and this call stopped half way: {dynamo.first_line(error)}; what it wrote "
+                    "before is written. Rewrite its parts instead, with granularity='blocks' or the paths of modules"
+                ) from error
             return self._as_written(entry, args, kwargs, error)
 
     def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
-        """Run an entry that capture fails on; where its own code fails too, that error is the caller's."""
+        """Run an entry of which nothing ran before capture failed; if its own code fails too, that error is the caller's."""
         entry.start_afresh(as_written=True)
         self.state.captured -= 1
         try:
@@ -289,6 +306,15 @@ class Session:
             policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
             regions = (region for each in list(self.entries.values()) for region in each.graphs.regions)
             policy.check_nodes(node.name for region in regions for node in region.plan.nodes)
+
+    def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
+        """List the code that Dynamo failed on in this call, and warn once for each cause."""
+        what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
+        for failure in dict.fromkeys(failures):
+            where = f" ({failure.place})" if failure.place else ""
+            message = f"{entry.place} {what}: {one_line(failure.why)}{where}"
+            entry.graphs.left_out[message] = Skipped(failure.place or entry.path or "the model", message)
+            self.warn_fp32(message)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
-from amprewrite.errors import AmpRewriteError, CaptureError, PolicyError
+from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
@@ -165,13 +165,8 @@ class StrictRun:
         Buffers, random state and `.grad` stay as they were.
         """
         args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs or {})))
-        try:
-            with state_kept(self.model):
-                output = self.model(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, AmpRewriteError):
-                raise error.inner_exception from None
-            raise
+        with state_kept(self.model):
+            output = self.model(*args, **kwargs)
         return output_floats(output), self._gradients(output) if self.backward else {}
 
     def _gradients(self, output: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,35 @@
+"""Keep what torch logs about an op that refuses its inputs off the screen, for this thread and for a while.
+
+An op that is only tried may refuse; who tries it says so where it matters. torch logs each refusal with its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Self
+
+FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+class Quiet(logging.Filter):
+    """A filter that is on some loggers while it is entered, and drops the records that this thread makes."""
+
+    def __init__(self, *loggers: logging.Logger) -> None:
+        super().__init__()
+        self.loggers, self.thread = loggers or (FAKE_TENSORS,), threading.get_ident()
+
+    def __enter__(self) -> Self:
+        for logger in self.loggers:
+            logger.filters.insert(0, self)  # innermost first: a call inside a call hears its own
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self.loggers:
+            logger.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return threading.get_ident() != self.thread
+
+
+__all__ = ["FAKE_TENSORS", "Quiet"]

@@ -1,0 +1,253 @@
+"""Code that Dynamo fails on runs as written, in place: no effect of a call happens twice, wherever the failure stands."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from runtime_help import data, matmul_dtypes
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amprewrite
+from amprewrite import runtime
+from amprewrite.errors import AmpRewriteWarning, CaptureError, PlanError
+
+STEPS = ("fail", "break", "part", "count", "list", "write", "draw")
+
+
+def fails(x: torch.Tensor) -> torch.Tensor:
+    """Dynamo reads this range wrongly and fails; run as written it turns x over twice."""
+    return x.permute(*range(x.dim())[::-1]).permute(*range(x.dim())[::-1])
+
+
+class Steps(nn.Module):
+    """Does what its steps say, each at most once in a forward, with effects that can be counted."""
+
+    def __init__(self, steps: tuple[str, ...], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.steps, self.inner = steps, inner
+        self.linear, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        for step in self.steps:
+            y = getattr(self, f"do_{step}")(x, y)
+        return self.last(y)
+
+    def do_fail(self, x, y):
+        return fails(y)
+
+    def do_break(self, x, y):
+        torch._dynamo.graph_break()
+        return y
+
+    def do_part(self, x, y):
+        return y if self.inner is None else self.inner(y.clone())
+
+    def do_checkpoint(self, x, y):
+        return checkpoint(self.inner, y, use_reentrant=False)
+
+    def do_count(self, x, y):
+        self.count += 1
+        return y
+
+    def do_list(self, x, y):
+        self.seen.append(len(self.seen))
+        return y
+
+    def do_write(self, x, y):
+        x.add_(1)
+        return y
+
+    def do_draw(self, x, y):
+        return y + torch.rand(8)
+
+
+class Half(Steps):
+    """Breaks its graph once, and Dynamo fails on the second half."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        y = self.linear(x)
+        torch._dynamo.graph_break()
+        return self.last(fails(y))
+
+
+def effects(model: nn.Module, given: torch.Tensor) -> list[object]:
+    """All that a call may have changed."""
+    found: list[object] = [given.clone(), torch.get_rng_state()]
+    for part in model.modules():
+        if isinstance(part, Steps):
+            found += [part.count.clone(), list(part.seen)]
+    return found
+
+
+def same(a: list[object], b: list[object]) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+def once(make, calls: int = 3, **options) -> nn.Module:
+    """Call the fp32 model and the rewritten one on the same inputs and random state: results agree, and so do effects."""
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    amp = amprewrite.rewrite(make(), dtype="bf16", **options)
+    for call in range(calls):
+        got: list[tuple[torch.Tensor, list[object]]] = []
+        for each in (model, amp):
+            x = data(3, 8)
+            torch.manual_seed(call)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", AmpRewriteWarning)
+                result = each(x)
+            got.append((result, effects(each, x)))
+        assert torch.allclose(got[0][0], got[1][0], atol=0.1), call
+        assert same(got[0][1], got[1][1]), call
+    return amp
+
+
+EFFECTS = ("count", "list", "write", "draw")
+PLACES = [
+    ("fail", *EFFECTS),
+    (*EFFECTS, "fail"),
+    (*EFFECTS, "break", "fail"),
+    ("break", *EFFECTS, "fail"),
+    ("count", "break", "list", "write", "break", "draw", "fail", "count"),
+    (*EFFECTS, "break", "fail", *EFFECTS, "break", "fail", *EFFECTS),
+]
+
+
+@pytest.mark.parametrize("steps", PLACES, ids="-".join)
+def test_wherever_capture_fails(steps):
+    amp = once(lambda: Steps(steps))
+    assert any("as it is written" in part.why and __file__ in part.where for part in amp.plan.skipped)
+    assert matmul_dtypes(amp, data(3, 8)) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("inner", [("fail",), ("count", "break", "fail", "list"), ("count", "fail")], ids="-".join)
+@pytest.mark.parametrize("outer", [("count", "part"), ("count", "break", "part", "list", "write"), ("part", "fail", "count")], ids="-".join)
+def test_inside_a_part(outer, inner):
+    amp = once(lambda: Steps(outer, Steps(inner)))
+    assert matmul_dtypes(amp, data(3, 8)) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("inner", [("fail",), ("count", "break", "fail", "list")], ids="-".join)
+def test_inside_a_checkpoint(inner):
+    torch.manual_seed(0)
+    amp = once(lambda: Steps(("count", "checkpoint", "list"), Steps(inner)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpRewriteWarning)
+        amp(data(3, 8)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in amp.parameters())
+
+
+def test_a_part_called_by_itself():
+    torch.manual_seed(0)
+    model = Steps(("part",), Steps(("count", "break", "fail")))
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    with pytest.warns(AmpRewriteWarning, match="as it is written"):
+        amp.inner(data(3, 8))
+    assert amp.inner.count == 1
+
+
+def test_random_orders_of_steps():
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        picks = torch.randint(len(STEPS), (7,), generator=generator).tolist()
+        steps = tuple(STEPS[pick] for pick in picks)
+        inner = tuple(STEPS[pick] for pick in reversed(picks) if STEPS[pick] != "part")
+        once(lambda steps=steps, inner=inner: Steps(steps, Steps(inner)), calls=2)
+
+
+def test_one_clear_warning_and_nothing_on_stderr(capfd):
+    amp = amprewrite.rewrite(Half(()), dtype="bf16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            amp(data(3, 8))
+    said = [str(w.message) for w in caught if issubclass(w.category, AmpRewriteWarning)]
+    assert len(said) == 1 and "in fails)" in said[0] and "permutation of length 3" in said[0]
+    assert capfd.readouterr().err == ""
+
+
+def test_strict_raises():
+    with pytest.raises(CaptureError, match="strict"):
+        amprewrite.rewrite(Steps(("fail",)), dtype="bf16", strict=True)(data(3, 8))
+
+
+def test_own_errors_come_through_once_and_the_next_call_is_captured():
+    class Checks(Steps):
+        def forward(self, x):
+            self.count += 1
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    amp = amprewrite.rewrite(Checks(()), dtype="bf16")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        amp(data(3, 7))
+    assert amp.count == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpRewriteWarning)
+        assert matmul_dtypes(amp, data(3, 8)) == {torch.bfloat16}
+    assert amp.count == 2
+
+
+def test_later_calls_do_not_try_again(monkeypatch):
+    heard = []
+    kept = runtime.Graphs.failed
+    monkeypatch.setattr(runtime.Graphs, "failed", lambda self, failure: (heard.append(failure), kept(self, failure)))
+    amp = amprewrite.rewrite(Steps(("count", "break", "fail")), dtype="bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpRewriteWarning)
+        amp(data(3, 8))
+        first = len(heard)
+        for _ in range(5):
+            amp(data(3, 8))
+    assert first == len(heard) > 0 and amp.count == 6
+
+
+def test_a_second_model_of_the_class_says_so_too():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Half(())
+
+        def forward(self, x):
+            return self.inner(x)
+
+    for _ in range(2):
+        with pytest.warns(AmpRewriteWarning, match="as it is written.*in fails"):
+            amp = amprewrite.rewrite(Root(), dtype="bf16")
+            amp(data(3, 8))
+        assert any("as it is written" in part.why for part in amp.plan.skipped)
+
+
+def test_an_error_that_keeps_its_own_type():
+    @torch.library.custom_op("amprewrite_tests::bad_index", mutates_args=())
+    def bad_index(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @bad_index.register_fake
+    def _(x):
+        raise IndexError("tuple index out of range")
+
+    class Indexes(Steps):
+        def do_fail(self, x, y):
+            return torch.ops.amprewrite_tests.bad_index(y.detach())
+
+    amp = once(lambda: Indexes(("count", "fail")))
+    assert "tuple index out of range" in str(amp.plan.skipped)
+    with pytest.raises(CaptureError, match="tuple index out of range"):
+        amprewrite.rewrite(Indexes(("fail",)), dtype="bf16", strict=True)(data(3, 8))
+
+
+def test_errors_of_the_rewrite_reach_the_caller_before_any_effect():
+    other = amprewrite.plan(nn.Linear(8, 8), (data(3, 8),), dtype="bf16")
+    amp = amprewrite.rewrite(Steps(("count",)), plan=other)
+    with pytest.raises(PlanError):
+        amp(data(3, 8))
+    assert amp.count == 0
