@@ -33,7 +33,7 @@ class Colour(Enum):
     HIGH = "high"
     """The format that the node had before: fp32."""
     PLAIN = "plain"
-    """Carries no fp32 value (integers, booleans, fp64, complex, sparse): never cast."""
+    """Carries no fp32 value (integers, booleans, half precision of the model's own, fp64, complex, sparse): never cast."""
 
 
 class Reason(Enum):
@@ -54,6 +54,7 @@ class Reason(Enum):
     FORCED = "the lists put every op there"
     UNLISTED = "its op is on no list"
     NO_FLOAT = "it carries no fp32 value"
+    HALF = "the model computes it in half precision itself"
     BOUNDARY = "it enters or leaves the graph as it did before"
     PARAMETER = "parameters stay in fp32: they are the master weights"
     EXPLICIT_DTYPE = "the model asks for this dtype by name"

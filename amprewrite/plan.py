@@ -215,7 +215,9 @@ class CastPlan:
         flops = sum(node.flops for node in ops)
         low = sum(node.flops for node in ops if node.colour is Colour.LOW)
         weights = sum(cast.weight for cast in self.casts)
+        half = sum(node.flops for node in ops if node.reason is Reason.HALF)
         share = f"{100 * low / flops:.1f} % of matmul and convolution FLOPs" if flops else "no matmul or convolution"
+        share += f"; {100 * half / flops:.1f} % are in half precision already" if half else ""
         lines = heavy(self)
         lines += [
             f"{len(ops)} ops in {len(self.regions)} graph{'s' * (len(self.regions) != 1)}: {colours[Colour.LOW]} low ({self.low}), "

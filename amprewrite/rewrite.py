@@ -14,8 +14,9 @@ from amprewrite.accuracy import check_target, search
 from amprewrite.calibrate import calibrate
 from amprewrite.devices import named_device
 from amprewrite.errors import OpListError, PolicyError
-from amprewrite.formats import FP32, LOW_FORMATS, Format, dtype_name, parse_format
+from amprewrite.formats import FP32, LOW_FORMATS, Format, parse_format
 from amprewrite.granularity import MODEL, parse_granularity
+from amprewrite.half_parameters import refuse_trainable
 from amprewrite.kept_state import state_kept
 from amprewrite.loss_scale import parse_loss_scale
 from amprewrite.oplists import PRESETS, OpLists, op_lists
@@ -176,12 +177,7 @@ def _options(
     cache_weights: bool | str,
     strict: bool,
 ) -> Options:
-    for name, tensor in module.named_parameters():
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            raise PolicyError(
-                f"parameter {name} is {dtype_name(tensor.dtype)} already: fp32 parameters are the master weights; "
-                "call model.float() first, or use the model as it is"
-            )
+    refuse_trainable(module)
     if not isinstance(cache_weights, bool) and cache_weights != "step":
         raise PolicyError(f"cache_weights={cache_weights!r} is not understood: use True, False or 'step'")
     if plan is not None and not isinstance(plan, CastPlan):

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from amprewrite.dynamo import fresh_code, kept_out
 from amprewrite.errors import CaptureError, EmitError, PlanError, PolicyError
 from amprewrite.granularity import part_paths
+from amprewrite.half_parameters import lost_masters
 from amprewrite.loss_scale import LossScale
 from amprewrite.options import Options
 from amprewrite.plan import CastPlan, PendingPlan
@@ -114,9 +115,13 @@ class Rewritten(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        if is_rewritten(self):
-            session_of(self).cache.clear()
-        return super()._apply(*args, **kwargs)
+        if not is_rewritten(self):
+            return super()._apply(*args, **kwargs)
+        session = session_of(self)
+        session.cache.clear()
+        applied = super()._apply(*args, **kwargs)
+        session.warn_once(lost_masters(self))
+        return applied
 
     # -- copies stay rewritten --------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -239,7 +244,7 @@ def original_class(model: nn.Module) -> type[nn.Module]:
     return found
 
 
-def plain_of(model: Rewritten) -> nn.Module:
+def plain_of(model: nn.Module) -> nn.Module:
     """A twin of the model as it was before the rewrite, around the same parameters."""
     plain = twin_of(model)
     _unwrap(plain)

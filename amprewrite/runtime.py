@@ -29,6 +29,7 @@ from amprewrite.formats import FP32
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
+from amprewrite.half_parameters import frozen_note, lost_masters
 from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.magnitudes import magnitudes
@@ -173,6 +174,8 @@ class Session:
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
         if self.options.careful is not None and self.options.careful.note:
             self.note(self.options.careful.note)
+        if half := frozen_note(self.root):
+            self.note(half)
         self.probe = OverflowProbe(self.root)
         self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
 
@@ -349,7 +352,11 @@ class Session:
         """Raise under strict, else warn once."""
         if self.options.strict:
             raise CaptureError(message)
-        if message not in self.warned:
+        self.warn_once(message)
+
+    def warn_once(self, message: str) -> None:
+        """Warn if there is something to say that was not said before."""
+        if message and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, AmpRewriteWarning, stacklevel=2)
 
@@ -362,6 +369,7 @@ class Session:
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
         refuse_ambient_autocast()
+        self.warn_once(lost_masters(self.root))
         with self.lock:
             self._note_break(graphs, module)
             return self._rewritten(graphs, module, example_inputs)

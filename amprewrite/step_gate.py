@@ -164,7 +164,7 @@ class StepGate:
     def _guard(self, optimizer: Optimizer) -> None:
         own = {id(p) for p in self.parameters()}
         for p in params_of(optimizer):
-            if p.dtype == torch.float16 and id(p) in own:
+            if p.dtype == torch.float16 and p.requires_grad and id(p) in own:
                 raise PolicyError(
                     f"a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; keep the "
                     "model in fp32 (model.float()): the rewrite runs it in fp16 and its parameters are the master weights"

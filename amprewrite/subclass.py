@@ -35,14 +35,15 @@ def subclass_of(mixin: type, cls: type) -> type:
     `mixin.members_for(cls)` gives further members of it.
     """
     with _LOCK:
-        for found in type.__subclasses__(cls):
-            if original_of(found) is cls and issubclass(found, mixin):
-                return found
+        made: type
+        for made in type.__subclasses__(cls):
+            if original_of(made) is cls and issubclass(made, mixin):
+                return made
         members: Callable[[type], dict[str, Any]] = mixin.members_for  # type: ignore[attr-defined]
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _ORIGINAL: cls}
         meta = _metaclass(type(cls))
         base = next(known for known in meta.__mro__ if known in (ABCMeta, type))
-        made: type = base.__new__(meta, cls.__name__, (mixin, cls), {**names, **members(cls)})
+        made = base.__new__(meta, cls.__name__, (mixin, cls), {**names, **members(cls)})
         return made
 
 

@@ -202,6 +202,7 @@ _CONDITIONS = {
     Reason.FORCED: "with lists='default', or with an override",
     Reason.UNLISTED: "if {op} had a row in the op table that says what it does in {low}",
     Reason.NO_FLOAT: "never: there is nothing to cast",
+    Reason.HALF: "never: it is in {detail} already",
     Reason.BOUNDARY: "never: {detail}; only its copies can be low",
     Reason.PARAMETER: "never: the optimizer steps it; only its copies can be low",
     Reason.EXPLICIT_DTYPE: "without the fp32 that {source} asks for ({detail}); `.to(x.dtype)` leaves the choice open",

@@ -186,6 +186,8 @@ def _reads_bits(fact: Fact) -> bool:
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: bool) -> tuple[Colour, Reason, str] | None:
     """The colour that facts force; None where lists and passes decide."""
+    if fact.role == "op" and fact.dtype in ("bf16", "fp16"):
+        return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "output" or fact.dtype != "fp32":
         return Colour.PLAIN, Reason.NO_FLOAT, ""
     if fact.role != "op":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from amprewrite.colour import Colour
+from amprewrite.colour import Colour, Reason
 from amprewrite.plan import Cast, CastPlan, NodePlan
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -45,8 +45,8 @@ def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
 
 
 def is_heavy_high(node: NodePlan) -> bool:
-    """A matmul or convolution that was left in fp32."""
-    return node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW
+    """A matmul or convolution that was left in fp32; one that the model computes in half precision itself was not."""
+    return node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
 
 
 def by_impact(nodes: Iterable[NodePlan]) -> list[NodePlan]:
