@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.modules.module as everywhere
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -46,22 +46,33 @@ def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
                 yield getattr(module, kind)
 
 
-_GLOBAL: tuple[dict[int, Any], ...] = tuple(getattr(everywhere, f"_global{kind}") for kind in _KINDS)
+@torch.compiler.assume_constant_result  # type: ignore[misc]
+def _global_hooks() -> bool:
+    """Whether there are hooks on all modules now. A captured graph does not depend on it: both ways give the same graph."""
+    return bool(everywhere._has_any_global_hook())
 
 
-def global_hooks() -> bool:
-    """Whether hooks on all modules of the process are registered, as by FlopCounterMode."""
-    return any(_GLOBAL)
+def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `module` with its own forward hooks, and without those on all modules of the process.
 
-
-@contextmanager
-def global_hooks_aside() -> Iterator[None]:
-    """No global hooks while a rewritten model runs: they were called for the model, and its parts are no calls any more."""
-    kept = [dict(hooks) for hooks in _GLOBAL]
-    for hooks in _GLOBAL:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in zip(_GLOBAL, kept, strict=True):
-            hooks.update(before)
+    Dynamo reads this in place of a part's `__call__`: a hook on all modules would become part of the graph, whoever
+    registered it. Hooks that run even if the module raises are left to PyTorch's own call.
+    """
+    if module._forward_hooks_always_called or not _global_hooks():
+        return module._call_impl(*args, **kwargs)
+    for number, hook in module._forward_pre_hooks.items():
+        if number in module._forward_pre_hooks_with_kwargs:
+            changed = hook(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        else:
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    result = module.forward(*args, **kwargs)
+    for number, hook in module._forward_hooks.items():
+        given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
+        changed = hook(module, *given, result)
+        if changed is not None:
+            result = changed
+    return result

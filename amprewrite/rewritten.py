@@ -19,6 +19,7 @@ from amprewrite.dynamo import fresh_code, kept_out
 from amprewrite.errors import CaptureError, EmitError, PlanError, PolicyError
 from amprewrite.granularity import part_paths
 from amprewrite.half_parameters import lost_masters
+from amprewrite.hook_watch import call_with_own_hooks
 from amprewrite.loss_scale import LossScale
 from amprewrite.options import Options
 from amprewrite.plan import CastPlan, PendingPlan
@@ -39,7 +40,7 @@ class Rewritten(nn.Module):
 
     A part called by itself (`amp.encoder(x)`) runs rewritten too. Two things it cannot tell: a `torch.compile` of yours around
     a part alone, and a part's `forward` called by name, which both run the part's own code. Hooks on all modules of the
-    process (`register_module_forward_hook`) see the model as one call.
+    process (`register_module_forward_hook`) see the model as one call, beside parts that run as they are written.
     """
 
     @property
@@ -377,7 +378,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
                 return call_unread("capture cannot read a packed sequence, whose sizes are data; pad the sequences instead", args, kwargs)
             if module._backward_hooks or module._backward_pre_hooks:
                 return call_unread("capture cannot read the backward hooks on it; hook tensors or its parent instead", args, kwargs)
-            return module._call_impl(*args, **kwargs)
+            return call_with_own_hooks(module, args, kwargs)
         return call_alone(*args, **kwargs)
 
     if recurrent and session.recurrent_apart:

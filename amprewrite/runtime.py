@@ -30,7 +30,7 @@ from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
 from amprewrite.half_parameters import frozen_note, lost_masters
-from amprewrite.hook_watch import HookWatch, global_hooks, global_hooks_aside
+from amprewrite.hook_watch import HookWatch
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.magnitudes import magnitudes
 from amprewrite.modes_aside import modes_aside
@@ -229,9 +229,9 @@ class Session:
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graphs = entry.graphs
         try:
-            if torch._C._len_torch_dispatch_stack() == 0 and not global_hooks():
+            if torch._C._len_torch_dispatch_stack() == 0:
                 return graphs.compiled(*args, **kwargs)
-            with modes_aside(), global_hooks_aside():
+            with modes_aside():
                 return graphs.compiled(*args, **kwargs)
         except Exception as error:
             failed = dynamo.is_capture_error(error)

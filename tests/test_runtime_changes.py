@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import warnings
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import amprewrite
+from amprewrite import AmpRewriteWarning
 
 
 class Deep(nn.Module):
@@ -131,6 +134,79 @@ def test_global_hooks_see_the_model_as_one_call_and_stay():
         assert type(seen[-1]) is nn.Linear
     finally:
         handle.remove()
+
+
+def test_global_hooks_of_other_threads_miss_no_call():
+    from torch.nn.modules.module import register_module_forward_hook
+
+    amp, x, plain, seen = low(deep()), data(), nn.Linear(8, 8), []
+    amp(x)
+    running, done = threading.Event(), threading.Event()
+
+    def run_amp() -> None:
+        running.set()
+        while not done.is_set():
+            amp(x)
+
+    other = threading.Thread(target=run_amp)
+    handle = register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        other.start()
+        running.wait()
+        for _ in range(300):
+            plain(x)
+    finally:
+        done.set()
+        other.join()
+        handle.remove()
+    assert seen.count(plain) == 300
+    assert set(map(id, seen)) <= {id(plain), id(amp)}
+
+
+def test_a_global_hook_that_is_removed_during_a_call_stays_away():
+    from torch.nn.modules.module import register_module_forward_hook
+
+    seen, handles = [], []
+
+    class Removes(MLP):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            handles[0].remove()
+            return super().forward(x)
+
+    amp = low(Removes())
+    handles.append(register_module_forward_hook(lambda module, args, out: seen.append(module)))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AmpRewriteWarning)
+            amp(data())
+        nn.Linear(8, 8)(data())
+        assert not seen
+    finally:
+        handles[0].remove()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_own_hooks_of_parts_run_beside_global_hooks(first):
+    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+    def run(net: nn.Module) -> list[torch.Tensor]:
+        net.body.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        net.body.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
+        net.body.register_forward_hook(lambda module, args, out: out + 1)
+        net.body.register_forward_hook(lambda module, args, kwargs, out: out * 3, with_kwargs=True)
+        if first:
+            net(data())
+        handles = [register_module_forward_hook(lambda *_: None), register_module_forward_pre_hook(lambda *_: None)]
+        try:
+            during = net(data())
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [during, net(data())]
+
+    for got, want in zip(run(low(deep())), run(deep()), strict=True):
+        assert ran_low(got, want)
 
 
 def test_hooks_elsewhere_do_not_start_afresh():
