@@ -1,0 +1,150 @@
+"""`python -m tests.fuzz`: run cases of all kinds for some minutes, keep findings, print a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import FrameType
+
+from tests.fuzz.findings import Finding, Folder
+from tests.fuzz.kinds import KINDS, Kind
+from tests.fuzz.oracle import Problem
+from tests.fuzz.shrink import shrink
+
+CASE_SECONDS = 90
+SHRINK_SECONDS = 15
+SHRUNK_EACH = 2
+"""Findings of one coarse signature (kind of failure and place) that are cut down; the next ones are only counted."""
+BLOCK = 20
+"""Cases of one kind before the next kind's turn."""
+
+
+class TooSlowError(Exception):
+    """A case ran past its time."""
+
+
+def _alarm(number: int, frame: FrameType | None) -> None:
+    raise TooSlowError
+
+
+def examine(kind: Kind, seed: int, shrunk: dict[tuple[str, str], int], seconds: float = SHRINK_SECONDS) -> Finding | None:
+    """Run the case of a seed; what is wrong with it, cut down unless enough of its sort were."""
+    signal.signal(signal.SIGALRM, _alarm)
+    signal.alarm(CASE_SECONDS)
+    case = None
+    try:
+        case = kind.generate(seed)
+        problem = None if case is None else kind.check(case)
+    except TooSlowError:
+        problem = Problem("slow", f"over {CASE_SECONDS} s", "the case was given up")
+    finally:
+        signal.alarm(0)
+    if problem is None:
+        return None
+    coarse = (problem.kind, problem.where)
+    shrunk[coarse] = shrunk.get(coarse, 0) + 1
+    if problem.kind != "slow" and shrunk[coarse] <= SHRUNK_EACH and seconds:
+        case, problem = shrink(kind.cut(case, problem), problem, kind.check, kind.smaller, seconds)
+        tags = f" · {' '.join(kind.tags(case))}"
+    else:
+        tags = ""
+    return Finding(kind.name, seed, f"{problem.kind} · {problem.where}{tags}", problem.text, kind.shown(case) if case is not None else "")
+
+
+def work(options: argparse.Namespace, worker: int) -> int:
+    """One process: every JOBS-th seed of each kind, until time or cases are up. Returns how many findings count."""
+    folder, end, start = Folder(options.out), time.monotonic() + 60 * options.minutes, time.monotonic()
+    progress = options.out / f"progress-{worker}-of-{options.jobs}-from-{options.seed}.json"
+    at = {name: options.seed + worker for name in options.kinds}
+    if progress.exists() and options.resume:
+        at |= json.loads(progress.read_text())
+    shrunk: dict[tuple[str, str], int] = {}
+    done, counted, turn = 0, 0, 0
+    while time.monotonic() < end and (options.cases is None or done < options.cases):
+        name = options.kinds[turn // BLOCK % len(options.kinds)]
+        turn += 1
+        seed = at[name]
+        at[name] += options.jobs
+        progress.write_text(json.dumps(at))  # before the case: one that ends the process is not run again
+        found = examine(KINDS[name], seed, shrunk)
+        done += 1
+        if found is not None:
+            found = Finding(found.kind, found.seed, found.signature, found.text, found.script, round(time.monotonic() - start, 1))
+            folder.add(found)
+            counted += not found.foreign
+            print(f"{time.monotonic() - start:7.1f} s  {name}:{seed}  {found.signature}", flush=True)
+            if options.first and not found.foreign:
+                break
+    print(f"worker {worker}: {done} cases in {time.monotonic() - start:.0f} s, {counted} findings; next seeds {at}", flush=True)
+    return counted
+
+
+def parsed(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--cases", type=int, help="stop after so many a process")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=",".join(KINDS))
+    parser.add_argument("--out", type=Path, default=Path("fuzz-findings"))
+    parser.add_argument("--show", help="kind:seed: print that case cut down, and what comes of it")
+    parser.add_argument("--resume", action="store_true", help="go on at the seeds where a run into the same folder stopped")
+    parser.add_argument("--first", action="store_true", help="stop at the first finding")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parsed(argv)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    if options.show:
+        name, _, seed = options.show.partition(":")
+        case = KINDS[name].generate(int(seed))
+        print("nothing is generated" if case is None else KINDS[name].shown(case))
+        found = examine(KINDS[name], int(seed), {})
+        print("no finding" if found is None else f"\n# cut down\n{found.script}\n{found.signature}\n{found.text}")
+        return int(found is not None and not found.foreign)
+    if options.worker is not None:
+        return int(work(options, options.worker) > 0)
+    options.out.mkdir(parents=True, exist_ok=True)
+    return _supervise(options)
+
+
+def _supervise(options: argparse.Namespace) -> int:
+    """Keep JOBS processes at work; one that dies is a finding, and its place is taken from the next seed on."""
+    end = time.monotonic() + 60 * options.minutes
+    command = [sys.executable, "-m", "tests.fuzz", "--cases", str(options.cases or 10**9), "--seed", str(options.seed), "--jobs", str(options.jobs)]
+    command += ["--kinds", ",".join(options.kinds), "--out", str(options.out)] + ["--first"] * options.first
+
+    def start(worker: int, resume: bool) -> subprocess.Popen[bytes]:
+        minutes = max(end - time.monotonic(), 0) / 60
+        return subprocess.Popen([*command, "--minutes", f"{minutes:.3f}", "--worker", str(worker), *["--resume"] * resume])
+
+    running = {worker: start(worker, options.resume) for worker in range(options.jobs)}
+    while running:
+        time.sleep(0.2)
+        for worker, process in list(running.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del running[worker]
+            if status not in (0, 1):
+                at = json.loads((options.out / f"progress-{worker}-of-{options.jobs}-from-{options.seed}.json").read_text())
+                Folder(options.out).add(Finding("process", 0, f"died · status {status}", f"the cases before these seeds: {at}", ""))
+                if time.monotonic() < end:
+                    running[worker] = start(worker, True)
+    folder = Folder(options.out)
+    print(folder.table() or "no findings")
+    return int(any(not each.foreign for each in folder.findings()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The kinds of cases: how each makes, checks, cuts down and prints one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz import program_case, programs, states
+from tests.fuzz.oracle import Problem
+
+
+def _whole(case: Any, problem: Problem) -> Any:
+    return case
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    generate: Callable[[int], Any]
+    check: Callable[[Any], Problem | None]
+    smaller: Callable[[Any], Iterator[Any]]
+    shown: Callable[[Any], str]
+    tags: Callable[[Any], tuple[str, ...]]
+    cut: Callable[[Any, Problem], Any] = _whole
+
+
+KINDS = {
+    "programs": Kind("programs", programs.generate, program_case.check, programs.smaller, program_case.shown, programs.Program.tags),
+    "states": Kind("states", states.generate, states.check, states.smaller, states.shown, states.Sequence.tags, states.cut),
+}

@@ -1,0 +1,107 @@
+"""Small networks for state sequences: batches of 8 numbers in, 4 out, each with a `first`, a `second` and a `head`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+
+
+class Plain(nn.Module):
+    """Two layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+class Residual(Plain):
+    """A norm and a sum, so that results are fp32 behind low ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.second(torch.nn.functional.gelu(self.first(self.norm(x))))
+        return torch.cumsum(self.head(x), -1)
+
+
+class Broken(Plain):
+    """A graph break, and a write in place to what comes out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x.add_(self.position)
+        out: Tensor = self.head(torch.tanh(self.second(x)))
+        return out
+
+
+class Adapter(Plain):
+    """A low-rank adapter that merges into the weight below it, through `.data`, as such libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, self.merged = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        out = self.second(x)
+        if not self.merged:
+            out = out + self.up(self.down(x))
+        out = self.head(torch.tanh(out))
+        return out
+
+    def merge(self) -> None:
+        self.second.weight.data += (-1.0 if self.merged else 1.0) * (self.up.weight.data @ self.down.weight.data)
+        self.merged = not self.merged
+
+
+class Stateful(Plain):
+    """A convolution and a batch norm with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 2, 3, padding=1), nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x.unsqueeze(1))).sum(1)
+        out: Tensor = self.head(torch.relu(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+class Recurrent(Plain):
+    """A recurrent layer over pairs of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(2, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cell(x.view(x.shape[0], -1, 2))[0][:, -1]
+        out: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+class Checkpointed(Plain):
+    """Its second layer is recomputed in backward; its first is used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(torch.tanh(self.first(x))))
+        x = checkpoint(self.second, x, use_reentrant=False)
+        out: Tensor = self.head(torch.tanh(x))
+        return out
+
+
+NETS = {net.__name__: net for net in (Plain, Residual, Broken, Adapter, Stateful, Recurrent, Checkpointed)}

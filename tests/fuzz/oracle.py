@@ -1,0 +1,198 @@
+"""What is right: the fp32 run, torch.autocast's beside it, and one that rounds every op's result.
+
+1. Structure, dtypes, identities and shared memory of results, and what inputs and buffers hold afterwards, are fp32's.
+2. A program whose every op gives what the low format holds is *exact*: rounding changes nothing, so any difference is a wrong graph.
+3. Otherwise an error may be twice autocast's, or the format's floor; beyond that, what lies within three times the error of rounding
+   every op is called rounding and told apart.
+4. What is finite under autocast is finite.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+import amprewrite
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
+HEAVY = frozenset(
+    "mm addmm bmm baddbmm convolution mkldnn_convolution convolution_overrideable _scaled_dot_product_flash_attention_for_cpu".split()
+)
+LIBRARY = Path(amprewrite.__file__).parent
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One way in which a case is wrong; `kind` and `where` are what its signature is made of."""
+
+    kind: str
+    where: str
+    text: str
+    at: int = -1
+    """The operation of a sequence that showed it."""
+
+
+@dataclass
+class Record:
+    """What one run of a model left: everything that is compared, by name."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """Tensors (detached copies) and whatever else was returned, by a name such as "0 result 1" or "0 gradient a1.weight"."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What must agree to the letter: structure, dtypes, shapes, identities, memory."""
+    warnings: list[str] = field(default_factory=list)
+
+    def keep(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.values[name] = value.detach().clone()
+            self.facts[f"{name} dtype"] = str(value.dtype)
+            self.facts[f"{name} shape"] = tuple(value.shape)
+        else:
+            self.facts[name] = value if isinstance(value, int | float | bool | str | None | tuple) else type(value).__name__
+
+
+class Rounded(TorchDispatchMode):
+    """Rounds the result of every op to a low format, and knows whether that ever changed anything."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        super().__init__()
+        self.low, self.exact = low, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        aliased = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        if aliased:
+            return result
+        written = any(each.alias_info is not None for each in returns)
+        if written:
+            for each in tree_flatten(result)[0]:
+                if isinstance(each, torch.Tensor) and each.dtype == torch.float32:
+                    each.copy_(self._round(each))
+            return result
+        return tree_map(lambda each: self._round(each) if isinstance(each, torch.Tensor) and each.dtype == torch.float32 else each, result)
+
+    def _round(self, value: torch.Tensor) -> torch.Tensor:
+        rounded = value.to(self.low).to(value.dtype)
+        if self.exact and not torch.equal(rounded, value):
+            self.exact = False
+        return rounded
+
+
+class HeavyOps(TorchDispatchMode):
+    """Counts matrix products, convolutions and attention by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in HEAVY:
+            self.ran[next(each.dtype for each in args if isinstance(each, torch.Tensor))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def memory_of(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
+    """Pairs of names whose tensors share memory; a pair that is one object says so."""
+    names = list(tensors)
+    found = []
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            a, b = tensors[one], tensors[other]
+            if a is b:
+                found.append((one, f"is {other}"))
+            elif a.numel() and b.numel() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
+                found.append((one, f"shares with {other}"))
+    return tuple(found)
+
+
+def compare(want: Record, got: Record, autocast: Record | None, rounded: Record | None, exact: bool, low: str) -> Problem | None:
+    """The first way in which `got` is not right; None where it is."""
+    for name, value in want.facts.items():
+        if name not in got.facts:
+            return Problem("missing", _kind(name), f"{name}: {value} in fp32, absent here")
+        if not _same(got.facts[name], value):
+            return Problem("differs", _kind(name), f"{name}: {value} in fp32, {got.facts[name]} here")
+    for name in got.facts.keys() - want.facts.keys():
+        return Problem("extra", _kind(name), f"{name}: {got.facts[name]} here, absent in fp32")
+    for name, value in want.values.items():
+        problem = _compare_value(name, value, got.values[name], *(None if r is None else r.values.get(name) for r in (autocast, rounded)), exact, low)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= 1e-2 * abs(b) + 1e-6) or a != a and b != b
+
+
+def _kind(name: str) -> str:
+    """ "0 gradient a1.weight dtype" is about "gradient dtype"."""
+    words = name.split()
+    return " ".join([words[1], *(word for word in words[2:] if word in ("dtype", "shape", "requires_grad", "memory"))])
+
+
+def _compare_value(
+    name: str, want: torch.Tensor, got: torch.Tensor, autocast: torch.Tensor | None, rounded: torch.Tensor | None, exact: bool, low: str
+) -> Problem | None:
+    if not want.is_floating_point():
+        if not exact or torch.equal(want, got):
+            return None
+        return Problem("wrong", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
+    if autocast is not None and autocast.shape != want.shape:
+        autocast = None
+    beside = want if autocast is None else autocast
+    if bool(want.isfinite().all()) and bool(beside.isfinite().all()) and not bool(got.isfinite().all()):
+        return Problem("not finite", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
+    finite = want.isfinite() & beside.isfinite() & got.isfinite()
+    want, got = want.double()[finite], got.double()[finite]
+    size, error = float(want.norm()), float((want - got).norm())
+    if exact:
+        if error <= 1e-6 * size:
+            return None
+        return Problem("wrong", _kind(name), f"{name}, exact: {_shown(want)} in fp32, {_shown(got)} here, {error / max(size, 1e-30):.3g} off")
+    bar = FLOOR[low] * size + 1e-6
+    if autocast is not None:
+        bar = max(bar, 2 * float((autocast.double()[finite] - want).norm()))
+    if error <= bar:
+        return None
+    noise = 0.0
+    if rounded is not None and rounded.shape == finite.shape:
+        difference = rounded.double()[finite] - want
+        noise = 3 * float(difference[difference.isfinite()].norm()) + 3 * FLOOR[low] * size * (not bool(difference.isfinite().all()))
+    kind = "rounding" if error <= noise else "inexact"
+    said = f"{name}: {error / max(size, 1e-30):.3g} off, the bar is {bar / max(size, 1e-30):.3g}; {_shown(want)} in fp32, {_shown(got)} here"
+    return Problem(kind, _kind(name), said)
+
+
+def _shown(value: torch.Tensor) -> str:
+    return str([round(each, 5) if isinstance(each, float) else each for each in value.flatten()[:5].tolist()])
+
+
+def failure(error: BaseException) -> Problem:
+    """The problem that an exception is: its type, and the innermost line of the library that it passed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if LIBRARY in Path(frame.filename).parents or "/passes/" in frame.filename]
+    inner = getattr(error, "inner_exception", None)
+    where = f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "outside the library"
+    kind = type(error).__name__ if inner is None else f"{type(error).__name__} of {type(inner).__name__}"
+    return Problem("raises", f"{kind} in {where}", f"{kind}: {' '.join(str(error).split())[:400]}")
+
+
+def untold(amp: nn.Module, ran: Counter[torch.dtype], warned: list[str]) -> Problem | None:
+    """Heavy ops that ran in fp32 though neither plan nor warning names one."""
+    plan = amp.plan
+    if not ran[torch.float32] or plan.skipped or warned:
+        return None
+    high = [node.name for node in plan.nodes if node.flops and node.colour.value == "high"]
+    if high:
+        return None
+    return Problem("untold", "heavy ops in fp32", f"{ran[torch.float32]} heavy ops ran in fp32; the plan says: {plan.counts().splitlines()[-1]}")

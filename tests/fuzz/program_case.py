@@ -1,0 +1,271 @@
+"""One program, run in fp32, rounded, under autocast and rewritten, and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+import amprewrite
+from amprewrite.verify import verify
+from tests.fuzz.oracle import LOW, HeavyOps, Problem, Record, Rounded, compare, failure, memory_of, untold
+from tests.fuzz.programs import Program, batch, initialised
+
+
+def check(program: Program) -> Problem | None:
+    """What is wrong with the rewritten program; None where nothing is, or where the program does not run in fp32."""
+    torch._dynamo.reset()
+    with _quiet():
+        try:
+            want = run(program, initialised(program, plain=True))
+        except Exception:
+            return None
+        low = LOW[program.dtype]
+        mode = Rounded(low)
+        rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode))
+        exact = rounded is not None and mode.exact and not program.huge
+        autocast = None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low)))
+    def judged(got: Record) -> Problem | None:
+        return compare(want, got, autocast, rounded, exact, program.dtype)
+
+    try:
+        amp, got = rewritten(program)
+        problem = judged(got)
+    except Exception as error:
+        problem = failure(error)
+    if problem is not None:
+        return _ours(program, problem, judged)
+    refused = [each for each in got.warnings if "PassError" in each or "report" in each]
+    if refused:
+        return Problem("refused", re.sub(r"\\d+|%\\w+", "N", refused[0].partition("PassError")[2])[:60], refused[0])
+    return _further(program, amp, want, got)
+
+
+def _ours(program: Program, problem: Problem, judged: Callable[[Record], Problem | None]) -> Problem | None:
+    """The problem, unless PyTorch has it alone: eager fp32 fails, or torch.compile without any rewrite is as wrong."""
+    torch._dynamo.reset()
+    with _quiet():
+        eager = _tried(lambda: run(program, initialised(program)))
+        compiled = _tried(lambda: run(program, _compiled(initialised(program))))
+    if eager is None or judged(eager) is not None:
+        return None
+    if problem.kind != "raises" and compiled is not None:
+        alone = judged(compiled)
+        if alone is not None and (alone.kind, alone.where) == (problem.kind, problem.where):
+            return replace(problem, kind=f"PyTorch alone: {problem.kind}")
+    return problem
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def rewritten(program: Program) -> tuple[nn.Module, Record]:
+    """The rewritten model and the record of its run; AmpRewriteWarnings are in the record."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        amp = amprewrite.rewrite(initialised(program), **dict(program.options))
+        got = run(program, amp)
+    got.warnings = [str(each.message) for each in heard if issubclass(each.category, amprewrite.AmpRewriteWarning)]
+    return amp, got
+
+
+def _further(program: Program, amp: nn.Module, want: Record, got: Record) -> Problem | None:
+    """Heavy ops, export and verify, where the program asks for them."""
+    if program.dtype == "bf16" and "lists" not in dict(program.options) and "heavy" in program.checks:
+        ops = HeavyOps()
+        with _quiet(), torch.no_grad():
+            try:
+                with ops:
+                    amp(*batch(program))
+            except Exception as error:
+                return failure(error)
+        problem = untold(amp, ops.ran, got.warnings)
+        if problem is not None:
+            return problem
+    calls_are_pure = not any(each.tag in ("buffer", "counter", "set_attribute") for each in program.body)
+    if "export" in program.checks and calls_are_pure and any("result 0" in name for name in got.values):
+        return _exported(program, amp, got)
+    if "verify" in program.checks and calls_are_pure:
+        with _quiet():
+            try:
+                verify(amp, tuple(each.detach() for each in batch(program)))
+            except amprewrite.CaptureError:
+                return None
+            except Exception as error:
+                problem = failure(error)
+                return Problem("verify raises", problem.where, problem.text)
+    return None
+
+
+def _exported(program: Program, amp: nn.Module, got: Record) -> Problem | None:
+    """An exported program gives what the rewritten model gives where that is finite."""
+    with _quiet(), torch.no_grad():
+        try:
+            exported = amp.export_program(tuple(each.detach() for each in batch(program))).module()
+        except amprewrite.AmpRewriteError:
+            return None
+        except Exception as error:
+            problem = failure(error)
+            return Problem("export raises", problem.where, problem.text)
+        amp.eval() if not amp.training else amp
+        results = tree_flatten(exported(*(each.detach() for each in batch(program))))[0]
+        own = tree_flatten(amp(*(each.detach() for each in batch(program))))[0]
+    for index, (one, other) in enumerate(zip(own, results, strict=False)):
+        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.isfinite().all():
+            if not other.isfinite().all():
+                return Problem("export", "not finite", f"result {index}: finite rewritten, not finite exported")
+            if float((one - other).norm()) > 0.1 * float(one.norm()) + 1e-3:
+                return Problem("export", "differs", f"result {index}: {one.flatten()[:4].tolist()} rewritten, {other.flatten()[:4].tolist()} exported")
+    return None
+
+
+def run(
+    program: Program,
+    model: nn.Module,
+    within: Callable[[], Any] = contextlib.nullcontext,
+    around: Callable[[], Any] = contextlib.nullcontext,
+) -> Record:
+    """Call the model as the program says, take gradients, and keep all that can be seen; `within` is around forwards alone."""
+    record = Record()
+    for index, how in enumerate(program.calls):
+        inputs = batch(program, wide=how == "wide")
+        inputs = [each + 0 if each.requires_grad and how != "no_grad" else each for each in inputs]
+        leaves = [each for each in inputs if each.requires_grad and not each.is_leaf]
+        for each in leaves:
+            each.retain_grad()
+        model.train(how != "eval")
+        model.zero_grad()
+        torch.manual_seed(program.seed + 7)
+        grad = how in ("grad", "eval", "wide")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(around())
+            stack.enter_context(torch.enable_grad() if grad else torch.inference_mode() if how == "inference" else torch.no_grad())
+            with within():
+                result = model(*inputs)
+            _keep_results(record, index, result, model, inputs)
+            record.facts[f"{index} draws"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
+            if grad:
+                _backward(program, record, index, result, inputs)
+            if "write" in program.checks:
+                _write(record, index, result)
+        for name, buffer in model.named_buffers():
+            record.keep(f"{index} buffer {name}", buffer)
+        for name, parameter in model.named_parameters():
+            record.keep(f"{index} gradient {name}", parameter.grad)
+        for place, each in enumerate(inputs):
+            record.keep(f"{index} input {place}", each)
+            record.keep(f"{index} gradient input{place}", each.grad if each.requires_grad else None)
+        record.facts[f"{index} attribute count"] = model.count
+    return record
+
+
+def _keep_results(record: Record, index: int, result: Any, model: nn.Module, inputs: list[torch.Tensor]) -> None:
+    leaves, spec = tree_flatten(result)
+    record.facts[f"{index} structure"] = str(spec)
+    record.facts[f"{index} type"] = type(result).__name__
+    tensors = {f"result {place}": each for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)}
+    for place, each in enumerate(leaves):
+        record.keep(f"{index} result {place}", each)
+        if isinstance(each, torch.Tensor):
+            record.facts[f"{index} result {place} requires_grad"] = each.requires_grad
+    tensors |= {f"input {place}": each for place, each in enumerate(inputs)}
+    tensors |= {f"parameter {name}": each for name, each in model.named_parameters()}
+    tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
+    record.facts[f"{index} result memory"] = memory_of(tensors)
+
+
+def _backward(program: Program, record: Record, index: int, result: Any, inputs: list[torch.Tensor]) -> None:
+    """Take the loss of the program; gradients of results are kept, too."""
+    found = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor) and each.is_floating_point() and each.requires_grad]
+    for each in found:
+        if not each.is_leaf:
+            each.retain_grad()
+    if not found:
+        return
+    weights = [float(1 - 2 * (place % 2)) * (1 + place) for place in range(len(found))]
+    terms = [weight * each.float().sum() for weight, each in zip(weights, found, strict=True)]
+    if program.loss in ("each", "each_reversed"):
+        for place, term in enumerate(terms if program.loss == "each" else reversed(terms)):
+            term.backward(retain_graph=place + 1 < len(terms))
+    elif program.loss == "first":
+        terms[0].backward()
+    elif program.loss == "square":
+        sum(each.float().square().sum() for each in found).backward()  # type: ignore[union-attr]
+    elif program.loss == "mean":
+        sum(each.float().mean() for each in found).backward()  # type: ignore[union-attr]
+    elif program.loss == "outputs" and len(found) > 1:
+        grads = torch.autograd.grad(terms[0], found[1:], allow_unused=True, retain_graph=True)
+        for place, each in enumerate(grads):
+            record.keep(f"{index} gradient_of_result {place}", each)
+        terms[0].backward()
+    elif program.loss == "inner" and inputs[0].requires_grad:
+        (grad,) = torch.autograd.grad(sum(terms), inputs[0], create_graph=True, allow_unused=True)
+        record.keep(f"{index} inner_gradient 0", grad)
+        if grad is not None and grad.requires_grad:
+            (grad.square().sum() + sum(terms)).backward()
+    else:
+        sum(terms).backward()  # type: ignore[union-attr]
+    for place, each in enumerate(found):
+        record.keep(f"{index} gradient_of_result kept{place}", each.grad)
+
+
+def _write(record: Record, index: int, result: Any) -> None:
+    """Write the first result in place, as a caller may, and keep what all of them hold then."""
+    leaves = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
+    floats = [each for each in leaves if each.is_floating_point() and not each.is_inference()]
+    if not floats or len(leaves) < 2:
+        return
+    with torch.no_grad():
+        floats[0].view(-1)[:1].fill_(5.0) if floats[0].is_contiguous() else floats[0].fill_(5.0)
+    for place, each in enumerate(leaves):
+        record.keep(f"{index} written {place}", each)
+
+
+def _tried(call: Callable[[], Record]) -> Record | None:
+    try:
+        return call()
+    except Exception:
+        return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def shown(program: Program) -> str:
+    """The program as a script that prints results and gradients in fp32 and rewritten."""
+    inputs = ", ".join(f"torch.{'randint(-2, 3, ' + str(each.shape) + ').float()' if program.exact else 'randn(' + str(each.shape) + ')'}" for each in program.inputs)
+    options = ", ".join(f"{name}={value!r}" for name, value in program.options)
+    integers = "    [p.data.copy_(torch.randint(-1, 2, p.shape)) for p in model.parameters()]\n" if program.exact else ""
+    grads = [each.grad for each in program.inputs]
+    return f"""{program.source()}
+
+# loss {program.loss}, calls {program.calls}, also looked at {program.checks}, inputs that need gradients {grads}, huge weight {program.huge}
+if __name__ == "__main__":
+    import amprewrite
+
+    for low in (False, True):
+        torch.manual_seed({program.seed})
+        model = M()
+{integers}        inputs = [{inputs}]
+        inputs = [each.requires_grad_() + 0 if grad else each for each, grad in zip(inputs, {grads})]
+        result = (amprewrite.rewrite(model, {options}) if low else model)(*inputs)
+        print(result)
+        found = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        [t.retain_grad() for t in found]
+        sum((1 - 2 * (i % 2)) * (1 + i) * t.sum() for i, t in enumerate(found)).backward() if found else None
+        print([t.grad for t in found], {{name: p.grad for name, p in model.named_parameters()}})
+"""

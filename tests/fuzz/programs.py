@@ -1,0 +1,452 @@
+"""Random programs: modules as source text, built one statement at a time by trying each on real tensors.
+
+1. Choose inputs, whether the program is exact (small integers that both low formats hold), and the kinds of statements it leans to.
+2. Fill a template with names of values; run it; keep it if it ran and its results are small, finite and, in exact programs, integers.
+3. Choose what is returned, in which structure, which loss is taken, and how the model is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import random
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.fuzz.vocabulary import HELPERS, MODULES, PAIRED_MODULES, THEMES, Template
+
+MOST_ENTRIES = 400
+LARGEST = 256
+"""The largest integer below which bf16 holds all."""
+HEADER = """\
+import collections
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import cond, nn
+from torch._higher_order_ops import map as hop_map, scan, while_loop
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+"""
+SHAPES = ((2, 4), (2, 4), (3, 4), (2, 3, 4), (2, 4, 4), (4, 4), (1, 4), (2, 4, 4, 4))
+STRUCTURES = ("bare", "bare", "tuple", "tuple", "list", "dict", "nested", "dataclass", "named")
+LOSSES = ("sum", "sum", "square", "mean", "first", "each", "each_reversed", "outputs", "inner")
+CALLS = (("grad",), ("grad",), ("grad", "grad"), ("no_grad",), ("no_grad", "grad"), ("eval", "grad"), ("grad", "inference"), ("grad", "wide"))
+NUMBER = itertools.count()
+SPACE = compile(HEADER + "".join(code for code in HELPERS.values() if "autograd.Function" in code), "<names>", "exec")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A few lines of the forward; `module` is the layer it brings, as attribute and source."""
+
+    tag: str
+    text: str
+    defines: tuple[str, ...]
+    reads: tuple[str, ...]
+    modules: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Input:
+    name: str
+    shape: tuple[int, ...]
+    grad: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything one case runs: the module's parts, its inputs, the options of rewrite, and how it is called."""
+
+    seed: int
+    exact: bool
+    inputs: tuple[Input, ...]
+    body: tuple[Statement, ...]
+    results: tuple[str, ...]
+    structure: str
+    loss: str
+    calls: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+    checks: tuple[str, ...] = ()
+    """What else is looked at: "heavy" ops that run, "export", "verify"."""
+    huge: bool = False
+    """Whether one weight lies beyond what fp16 holds."""
+
+    @property
+    def dtype(self) -> str:
+        return str(dict(self.options)["dtype"])
+
+    def source(self) -> str:
+        """The module as Python source, whole."""
+        modules = dict(pair for each in self.body for pair in each.modules)
+        lines = [f"        self.{name} = {made}" for name, made in modules.items()]
+        body = [line for each in self.body for line in each.text.splitlines()]
+        ending = structured(self.structure, self.results)
+        text = "\n".join([*body, ending])
+        helpers = "".join(f"\n{code}" for name, code in HELPERS.items() if re.search(rf"\b{name}\b", text))
+        names = ", ".join(each.name for each in self.inputs)
+        forward = "\n".join(f"        {line}" for line in [*body, f"return {ending}"])
+        made = "\n".join(["        super().__init__()", "        self.count = 0", *lines])
+        return f"{HEADER}{helpers}\n\nclass M(nn.Module):\n    def __init__(self):\n{made}\n\n    def forward(self, {names}):\n{forward}\n"
+
+    def tags(self) -> tuple[str, ...]:
+        return tuple(sorted({each.tag for each in self.body}))
+
+
+def structured(structure: str, results: tuple[str, ...]) -> str:
+    """The expression that is returned."""
+    first, *rest = results
+    others = ", ".join(rest) or "None"
+    return {
+        "bare": first if not rest else f"{first}, {others}",
+        "tuple": f"({', '.join(results)},)",
+        "list": f"[{', '.join(results)}, None]",
+        "dict": "{" + ", ".join(f"'r{i}': {name}" for i, name in enumerate(results)) + "}",
+        "nested": f"{{'a': [{first}, ({others}, 3)], 'b': None}}",
+        "dataclass": f"Out({first}, ({others},))",
+        "named": f"Named({first}, [{others}])",
+    }[structure]
+
+
+def _cond(predicate: torch.Tensor, yes: Callable[..., Any], no: Callable[..., Any], operands: tuple[Any, ...] = ()) -> Any:
+    return (yes if predicate else no)(*operands)
+
+
+def _while_loop(test: Callable[..., Any], body: Callable[..., Any], carried: tuple[Any, ...]) -> Any:
+    while test(*carried):
+        carried = body(*carried)
+    return carried
+
+
+def _scan(step: Callable[..., Any], carried: torch.Tensor, rows: torch.Tensor) -> Any:
+    found = []
+    for row in rows:
+        carried, out = step(carried, row)
+        found.append(out)
+    return carried, torch.stack(found)
+
+
+def _map(step: Callable[..., Any], rows: torch.Tensor) -> torch.Tensor:
+    return torch.stack([step(row) for row in rows])
+
+
+PLAIN_CONTROL = {"cond": _cond, "while_loop": _while_loop, "scan": _scan, "hop_map": _map}
+"""What control flow means, in Python: the reference runs these, as PyTorch's own compile even in eager mode."""
+
+
+def load(source: str, plain: bool = False) -> type[nn.Module]:
+    """The class M of a program's source; its lines are known to inspect and to tracebacks."""
+    name = f"<program {next(NUMBER)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    sys.modules["fuzzed"] = home = ModuleType("fuzzed")  # Dynamo imports the module that a function says it is of
+    namespace = vars(home)
+    exec(compile(source, name, "exec"), namespace)
+    if plain:
+        namespace.update(PLAIN_CONTROL)
+    found: type[nn.Module] = namespace["M"]
+    return found
+
+
+def initialised(program: Program, plain: bool = False) -> nn.Module:
+    """The program's model; two calls give equal ones. A `plain` one runs control flow in Python."""
+    torch.manual_seed(program.seed)
+    model = load(program.source(), plain)()
+    if program.exact:
+        integers(model, program.seed)
+    if program.huge:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.flatten()[0] = 1e5
+                    break
+    return model
+
+
+def integers(model: nn.Module, seed: int) -> None:
+    """Give every parameter entries -1, 0 and 1."""
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=draws))
+
+
+def batch(program: Program, wide: bool = False) -> list[torch.Tensor]:
+    """The program's inputs; two calls give equal ones. A `wide` batch is twice as large, where every input has a batch."""
+    draws = torch.Generator().manual_seed(program.seed + 1)
+    found = []
+    for each in program.inputs:
+        shape = (2 * each.shape[0], *each.shape[1:]) if wide else each.shape
+        value = torch.randint(-2, 3, shape, generator=draws).float() if program.exact else torch.randn(shape, generator=draws)
+        found.append(value.requires_grad_(each.grad))
+    return found
+
+
+@dataclass
+class Builder:
+    """A program under construction, with the real values of its names."""
+
+    random: random.Random
+    exact: bool
+    names: list[str] = field(default_factory=list)
+    body: list[Statement] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    space: dict[str, Any] = field(default_factory=dict)
+    holder: nn.Module = field(default_factory=nn.Module)
+    attributes: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        exec(SPACE, self.space)
+        self.space |= PLAIN_CONTROL
+        self.holder.count = 0  # type: ignore[assignment]
+        self.space["self"] = self.holder
+
+    def value(self, name: str) -> Any:
+        return eval(name, self.space)
+
+    def pick(self) -> str:
+        """A name, late ones sooner."""
+        return self.names[-1 - min(int(self.random.expovariate(0.8)), len(self.names) - 1)]
+
+    def like(self, name: str, same: bool) -> str:
+        """A value of the same shape, or one that broadcasts with it."""
+        shape = self.value(name).shape
+        fits = []
+        for other in self.names:
+            with contextlib.suppress(RuntimeError):
+                if self.value(other).shape == shape or (not same and torch.broadcast_shapes(self.value(other).shape, shape) == shape):
+                    fits.append(other)
+        return self.random.choice(fits)
+
+    def attribute(self, kind: str, made: str) -> str:
+        """`self.a3`, made as said; one that exists already is shared now and then."""
+        known = [name for name, source in self.attributes.items() if source == made]
+        if known and self.random.random() < 0.4:
+            return f"self.{self.random.choice(known)}"
+        name = f"{kind}{next(self.numbers)}"
+        self._make(name, made)
+        return f"self.{name}"
+
+    def _make(self, name: str, made: str) -> None:
+        self.attributes[name] = made
+        if made.startswith("torch."):
+            self.holder.register_buffer(name, eval(made, self.space))
+        else:
+            setattr(self.holder, name, eval(made, self.space))
+            if self.exact:
+                integers(self.holder.get_submodule(name) if "Parameter" not in made else nn.ParameterList([getattr(self.holder, name)]), 0)
+
+    def fill(self, text: str) -> str:
+        """The text with names, layers and numbers for its placeholders."""
+        x = self.pick()
+        value = self.value(x)
+        last = value.shape[-1] if value.dim() else 1
+        weight = "torch.ones" if self.exact else "torch.randn"
+        found = text.replace("{x}", x)
+        for mark, make in (
+            ("{y}", lambda: self.like(x, same=False)),
+            ("{s}", lambda: self.like(x, same=True)),
+            ("{d}", lambda: str(self.random.randrange(-value.dim(), value.dim()) if value.dim() else 0)),
+            ("{k}", lambda: str(self.random.choice((1, 2, 3, -1)))),
+            ("{lin}", lambda: self.attribute("a", f"nn.Linear({last}, {last})")),
+            ("{w}", lambda: self.attribute("w", f"nn.Parameter({weight}({last}))")),
+            ("{buf}", lambda: self.attribute("b", f"nn.Buffer(torch.ones({last}))")),
+        ):
+            while mark in found:
+                found = found.replace(mark, make(), 1)
+        for mark in ("{v}", "{u}"):
+            found = found.replace(mark, f"v{next(self.numbers)}")
+        return found.replace("{n}", str(next(self.numbers)))
+
+    def module_template(self) -> Template:
+        """A call of a layer with random sizes, or of one built here before."""
+        value = self.value(self.pick())
+        sizes = {"{L}": value.shape[-1] if value.dim() else 1, "{C}": value.shape[1] if value.dim() > 1 else 1}
+        if self.random.random() < 0.75 or self.exact:
+            made, exact = self.random.choice(MODULES)
+            text = "{v} = {m}({x})"
+        else:
+            text, made = self.random.choice(PAIRED_MODULES)
+            exact = 0
+        for mark, size in sizes.items():
+            made = made.replace(mark, str(size))
+        tag = made.partition("(")[0].rpartition(".")[2]
+        return Template(f"nn.{tag}", text.replace("{m}", self.attribute("m", made)), bool(exact))
+
+    def add(self, template: Template) -> bool:
+        """Try one more statement; whether it was kept."""
+        before, known = dict(self.attributes), dict(self.space)
+        try:
+            text = self.fill(template.text)
+            exec(compile(text, "<statement>", "exec"), self.space)
+            names = [name for name in re.findall(r"\bv\d+\b", text) if name not in known and name in self.space]
+            new = list(dict.fromkeys(names))
+            assert all(self._fine(self.space[name]) for name in new)
+            assert all(self._fine(self.value(name)) for name in self.names)
+        except Exception:
+            for name in set(self.attributes) - set(before):
+                delattr(self.holder, name)
+            self.attributes = before
+            for name in set(self.space) - set(known):
+                del self.space[name]
+            return False
+        reads = tuple(dict.fromkeys(name for name in self.names if re.search(rf"\b{re.escape(name)}\b", text)))
+        modules = tuple((name, made) for name, made in self.attributes.items() if re.search(rf"\bself\.{name}\b", text))
+        self.body.append(Statement(template.tag, text, tuple(new), reads, modules))
+        self.names += [name for name in new if self.space[name].dtype == torch.float32]
+        return True
+
+    def _fine(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.numel() > MOST_ENTRIES or not value.numel() or value.is_sparse:
+            return False
+        if not value.is_floating_point():
+            return not value.is_complex()
+        plain = value.detach()
+        if self.exact and not torch.equal(plain, plain.round()):
+            return False
+        return bool(plain.isfinite().all()) and float(plain.abs().max()) <= (LARGEST if self.exact else 1e4)
+
+
+def options_of(choose: random.Random, low: str) -> tuple[tuple[str, Any], ...]:
+    found: dict[str, Any] = {"dtype": low}
+    if choose.random() < 0.35:
+        found["lists"] = choose.choice(("tf", "autocast", "o2", "o3"))
+    if choose.random() < 0.15:
+        found["cache_weights"] = choose.choice((False, "step"))
+    if low == "fp16" and choose.random() < 0.3:
+        found["loss_scale"] = choose.choice((8, 1024, None, "torch"))
+    if low == "bf16" and choose.random() < 0.1:
+        found["loss_scale"] = 8
+    if choose.random() < 0.05:
+        found["pad"] = "always"
+    return tuple(found.items())
+
+
+def generate(seed: int) -> Program | None:
+    """The program of a seed; None where what came out does not run in fp32 or has nothing in it."""
+    choose = random.Random(seed)
+    exact = choose.random() < 0.55
+    torch.manual_seed(seed)
+    builder = Builder(choose, exact)
+    inputs = []
+    for name in ("x", "y", "z")[: choose.choice((1, 1, 2, 2, 3))]:
+        inputs.append(Input(name, choose.choice(SHAPES) if not inputs or choose.random() < 0.3 else inputs[0].shape, choose.random() < 0.4))
+    low = choose.choice(("bf16", "fp16"))
+    program = Program(seed, exact, tuple(inputs), (), (), "bare", "sum", ("grad",), options_of(choose, low))
+    for each, value in zip(inputs, batch(program), strict=True):
+        builder.space[each.name] = value + 0 if each.grad else value
+        builder.names.append(each.name)
+    kinds = list(THEMES)
+    lean = choose.sample(kinds, 2)
+    weights = [(6.0 if kind in lean else 0.7) + 2.0 * (kind in ("plain", "product")) for kind in kinds]
+    wanted = choose.randint(2, 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(60):
+            if len(builder.body) >= wanted:
+                break
+            kind = choose.choices(kinds, weights)[0]
+            template = builder.module_template() if kind == "product" and choose.random() < 0.4 else choose.choice(THEMES[kind])
+            if template.exact or not exact:
+                builder.add(template)
+    if not builder.body:
+        return None
+    results = _results(choose, builder)
+    checks = tuple(each for each, share in (("heavy", 0.5), ("export", 0.05), ("verify", 0.08), ("write", 0.3)) if choose.random() < share)
+    calls = choose.choice(CALLS)
+    return replace(
+        program, body=tuple(builder.body), results=results, structure=choose.choice(STRUCTURES), loss=choose.choice(LOSSES),
+        calls=calls, checks=checks, huge=not exact and low == "fp16" and choose.random() < 0.05,
+    )  # fmt: skip
+
+
+def _results(choose: random.Random, builder: Builder) -> tuple[str, ...]:
+    """What is returned: the last value, and now and then others, inputs, views, one value twice, None, ints."""
+    made = [name for each in builder.body for name in each.defines]
+    last = made[-1] if made else builder.names[-1]
+    found = [last]
+    for _ in range(choose.choice((0, 0, 1, 1, 2, 3))):
+        kind = choose.random()
+        if kind < 0.6 and made:
+            found.append(choose.choice(made))
+        elif kind < 0.7:
+            found.append(choose.choice(builder.names))
+        elif kind < 0.85:
+            found.append(choose.choice(("{}.view(-1)", "{}.mT", "{}[..., :1]", "{}.detach()", "{}.view_as({})")).replace("{}", choose.choice(builder.names)))
+        else:
+            found.append(choose.choice(("None", "3", "True", "len({})", "{}.shape", "{}.argmax()", "{} > 0")).replace("{}", choose.choice(builder.names)))
+    tensors = [name for name in found if isinstance(builder.value(name), torch.Tensor)] if all(_runs(builder, name) for name in found) else [last]
+    found = [name for name in found if _runs(builder, name)]
+    return tuple(found) if tensors else (last,)
+
+
+def _runs(builder: Builder, text: str) -> bool:
+    try:
+        builder.value(text)
+    except (RuntimeError, IndexError, TypeError):
+        return False
+    return True
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs with one thing less, the boldest first."""
+    for size in (len(program.body) // 2, 1):
+        for start in range(len(program.body) - size, -1, -size) if size else ():
+            cut = _without(program, start, start + size)
+            if cut is not None:
+                yield cut
+    for index in range(len(program.results)):
+        if len(program.results) > 1:
+            yield replace(program, results=program.results[:index] + program.results[index + 1 :])
+    for call in program.calls:
+        if len(program.calls) > 1:
+            yield replace(program, calls=(call,))
+    for name, _ in program.options:
+        if name != "dtype":
+            yield replace(program, options=tuple(pair for pair in program.options if pair[0] != name))
+    for index in range(len(program.checks)):
+        yield replace(program, checks=program.checks[:index] + program.checks[index + 1 :])
+    for structure in ("bare", "tuple"):
+        if program.structure not in ("bare", structure):
+            yield replace(program, structure=structure)
+    if program.loss != "sum":
+        yield replace(program, loss="sum")
+    if program.huge:
+        yield replace(program, huge=False)
+    for index, each in enumerate(program.inputs):
+        if each.grad:
+            yield replace(program, inputs=(*program.inputs[:index], replace(each, grad=False), *program.inputs[index + 1 :]))
+        used = any(re.search(rf"\b{each.name}\b", text) for text in (*(s.text for s in program.body), *program.results))
+        if not used and len(program.inputs) > 1:
+            yield replace(program, inputs=program.inputs[:index] + program.inputs[index + 1 :])
+        for place, size in enumerate(each.shape):
+            if size > 2:
+                yield replace(program, inputs=tuple(_shrunk(other, each.shape, place) for other in program.inputs))
+
+
+def _shrunk(each: Input, shape: tuple[int, ...], place: int) -> Input:
+    return replace(each, shape=(*shape[:place], 2, *shape[place + 1 :])) if each.shape == shape else each
+
+
+def _without(program: Program, start: int, end: int) -> Program | None:
+    """The program without some statements; their names stand for what those read from then on."""
+    gone, rest = program.body[start:end], program.body[end:]
+    stands: dict[str, str] = {}
+    for each in gone:
+        source = next((stands.get(name, name) for name in each.reads), program.inputs[0].name)
+        stands |= {name: source for name in each.defines}
+
+    def renamed(text: str) -> str:
+        return re.sub(r"\bv\d+\b", lambda found: stands.get(found[0], found[0]), text)
+
+    later = tuple(replace(each, text=renamed(each.text), reads=tuple(map(renamed, each.reads))) for each in rest)
+    results = tuple(dict.fromkeys(map(renamed, program.results)))
+    return replace(program, body=(*program.body[:start], *later), results=results)

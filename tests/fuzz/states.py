@@ -1,0 +1,505 @@
+"""Sequences of operations on one rewritten model: calls in every mode, optimizers, writes to weights, copies, surgery, hooks.
+
+A plain fp32 model of the same structure goes through the same surgery. Before each compared call it is given the rewritten model's
+parameters, buffers and gradients as they are then, so a result computed from old weights cannot agree with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import amprewrite
+from amprewrite.loss_scale import LossScaleError
+from tests.fuzz.nets import NETS, WIDTH
+from tests.fuzz.oracle import LOW, Problem, failure
+
+BAR = 0.05
+"""Relative error of a result or gradient; old weights are much further off, and rounding is another part's business."""
+OPTIMIZERS = (
+    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor",
+)  # fmt: skip
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+WRITES = (
+    "data", "data_assign", "data_copy", "no_grad", "copy_", "set_", "swap", "load", "load_assign", "vector", "foreach", "dlpack", "numpy",
+    "detach", "inference", "index", "out",
+)  # fmt: skip
+
+
+class WrongError(Exception):
+    """The rewritten model did something else than the plain one."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.text)
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One case: a net, options of rewrite, and operations, each a method of Trial with its arguments."""
+
+    seed: int
+    net: str
+    tiny: bool
+    options: tuple[tuple[str, Any], ...]
+    operations: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    def tags(self) -> tuple[str, ...]:
+        words = {" ".join([name, *(str(each) for each in arguments if isinstance(each, str))]) for name, arguments in self.operations}
+        return (self.net, *sorted(words))
+
+
+def _halve(gradient: Tensor) -> Tensor:
+    return gradient * 0.5
+
+
+def _halve_result(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+    return result * 0.5
+
+
+def _shift_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (args[0] + 1,)
+
+
+def _halve_gradient(module: nn.Module, given: tuple[Tensor, ...], taken: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (given[0] * 0.5,)
+
+
+class Trial:
+    """A rewritten model and its plain companion. Each method does one thing to both and compares."""
+
+    def __init__(self, net: str, seed: int, tiny: bool, options: dict[str, Any]) -> None:
+        torch.manual_seed(seed)
+        model = NETS[net]()
+        if tiny:  # below what fp16 holds, as some published models are initialised
+            model.second.weight.data.mul_(1e-9)
+        self.plain = copy.deepcopy(model)
+        self.options, self.low = options, str(options["dtype"])
+        self.amp = amprewrite.rewrite(model, **options)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.known = False
+        """Whether the library may know the optimizer: it was attached, or has stepped."""
+        self.overflowed = False
+        self.draws = torch.Generator().manual_seed(seed)
+        self.losses: Callable[[Tensor], Tensor] = lambda out: out.square().mean()
+
+    # -- comparing ------------------------------------------------------------------------------------------------
+    def _sync(self) -> None:
+        """Give the plain model all that the rewritten one holds."""
+        theirs, buffers = dict(self.amp.named_parameters()), dict(self.amp.named_buffers())
+        for name, mine in self.plain.named_parameters():
+            mine.data = theirs[name].detach().clone()
+            mine.grad = None if theirs[name].grad is None else theirs[name].grad.detach().clone()  # type: ignore[union-attr]
+            mine.requires_grad_(theirs[name].requires_grad)
+        for name, buffer in self.plain.named_buffers():
+            buffer.data = buffers[name].detach().clone()
+        modes = {name: module.training for name, module in self.amp.named_modules()}
+        for name, module in self.plain.named_modules():
+            module.training = modes[name]
+
+    def _beside(self) -> nn.Module:
+        """A second plain model, to run under autocast; its gradients are its own."""
+        beside = copy.deepcopy(self.plain)
+        for mine, other in zip(beside.parameters(), self.plain.parameters(), strict=True):
+            mine.grad = None if other.grad is None else other.grad.clone()
+        return beside
+
+    def _compare(self, what: str, want: Tensor | None, got: Tensor | None, beside: Tensor | None, may_overflow: bool = False) -> None:
+        if want is None or got is None:
+            if want is not got:
+                raise WrongError(Problem("missing", what, f"{what}: {want} in fp32, {got} here"))
+            return
+        if want.shape != got.shape or want.dtype != got.dtype:
+            raise WrongError(Problem("differs", what, f"{what}: {want.dtype} {want.shape} in fp32, {got.dtype} {got.shape} here"))
+        if not got.isfinite().all():
+            if may_overflow:
+                self.overflowed = True
+            elif want.isfinite().all() and (beside is None or beside.isfinite().all()):
+                raise WrongError(Problem("not finite", what, f"{what} is not finite; it is in fp32 and under autocast"))
+            return
+        size, error = float(want.norm()), float((want - got).norm())
+        allowed = BAR * size + 1e-5
+        if beside is not None and beside.isfinite().all():
+            allowed = max(allowed, 3 * float((beside - want).norm()))
+        if error > allowed:
+            raise WrongError(Problem("wrong", what, f"{what} is {error / max(size, 1e-30):.3g} off, the bar is {allowed / max(size, 1e-30):.3g}"))
+
+    def _batch(self, rows: int, hot: float = 1.0) -> Tensor:
+        return hot * torch.randn(rows, WIDTH, generator=self.draws)
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+    def call(self, mode: str, rows: int) -> None:
+        """A forward in one of four modes."""
+        around = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode, "eval": torch.no_grad}[mode]
+        if mode == "eval":
+            self.mode("eval")
+        self._sync()
+        x = self._batch(rows)
+        beside = self._beside()
+        with around():
+            got = self.amp(x)
+            want = self.plain(x)
+            with torch.autocast("cpu", LOW[self.low]):
+                autocast = beside(x)
+        self._compare(f"result of a {mode} call", want.detach(), got.detach(), autocast.detach().float())
+
+    def part(self, name: str) -> None:
+        """A part called by itself."""
+        self._sync()
+        x = self._batch(4)
+        with torch.no_grad():
+            self._compare("result of a part", self.plain.get_submodule(name)(x), self.amp.get_submodule(name)(x), None)
+
+    def backward(self, rows: int, hot: bool, inputs: bool) -> None:
+        """Forward and backward; gradients add to those that are there. `inputs`: of the input and the result, too."""
+        self._sync()
+        x = self._batch(rows, 200.0 if hot else 1.0)
+        beside = self._beside()
+        runs = []
+        for model in (self.plain, self.amp, beside):
+            given = x.clone().requires_grad_(inputs)
+            with torch.autocast("cpu", LOW[self.low], enabled=model is beside):
+                out = model(given)
+            if not out.requires_grad:
+                return
+            if inputs:
+                out.retain_grad()
+            self.losses(out.float()).backward()
+            runs.append((out, given, dict(model.named_parameters())))
+        (want, x0, mine), (got, x1, theirs), (auto, x2, others) = runs
+        guarded = self.low == "fp16" and self.known
+        self._compare("result of a training call", want.detach(), got.detach(), auto.detach().float())
+        if inputs:
+            self._compare("gradient of the result", want.grad, got.grad, None if auto.grad is None else auto.grad.float())
+            self._compare("gradient of the input", x0.grad, x1.grad, x2.grad, guarded)
+        for name, parameter in mine.items():
+            self._compare("gradient of a parameter", parameter.grad, theirs[name].grad, others[name].grad, guarded)
+
+    def input_gradient(self, rows: int) -> None:
+        """torch.autograd.grad of the result with respect to the input, nothing else."""
+        self._sync()
+        x, beside = self._batch(rows), self._beside()
+        found = []
+        for model in (self.plain, self.amp, beside):
+            given = x.clone().requires_grad_()
+            with torch.autocast("cpu", LOW[self.low], enabled=model is beside):
+                out = model(given)
+            found.append(torch.autograd.grad(self.losses(out.float()), given)[0])
+        self._compare("gradient of the input alone", found[0], found[1], found[2], self.low == "fp16" and self.known)
+
+    def through(self, rows: int) -> None:
+        """Another network learns through the frozen rewritten one."""
+        self._sync()
+        x, beside = self._batch(rows), self._beside()
+        stem = nn.Linear(WIDTH, WIDTH)
+        before = [p.requires_grad for p in self.amp.parameters()]
+        found = []
+        for model in (self.plain, self.amp, beside):
+            for p in model.parameters():
+                p.requires_grad_(False)
+            stem.zero_grad()
+            with torch.autocast("cpu", LOW[self.low], enabled=model is beside):
+                out = model(stem(x))
+            self.losses(out.float()).backward()
+            found.append(stem.weight.grad)
+        for p, learns in zip(self.amp.parameters(), before, strict=True):
+            p.requires_grad_(learns)
+        self._compare("gradient through the frozen model", found[0], found[1], found[2])
+
+    # -- training ---------------------------------------------------------------------------------------------------
+    def make_optimizer(self, kind: str, way: str, attach: bool) -> None:
+        learning = [p for p in self.amp.parameters() if p.requires_grad]
+        if not learning:
+            return
+        flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {}}[way]
+        self.optimizer = getattr(torch.optim, kind)(learning, lr=0.1, **flags)
+        self.known = attach
+        self.overflowed = any(p.grad is not None and not p.grad.isfinite().all() for p in learning)
+        if attach:
+            self.amp.attach(self.optimizer)
+
+    def zero_grad(self, to_none: bool) -> None:
+        self.amp.zero_grad(set_to_none=to_none)
+        self.overflowed = False
+
+    def step(self, clip: str) -> None:
+        """A step on the gradients that are there; one whose gradients overflowed leaves the weights alone."""
+        learning = [p for p in self.amp.parameters() if p.requires_grad and p.grad is not None]
+        if self.optimizer is None or not learning or not all(p.isfinite().all() for p in learning):
+            return
+        overflow = any(not p.grad.isfinite().all() for p in learning) or self.overflowed  # type: ignore[union-attr]
+        if clip == "norm":
+            nn.utils.clip_grad_norm_(learning, 1.0)
+        elif clip == "value":
+            nn.utils.clip_grad_value_(learning, 1.0)
+        before = [p.detach().clone() for p in learning]
+        self.optimizer.step()
+        self.known = True
+        self._check_step(before, learning, overflow)
+
+    def _check_step(self, before: list[Tensor], learning: list[nn.Parameter], overflow: bool) -> None:
+        moved = any(not torch.equal(old, p) for old, p in zip(before, learning, strict=True))
+        if overflow and moved:
+            raise WrongError(Problem("step taken", "after an overflow", "gradients were not finite after backward, and the step was taken"))
+        gradients = [p.grad for p in learning if p.grad is not None]
+        if not overflow and not moved and any(float(each.abs().max()) > 1e-4 for each in gradients):
+            raise WrongError(Problem("step skipped", "without an overflow", "all gradients were finite, and the step was not taken"))
+        if not all(p.isfinite().all() for p in learning):
+            raise WrongError(Problem("weights", "not finite", "the step made weights that are not finite"))
+
+    def closure(self, kind: str, hot: bool) -> None:
+        """An optimizer of its own whose step runs forward and backward."""
+        learning = [p for p in self.amp.parameters() if p.requires_grad]
+        if not learning or not all(p.isfinite().all() for p in learning):
+            return
+        optimizer = getattr(torch.optim, kind)(learning, lr=0.01)
+        x = self._batch(4, 200.0 if hot else 1.0)
+
+        def run() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.losses(self.amp(x))
+            loss.backward()
+            return loss
+
+        optimizer.step(run)
+        self.known = False
+        if not all(p.isfinite().all() for p in learning):
+            raise WrongError(Problem("weights", "not finite after a closure", f"{kind}.step(closure) made weights that are not finite"))
+        self.zero_grad(True)
+
+    def train_step(self, rows: int, micro: int, clip: str, hot: bool) -> None:
+        self.zero_grad(True)
+        for _ in range(micro):
+            self.backward(rows, hot, False)
+        self.step(clip)
+
+    # -- writes -----------------------------------------------------------------------------------------------------
+    def write(self, name: str, how: str) -> None:
+        """Replace a weight by another, in one of the ways PyTorch offers."""
+        module = self.amp.get_submodule(name)
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]
+        new = -weight.detach().clone() if float(weight.detach().abs().max()) > 1e-6 else torch.randn(weight.shape, generator=self.draws)
+        if how == "data":
+            weight.data.mul_(0).add_(new)
+        elif how == "data_assign":
+            weight.data = new
+        elif how == "data_copy":
+            weight.data.copy_(new)
+        elif how == "detach":
+            weight.detach().copy_(new)
+        elif how == "set_":
+            with torch.no_grad():
+                weight.set_(new)  # type: ignore[call-overload]
+        elif how == "swap":
+            made = nn.Parameter(new, weight.requires_grad)
+            weight.grad = None
+            try:
+                torch.utils.swap_tensors(weight, made)
+            except RuntimeError as error:  # PyTorch swaps nothing that guards of compiled code refer to
+                if "weakref" not in str(error):
+                    raise
+        elif how in ("load", "load_assign"):
+            state = {key: value.detach().clone() for key, value in self.amp.state_dict().items()}
+            state[f"{name}.weight"] = new
+            self.amp.load_state_dict(state, assign=how == "load_assign")
+            self.optimizer = None if how == "load_assign" else self.optimizer
+        elif how == "vector":
+            vector = nn.utils.parameters_to_vector([weight]).detach()
+            nn.utils.vector_to_parameters(vector * 0 + new.flatten(), [weight])
+        elif how == "dlpack":
+            torch.from_dlpack(weight.detach()).copy_(new)
+        elif how == "numpy":
+            weight.detach().numpy()[...] = new.numpy()
+        elif how == "inference":
+            with torch.inference_mode():
+                weight.copy_(new)
+        else:
+            with torch.no_grad():
+                if how == "no_grad":
+                    weight.mul_(0).add_(new)
+                elif how == "copy_":
+                    weight.copy_(new)
+                elif how == "foreach":
+                    torch._foreach_copy_([weight], [new])
+                elif how == "index":
+                    weight[:] = new
+                else:
+                    torch.add(new, 0, out=weight)
+
+    def polyak(self, rate: float) -> None:
+        """Move all weights towards others through `.data`, as target networks do."""
+        for p in self.amp.parameters():
+            p.data.mul_(1 - rate).add_(rate * torch.randn(p.shape, generator=self.draws) * 0.3)
+
+    def merge(self) -> None:
+        if hasattr(self.amp, "merge"):
+            self.amp.merge()
+            self.plain.merge()  # type: ignore[operator]
+
+    def grow(self, name: str) -> None:
+        """A weight becomes an ordinary one, whatever it was."""
+        with torch.no_grad():
+            weight = self.amp.get_submodule(name).weight
+            weight.copy_(0.5 * torch.randn(weight.shape, generator=self.draws))  # type: ignore[operator, arg-type]
+
+    # -- structure and modes ------------------------------------------------------------------------------------------
+    def mode(self, name: str) -> None:
+        self.amp.train(name == "train")
+
+    def freeze(self, name: str, learns: bool) -> None:
+        for p in self.amp.get_submodule(name).parameters():
+            p.requires_grad_(learns)
+            p.grad = None
+        self.optimizer = None
+
+    def replace_layer(self, name: str) -> None:
+        torch.manual_seed(int(torch.randint(1000, (), generator=self.draws)))
+        old: nn.Linear = self.amp.get_submodule(name)  # type: ignore[assignment]
+        made = nn.Linear(old.in_features, old.out_features)
+        setattr(self.amp, name, made)
+        setattr(self.plain, name, copy.deepcopy(made))
+        self.optimizer = None
+
+    def hook(self, kind: str) -> None:
+        """A hook that changes numbers, on both models."""
+        for model in (self.plain, self.amp):
+            second = model.get_submodule("second")
+            if kind == "forward":
+                second.register_forward_hook(_halve_result)
+            elif kind == "pre":
+                second.register_forward_pre_hook(_shift_input)
+            elif kind == "root":
+                model.register_forward_hook(_halve_result)
+            elif kind == "backward":
+                second.register_full_backward_hook(_halve_gradient)
+
+    def parameter_hook(self) -> None:
+        for model in (self.plain, self.amp):
+            weight = model.get_submodule("second").weight
+            if weight.requires_grad:
+                weight.register_hook(_halve)  # type: ignore[operator]
+
+    def duplicate(self, how: str) -> None:
+        """Go on with a copy; what is done to the original afterwards must not be seen."""
+        original = self.amp
+        self.amp = copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original))
+        with torch.no_grad():
+            for p in original.parameters():
+                p.data.zero_()
+        self.optimizer, self.known = None, False
+
+    def finish(self) -> None:
+        """Decisions must fit the weights as they are now: a fresh rewrite leaves no fewer heavy ops high."""
+        for mode in ("eval", "train"):
+            self.mode(mode)
+            self.call("grad" if mode == "train" else "no_grad", 4)
+        fresh = amprewrite.rewrite(copy.deepcopy(self.plain), **self.options)
+        x = self._batch(4)
+        fresh(x), self.amp(x)
+        own, new = (sum(n.colour.value == "high" and n.flops > 0 for n in model.plan.nodes) for model in (self.amp, fresh))
+        if own > new:
+            raise WrongError(Problem("stale decision", "heavy ops high", f"{own} heavy ops stay high, a fresh rewrite leaves {new}"))
+
+
+def generate(seed: int) -> Sequence:
+    """The sequence of a seed: 15 to 24 operations."""
+    choose = random.Random(seed)
+    options: dict[str, Any] = {"dtype": choose.choice(("bf16", "fp16"))}
+    if choose.random() < 0.4:
+        options["cache_weights"] = choose.choice(("step", "step", False))
+    if options["dtype"] == "fp16" and choose.random() < 0.3:
+        options["loss_scale"] = choose.choice(("torch", 1024, None))
+    layer = lambda: choose.choice(("first", "second", "head"))  # noqa: E731
+    rows = lambda: choose.choice((4, 4, 4, 6))  # noqa: E731
+    clip = lambda: choose.choice(("", "", "norm", "value"))  # noqa: E731
+    hot = lambda: choose.random() < 0.2  # noqa: E731
+
+    def optimizer() -> tuple[Any, ...]:
+        kind = choose.choice(OPTIMIZERS)
+        way = choose.choice(("fused", "fused", "foreach", "plain") if kind in FUSED else ("foreach", "plain") if kind != "Adafactor" else ("plain",))
+        return kind, way, choose.random() < 0.4
+
+    table: tuple[tuple[str, float, Callable[[], tuple[Any, ...]]], ...] = (
+        ("call", 5, lambda: (choose.choice(("grad", "no_grad", "no_grad", "inference", "eval")), rows())),
+        ("part", 0.7, lambda: (choose.choice(("first", "second")),)),
+        ("backward", 1, lambda: (rows(), hot(), choose.random() < 0.4)),
+        ("input_gradient", 0.7, lambda: (rows(),)),
+        ("through", 0.7, lambda: (rows(),)),
+        ("make_optimizer", 1.2, optimizer),
+        ("zero_grad", 0.7, lambda: (choose.random() < 0.5,)),
+        ("step", 1, lambda: (clip(),)),
+        ("train_step", 3, lambda: (rows(), choose.choice((1, 1, 2)), clip(), hot())),
+        ("closure", 0.7, lambda: (choose.choice(("SGD", "AdamW", "LBFGS")), hot())),
+        ("write", 3, lambda: (layer(), choose.choice(WRITES))),
+        ("polyak", 0.6, lambda: (0.5,)),
+        ("merge", 0.5, lambda: ()),
+        ("grow", 0.5, lambda: (layer(),)),
+        ("mode", 1, lambda: (choose.choice(("train", "eval")),)),
+        ("freeze", 0.7, lambda: (layer(), choose.random() < 0.5)),
+        ("replace_layer", 0.5, lambda: (layer(),)),
+        ("hook", 0.25, lambda: (choose.choice(("forward", "pre", "root", "backward")),)),
+        ("parameter_hook", 0.2, lambda: ()),
+        ("duplicate", 0.4, lambda: (choose.choice(("deepcopy", "pickle")),)),
+    )
+    names, weights = [row[0] for row in table], [row[1] for row in table]
+    makers = {row[0]: row[2] for row in table}
+    tiny = choose.random() < 0.1
+    operations = [("make_optimizer", optimizer())] if choose.random() < 0.5 else []
+    operations += [(name, makers[name]()) for name in choose.choices(names, weights, k=choose.randint(15, 22))]
+    if tiny:
+        operations += [("grow", ("second",)), ("finish", ())]
+    return Sequence(seed, choose.choice(list(NETS)), tiny, tuple(options.items()), tuple(operations))
+
+
+def check(case: Sequence) -> Problem | None:
+    """Run the sequence; the first thing that is wrong."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trial = Trial(case.net, case.seed, case.tiny, dict(case.options))
+        for index, (name, arguments) in enumerate(case.operations):
+            try:
+                getattr(trial, name)(*arguments)
+            except WrongError as wrong:
+                return replace(wrong.problem, at=index)
+            except LossScaleError:
+                return None
+            except Exception as error:
+                return replace(failure(error), at=index)
+    return None
+
+
+def cut(case: Sequence, problem: Problem) -> Sequence:
+    """The sequence up to the operation that fails."""
+    return replace(case, operations=case.operations[: problem.at + 1])
+
+
+def smaller(case: Sequence) -> Iterator[Sequence]:
+    """Sequences with less in them, the boldest first."""
+    count = len(case.operations)
+    for size in (count // 2, count // 4, 1):
+        for start in range(0, count - 1, size) if size else ():
+            yield replace(case, operations=case.operations[:start] + case.operations[min(start + size, count - 1) :])
+    if case.net != "Plain":
+        yield replace(case, net="Plain")
+    for name, _ in case.options:
+        if name != "dtype":
+            yield replace(case, options=tuple(pair for pair in case.options if pair[0] != name))
+    if case.tiny:
+        yield replace(case, tiny=False)
+
+
+def shown(case: Sequence) -> str:
+    """The sequence as a script; the last line is the one that fails."""
+    lines = [f"trial.{name}{arguments if len(arguments) != 1 else f'({arguments[0]!r})'}" for name, arguments in case.operations]
+    options = ", ".join(f"{name}={value!r}" for name, value in case.options)
+    start = f"trial = Trial({case.net!r}, {case.seed}, {case.tiny}, dict({options}))"
+    return "\n".join(["from tests.fuzz.states import Trial", "", start, *lines, ""])

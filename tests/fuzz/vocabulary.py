@@ -1,0 +1,314 @@
+"""The statements that programs are made of: text with placeholders, over 200 ops in all the spellings that PyTorch offers.
+
+`{x}` is a value, `{y}` one that broadcasts with it, `{s}` one of the same shape, `{d}` a dim of x, `{k}` a small number, `{v}` and `{u}`
+new names, `{lin}` a linear layer that keeps x's last size, `{w}` a parameter and `{buf}` a buffer of that size, `{n}` a fresh number.
+A statement that does not fit its operands fails when it is tried, and another one is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Template:
+    """One statement: its tag names it in signatures; one that is `exact` keeps small integers small integers."""
+
+    tag: str
+    text: str
+    exact: bool = False
+
+
+def _spelled(name: str, arguments: str = "") -> list[str]:
+    """`name` of one tensor as torch's function, as a method, as torch.nn.functional's, in place, and into a given tensor."""
+    rest = f", {arguments}" if arguments else ""
+    found = []
+    if hasattr(torch, name):
+        found.append(f"{{v}} = torch.{name}({{x}}{rest})")
+    if hasattr(torch.Tensor, name):
+        found.append(f"{{v}} = {{x}}.{name}({arguments})")
+    if hasattr(F, name):
+        found.append(f"{{v}} = F.{name}({{x}}{rest})")
+    if hasattr(torch.Tensor, f"{name}_"):
+        found.append(f"{{v}} = {{x}}.clone().{name}_({arguments})")
+    return found
+
+
+EXACT_UNARY = (
+    "neg abs relu square sign sgn floor ceil round trunc relu6 clone contiguous positive detach hardtanh fliplr nan_to_num "
+    "ravel flatten atleast_3d"
+).split()
+SMOOTH_UNARY = (
+    "exp2 expm1 sin cos tanh sigmoid gelu silu mish elu selu celu softplus logsigmoid erf erfc atan asinh sinh cosh hardswish "
+    "hardsigmoid softsign tanhshrink sinc i0 frac arctan rad2deg"
+).split()
+GUARDED_UNARY = {
+    "log": "{x}.abs() + 1", "log1p": "{x}.abs()", "log2": "{x}.abs() + 1", "log10": "{x}.abs() + 1", "sqrt": "{x}.abs() + 1",
+    "rsqrt": "{x}.abs() + 1", "reciprocal": "{x}.abs() + 1", "lgamma": "{x}.abs() + 1", "digamma": "{x}.abs() + 1",
+    "asin": "torch.tanh({x}) * 0.5", "acos": "torch.tanh({x}) * 0.5", "atanh": "torch.tanh({x}) * 0.5", "erfinv": "torch.tanh({x}) * 0.5",
+    "acosh": "{x}.abs() + 1.5", "logit": "torch.sigmoid({x})", "exp": "{x}.clamp(-4, 4)",
+}  # fmt: skip
+"""Ops with a pole or an end: what they are given instead of x."""
+ARGUED = (
+    ("leaky_relu", "0.5", True), ("threshold", "1.0, 0.0", True), ("hardshrink", "1.0", True), ("softshrink", "1.0", True),
+    ("tril", "", True), ("triu", "", True), ("clamp", "-1, 2", True), ("clamp_min", "0", True), ("clamp", "max=2", True), ("pow", "2", True),
+    ("flip", "(0,)", True), ("roll", "1, -1", True), ("unsqueeze", "{d}", True), ("squeeze", "{d}", True), ("transpose", "0, -1", True),
+    ("movedim", "0, -1", True), ("swapaxes", "0, -1", True), ("narrow", "-1, 0, 2", True), ("select", "{d}, 0", True), ("clip", "-2, 2", True),
+    ("diagonal", "", True), ("cumsum", "{d}", True), ("sum", "{d}", True), ("sum", "{d}, keepdim=True", True), ("sum", "", True),
+    ("amax", "{d}", True), ("amin", "{d}, keepdim=True", True), ("nansum", "{d}", True), ("repeat_interleave", "2, dim=-1", True),
+    ("tile", "(2,)", True), ("unflatten", "-1, (2, -1)", True), ("flatten", "0, 1", True), ("masked_fill", "{x} > 1, 0.0", True),
+    ("fmod", "2.0", True), ("remainder", "2.0", True), ("mul", "{k}", True), ("add", "{k}", True), ("sub", "{k}, alpha=2", True),
+    ("mean", "{d}", False), ("mean", "", False), ("mean", "-1, keepdim=True", False), ("prod", "{d}", False), ("softmax", "{d}", False),
+    ("log_softmax", "{d}", False), ("logsumexp", "{d}", False), ("std", "-1", False), ("var", "-1, keepdim=True", False),
+    ("norm", "dim=-1", False), ("norm", "", False), ("cumprod", "{d}", False), ("logcumsumexp", "{d}", False), ("nanmean", "{d}", False),
+    ("div", "{k}", False), ("true_divide", "2", True), ("renorm", "2, 0, 1.0", False), ("softmin", "{d}", False), ("glu", "-1", False),
+    ("normalize", "", False), ("pad", "(1, 1)", True), ("dropout", "0.0, True", True), ("alpha_dropout", "0.0, True", True),
+    ("float_power", "2", False), ("logdet", "", False), ("trace", "", True), ("diag_embed", "", True), ("take", "torch.tensor([0, 1])", True),
+    ("index_select", "-1, torch.tensor([1, 0])", True), ("unfold", "-1, 2, 1", True), ("gather", "-1, torch.zeros_like({x}).long()", True),
+    ("index_fill", "-1, torch.tensor([0]), 2.0", True), ("expand", "2, *{x}.shape", True), ("repeat", "2, *([1] * {x}.dim())", True),
+    ("as_strided", "(2, 2), (2, 1)", True), ("view", "-1", True), ("reshape", "-1, 2", True), ("broadcast_to", "(2, *{x}.shape)", True),
+    ("rot90", "", True), ("layer_norm", "{x}.shape[-1:]", False), ("rms_norm", "{x}.shape[-1:]", False), ("unsqueeze", "0", True),
+    ("avg_pool1d", "2, 1", False), ("max_pool1d", "2, 1", True), ("adaptive_avg_pool1d", "2", False), ("adaptive_max_pool1d", "2", True),
+    ("lp_pool1d", "2, 2", False), ("max_pool2d", "2, 1", True), ("avg_pool2d", "2, 1", False), ("group_norm", "1", False),
+    ("instance_norm", "", False), ("local_response_norm", "2", False), ("gumbel", "", False), ("channel_shuffle", "2", True),
+)  # fmt: skip
+BINARY = (
+    ("add", True), ("sub", True), ("mul", True), ("maximum", True), ("minimum", True), ("rsub", True), ("fmax", True), ("fmin", True),
+    ("copysign", True), ("heaviside", True), ("atan2", False), ("hypot", False), ("logaddexp", False), ("logaddexp2", False),
+    ("xlogy", False), ("nextafter", False),
+)  # fmt: skip
+OPERATORS = ("+", "-", "*")
+
+WRITTEN = (
+    # arithmetic of two and three
+    ("div", "{v} = {x} / ({y}.abs() + 1)"), ("div", "{v} = torch.div({x}, {y}.abs() + 1, rounding_mode='floor')"),
+    ("floordiv", "{v} = {x} // 2", 1), ("mod", "{v} = {x} % 2", 1), ("rdiv", "{v} = 1 / ({x}.abs() + 1)"), ("rpow", "{v} = 2 ** {x}.clamp(-2, 2)"),
+    ("pow", "{v} = ({x}.abs() + 1) ** 1.5"), ("iadd", "{v} = {x} * 1\n{v} += {y}", 1), ("imul", "{v} = {x} + 0\n{v} *= {y}", 1),
+    ("rsub", "{v} = 1 - {x}", 1), ("lerp", "{v} = torch.lerp({x}, {s}, 0.5)"), ("lerp", "{v} = {x}.lerp({s}, torch.sigmoid({x}))"),
+    ("addcmul", "{v} = torch.addcmul({x}, {s}, {s}, value=2)", 1), ("addcdiv", "{v} = {x}.addcdiv({s}, {s}.abs() + 1)"),
+    ("where", "{v} = torch.where({x} > 0, {x}, {y})", 1), ("where", "{v} = {x}.where({s} > 0, 0.0)", 1), ("dist", "{v} = torch.dist({x}, {s})"),
+    ("ldexp", "{v} = torch.ldexp({x}, torch.tensor(1))", 1), ("max2", "{v} = torch.max({x}, {y})", 1), ("bool", "{v} = ({x} > 0) * {x}", 1),
+    ("bool", "{v} = {x} * (({y} >= 0) & ({y} < 2)).float()", 1), ("logical", "{v} = {x} * torch.logical_or({x} > 0, {x} < -1)", 1),
+    ("isclose", "{v} = {x} * torch.isclose({x}, {x})", 1), ("square", "{v} = {x} * {x}", 1), ("double", "{v} = {x}.double().float()", 1),
+    ("to", "{v} = {x}.to(torch.float32)", 1), ("type_as", "{v} = {x}.type_as({y})", 1), ("int", "{v} = {x} + {x}.int()", 1),
+    ("to_half", "{v} = {x}.to(torch.bfloat16).float()", 1), ("long", "{v} = {x}.long() * {x}", 1), ("new", "{v} = {x} + {x}.new_ones(())", 1),
+    ("like", "{v} = {x} * torch.full_like({x}, 2)", 1), ("eye", "{v} = {x} + torch.eye({x}.shape[-1])", 1), ("draw", "{v} = {x} + (torch.rand(()) > 2)", 1),
+    ("arange", "{v} = {x} + torch.arange({x}.shape[-1])", 1), ("zeros", "{v} = torch.zeros({x}.shape)\n{v}[0] = {x}[0]", 1),
+    ("scalar", "{v} = {x} * float({x}.shape[-1])", 1), ("item", "{v} = {x} + {x}.detach().amax().item()", 1), ("len", "{v} = {x} * len({x})", 1),
+    # reductions with two results, order, counts
+    ("max", "{v} = {x}.max({d}).values", 1), ("min", "{v} = torch.min({x}, {d})[0]", 1), ("median", "{v} = {x}.median({d}).values", 1),
+    ("sort", "{v} = torch.sort({x}, {d})[0]", 1), ("topk", "{v} = {x}.topk(1, {d})[0]", 1), ("kthvalue", "{v} = {x}.kthvalue(1, {d})[0]", 1),
+    ("cummax", "{v} = {x}.cummax({d})[0]", 1), ("aminmax", "{v} = sum(torch.aminmax({x}))", 1), ("argmax", "{v} = {x} + {x}.argmax({d}, keepdim=True)", 1),
+    ("argsort", "{v} = {x} + {x}.argsort({d})", 1), ("count", "{v} = {x} * torch.count_nonzero({x})", 1), ("any", "{v} = {x} * {x}.any()", 1),
+    ("std_mean", "{v} = sum(torch.std_mean({x}, -1))"), ("var_mean", "{v} = torch.var_mean({x}, -1)[1]"), ("mode", "{v} = {x}.mode({d})[0]", 1),
+    ("norm", "{v} = torch.linalg.vector_norm({x}, dim=-1)"), ("matrix_norm", "{v} = torch.linalg.norm({x})"), ("diff", "{v} = torch.diff({x})", 1),
+    ("hand_softmax", "{v} = ({x} - {x}.amax(-1, keepdim=True)).exp()\n{v} = {v} / {v}.sum(-1, keepdim=True)"),
+    ("hand_norm", "{v} = ({x} - {x}.mean(-1, keepdim=True)) * torch.rsqrt({x}.var(-1, keepdim=True, unbiased=False) + 1e-2)"),
+    ("hand_rms", "{v} = {x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-2) * {w}"), ("hand_gelu", "{v} = 0.5 * {x} * (1 + torch.erf({x} / 2 ** 0.5))"),
+    # products
+    ("linear", "{v} = {lin}({x})", 1), ("linear", "{v} = {lin}({lin}({x}))", 1), ("linear", "{v} = F.linear({x}, {lin}.weight)", 1),
+    ("linear", "{v} = {lin}({x}) + {x}", 1), ("linear", "{v} = torch.relu({lin}({x}))", 1), ("linear", "{v} = {x} @ {lin}.weight.t()", 1),
+    ("matmul", "{v} = {x} @ {s}.mT", 1), ("matmul", "{v} = torch.matmul({x}, {w})", 1), ("matmul", "{v} = {x}.matmul({lin}.weight)", 1),
+    ("mm", "{v} = torch.mm({x}, {s}.t())", 1), ("bmm", "{v} = torch.bmm({x}, {s}.mT)", 1), ("bmm", "{v} = {x}.bmm({s}.transpose(1, 2))", 1),
+    ("addmm", "{v} = torch.addmm({w}, {x}, {lin}.weight)", 1), ("baddbmm", "{v} = torch.baddbmm({w}, {x}, {x}.mT @ {x})", 1),
+    ("addbmm", "{v} = torch.addbmm({w}, {x}, {x}.mT @ {x})", 1), ("mv", "{v} = torch.mv({x}, {w})", 1), ("dot", "{v} = torch.dot({x}.flatten(), {s}.flatten())", 1),
+    ("inner", "{v} = torch.inner({x}, {w})", 1), ("outer", "{v} = torch.outer({x}.flatten()[:3], {w})", 1), ("vdot", "{v} = torch.vdot({w}, {w}) + {x}", 1),
+    ("einsum", "{v} = torch.einsum('...i,ij->...j', {x}, {lin}.weight)", 1), ("einsum", "{v} = torch.einsum('bi,bj->ij', {x}, {x})", 1),
+    ("einsum", "{v} = torch.einsum('ij->ji', {x})", 1), ("einsum", "{v} = torch.einsum('...ij->...ji', {x})", 1), ("kron", "{v} = torch.kron({x}[:1], {w})", 1),
+    ("tensordot", "{v} = torch.tensordot({x}, {lin}.weight, 1)", 1), ("multi_dot", "{v} = torch.linalg.multi_dot([{x}, {lin}.weight, {lin}.weight])", 1),
+    ("addmv", "{v} = torch.addmv({x}[:, 0], {x}, {w})", 1), ("addr", "{v} = torch.addr(torch.zeros(2, 2), {x}.flatten()[:2], {w}[:2])", 1),
+    ("sdpa", "{v} = F.scaled_dot_product_attention({x}, {x}, {s})"), ("sdpa", "{v} = F.scaled_dot_product_attention({x}[None], {x}[None], {x}[None], is_causal=True)[0]"),
+    ("attention", "{v} = torch.softmax({lin}({x}) @ {x}.mT / 2, -1) @ {x}"), ("cdist", "{v} = torch.cdist({x}, {s} + 1)"),
+    ("conv1d", "{v} = F.conv1d({x}, {x}.new_ones(2, {x}.shape[-2], 1))", 1), ("outer_mul", "{v} = {x}.unsqueeze(-1) * {w}", 1),
+    ("matrix_power", "{v} = torch.matrix_power({lin}.weight, 2) @ {x}.mT", 1), ("chain", "{v} = {lin}({x}.relu()).relu() @ {lin}.weight", 1),
+    # joining, cutting, picking
+    ("cat", "{v} = torch.cat([{x}, {s}], -1)", 1), ("cat", "{v} = torch.cat(({x}, {x}.detach()), dim=0)", 1), ("stack", "{v} = torch.stack([{x}, {s}], {d})", 1),
+    ("hstack", "{v} = torch.hstack([{x}, {s}])", 1), ("vstack", "{v} = torch.vstack([{x}, {s}])", 1), ("dstack", "{v} = torch.dstack([{x}, {s}])", 1),
+    ("chunk", "{v}, {u} = {x}.chunk(2, -1)", 1), ("split", "{v}, {u} = torch.split({x}, 2, -1)", 1), ("tensor_split", "{v}, {u} = torch.tensor_split({x}, 2, -1)", 1),
+    ("unbind", "{v} = torch.unbind({x}, {d})[0]", 1), ("unbind", "{v}, *_ = {x}", 1), ("index", "{v} = {x}[..., 1:]", 1), ("index", "{v} = {x}[:, None]", 1),
+    ("index", "{v} = {x}[torch.tensor([0, 0])]", 1), ("index", "{v} = {x}[..., ::2]", 1), ("index", "{v} = {x}[-1]", 1), ("index", "{v} = {x}[{x}.sum(-1) > -99]", 1),
+    ("permute", "{v} = {x}.permute(*reversed(range({x}.dim())))", 1), ("T", "{v} = {x}.mT", 1), ("t", "{v} = {x}.t()", 1), ("view_as", "{v} = {x}.view_as({x})", 1),
+    ("view", "{v} = {x}.view({x}.shape[0], -1)", 1), ("view", "{v} = {x}.view({x}.size())", 1), ("reshape_as", "{v} = {s}.reshape_as({x})", 1),
+    ("scatter", "{v} = {x}.scatter(-1, torch.zeros_like({x}).long(), 2.0)", 1), ("scatter_add", "{v} = torch.scatter_add({x}, -1, torch.zeros_like({x}).long(), {s})", 1),
+    ("index_add", "{v} = {x}.index_add(0, torch.tensor([0]), {s}[:1])", 1), ("index_put", "{v} = {x}.index_put((torch.tensor([0]),), {s}[:1])", 1),
+    ("select_scatter", "{v} = {x}.select_scatter({s}[..., 0], -1, 1)", 1), ("slice_scatter", "{v} = {x}.slice_scatter({s}[:1], 0, 0, 1)", 1),
+    ("take_along", "{v} = torch.take_along_dim({x}, {x}.argsort(-1), -1)", 1), ("masked_select", "{v} = {x}.masked_select({x} > -99)", 1),
+    ("block_diag", "{v} = torch.block_diag({x}[0], {x}[0])", 1), ("meshgrid", "{v}, {u} = torch.meshgrid({x}.flatten()[:2], {w}, indexing='ij')", 1),
+    ("one_hot", "{v} = F.one_hot({x}.argmax(-1), {x}.shape[-1]) * {x}", 1), ("embedding", "{v} = F.embedding({x}.argmax(-1), {lin}.weight)", 1),
+    ("interpolate", "{v} = F.interpolate({x}, scale_factor=2)", 1), ("complex", "{v} = torch.view_as_real(torch.complex({x}, {x}))", 1), ("real", "{v} = {x}.real", 1),
+    ("diag", "{v} = torch.diag({x}.flatten()[:3])", 1), ("cartesian", "{v} = torch.combinations({x}.flatten()[:3])", 1), ("fft", "{v} = torch.fft.rfft({x}).abs()"),
+    ("bucketize", "{v} = {x} + torch.bucketize({x}.detach(), torch.tensor([0.0, 1.0]))", 1), ("einops", "{v} = {x}.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)", 1),
+    # losses and distances
+    ("mse_loss", "{v} = F.mse_loss({x}, {s})"), ("l1_loss", "{v} = F.l1_loss({x}, {s}.detach(), reduction='sum')", 1), ("smooth_l1", "{v} = F.smooth_l1_loss({x}, {s})"),
+    ("huber", "{v} = F.huber_loss({x}, {s}, reduction='none')"), ("cross_entropy", "{v} = F.cross_entropy({x}, {x}.argmax(-1))"),
+    ("cross_entropy", "{v} = F.cross_entropy({x}, torch.softmax({x}, -1).detach(), label_smoothing=0.1)"), ("nll", "{v} = F.nll_loss({x}.log_softmax(-1), {x}.argmax(-1))"),
+    ("kl_div", "{v} = F.kl_div({x}.log_softmax(-1), {s}.softmax(-1).detach(), reduction='sum')"), ("bce", "{v} = F.binary_cross_entropy_with_logits({x}, ({s} > 0).float())"),
+    ("bce", "{v} = F.binary_cross_entropy(torch.sigmoid({x}) * 0.9 + 0.05, ({s} > 0).float())"), ("poisson", "{v} = F.poisson_nll_loss({x}.clamp(-2, 2), {s}.abs())"),
+    ("gaussian", "{v} = F.gaussian_nll_loss({x}, {s}.detach(), {x}.abs() + 1)"), ("cosine", "{v} = F.cosine_similarity({x} + 2, {s} + 1, -1)"),
+    ("pairwise", "{v} = F.pairwise_distance({x}, {s} + 1)"), ("soft_margin", "{v} = F.soft_margin_loss({x}, {s}.sign().detach() + 0.5)"),
+    ("triplet", "{v} = F.triplet_margin_loss({x}, {s} + 1, {x}.flip(0))"), ("hinge", "{v} = F.margin_ranking_loss({x}, {s}, torch.ones_like({x}))", 1),
+)  # fmt: skip
+
+INPLACE = (
+    ("inplace", "{x}.add_(1)", 1), ("inplace", "{x}.mul_(2)", 1), ("inplace", "{x}.add_({w})", 1), ("inplace", "{x}.add_({y})", 1), ("inplace", "{x}.relu_()", 1),
+    ("inplace", "{x}[..., 0] = 1.0", 1), ("inplace", "{x}[0] = {x}[-1].clone() * 2", 1), ("inplace", "{x}.diagonal().add_(2)", 1), ("inplace", "{x}.zero_()", 1),
+    ("inplace", "{x}.fill_(3.0)", 1), ("inplace", "{x}.copy_({s} * 2)", 1), ("inplace", "{x}.masked_fill_({x} > 1, 0.0)", 1), ("inplace", "{x}.clamp_(-1, 1)", 1),
+    ("inplace", "{x}.view(-1)[0] = 2.0", 1), ("inplace", "{x}.index_add_(0, torch.tensor([0]), {s}[:1].clone())", 1), ("inplace", "{x}[{x} > 1] = 1.0", 1),
+    ("inplace", "{x}[..., :1].mul_(2)", 1), ("inplace", "{x}.t().add_(1)", 1), ("inplace", "{x}.index_fill_(-1, torch.tensor([0]), 1.0)", 1),
+    ("inplace", "F.relu({x}, inplace=True)", 1), ("inplace", "{x} += {lin}({x}.detach())", 1), ("inplace", "{x} *= 2", 1), ("inplace", "{x}.sub_({w}, alpha=2)", 1),
+    ("inplace", "{x}.tanh_()"), ("inplace", "{x}.exp_()"), ("inplace", "{x}.div_(2)", 1), ("inplace", "{x}.squeeze_()", 1), ("inplace", "{x}.unsqueeze_(0)", 1),
+    ("inplace", "{v} = {x}.view(-1)\n{v}.add_(1)", 1), ("inplace", "{v} = {x}[..., :2]\n{v} *= 2", 1), ("inplace", "{v} = {x}.mT\n{v}.mul_(2)", 1),
+    ("inplace", "{v} = {x}.detach()\n{v}.mul_(2)", 1), ("out", "with torch.no_grad():\n    torch.add({x}, 1, out={x})", 1),
+    ("out", "with torch.no_grad():\n    {v} = torch.mul({x}, {y}, out=torch.empty(0))", 1), ("out", "with torch.no_grad():\n    {v} = torch.matmul({x}, {lin}.weight, out=torch.empty(0))", 1),
+    ("buffer", "{buf}.add_(1)\n{v} = {x} + {buf}", 1), ("buffer", "{buf} += 1", 1), ("buffer", "{buf}.copy_({x}.detach().flatten()[:{buf}.numel()])", 1), ("buffer", "{buf}.mul_(2)\n{v} = {buf} * {x}", 1),
+    ("buffer", "{v} = {x} * {buf}\n{buf}.fill_(1)", 1), ("buffer", "with torch.no_grad():\n    {buf}.mul_(0.5).add_({x}.detach().flatten()[:{buf}.numel()], alpha=0.5)"),
+    ("counter", "self.count += 1\n{v} = {x} * (self.count % 2 + 1)", 1), ("data", "{x}.data.mul_(2)", 1),
+    ("inplace", "{v} = {x}.expand(2, *{x}.shape).clone()\n{v}[0].add_(1)", 1), ("inplace", "torch.relu_({x})", 1), ("inplace", "{x}.requires_grad_()", 1),
+)  # fmt: skip
+
+CONTROL = (
+    ("break", "torch._dynamo.graph_break()", 1), ("break", "torch._dynamo.graph_break()", 1), ("if_value", "if {x}.sum() > 0:\n    {v} = {x} * 2\nelse:\n    {v} = {x} + 1", 1),
+    ("if_shape", "{v} = {x} * 2 if {x}.shape[0] > 1 else {x}", 1), ("if_training", "{v} = {lin}({x}) if self.training else {x}", 1), ("loop", "{v} = {x}\nfor _ in range(2):\n    {v} = {lin}({v})", 1),
+    ("comprehension", "{v} = torch.stack([{x} * i for i in range(3)])", 1), ("while", "{v} = {x}\nwhile {v}.sum() > 100:\n    {v} = {v} * 0", 1), ("tolist", "{v} = {x} + len({x}.tolist())", 1),
+    ("broken", "torch._dynamo.graph_break()\n{v} = {x}.permute(*range({x}.dim())[::-1])", 1), ("broken", "{v} = {x}.permute(*range({x}.dim())[::-1])", 1),
+    ("print_break", "len(str({x}.detach().tolist()))", 1), ("try", "try:\n    {v} = {x} * 2\nfinally:\n    pass", 1), ("closure", "def inner{n}(t):\n    return {lin}(t) + {x}\n{v} = inner{n}({x})", 1),
+    ("no_grad", "with torch.no_grad():\n    {v} = {lin}({x})", 1), ("no_grad", "with torch.no_grad():\n    {x}.mul_(2)", 1), ("enable_grad", "with torch.enable_grad():\n    {v} = {lin}({x})", 1),
+    ("set_grad", "torch.set_grad_enabled(torch.is_grad_enabled())\n{v} = {x} * 1", 1), ("detach", "{v} = {lin}({x}.detach())", 1), ("no_autocast", "with torch.autocast('cpu', enabled=False):\n    {v} = {lin}({x})", 1),
+    ("cond", "{v} = cond({x}.sum() > 0, lambda t: {lin}(t) * 2, lambda t: {lin}(t), ({x},))", 1), ("cond", "{v} = cond({x}.sum() > 99, lambda t: t @ t.mT, lambda t: (t + 1) @ t.mT, ({x},))", 1),
+    ("while_loop", "{u}, {v} = while_loop(lambda i, c: i < 2, lambda i, c: (i + 1, {lin}(c)), (torch.tensor(0), {x}))", 1),
+    ("while_loop", "{u}, {v} = while_loop(lambda i, c: i < 2, lambda i, c: (i + 1, torch.relu(c @ {lin}.weight)), (torch.tensor(0), {x}))", 1),
+    ("scan", "{u}, {v} = scan(lambda c, t: (c + t, (c + t) @ {lin}.weight), torch.zeros_like({x}[0]), {x})", 1), ("map", "{v} = hop_map(lambda t: t @ {lin}.weight, {x})", 1),
+)  # fmt: skip
+
+CHECKPOINTS = (
+    ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)", 1), ("checkpoint", "{v} = checkpoint(lambda t: torch.relu({lin}(t)), {x}, use_reentrant=False)", 1),
+    ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=True)", 1), ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, nn.ReLU()], 2, {x}, use_reentrant=False)", 1),
+    ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, {lin}], 2, {x}, use_reentrant=False)", 1), ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)\n{u} = {v}[..., 0]\n{u}.add_(2)", 1),
+    ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)\n{v}.diagonal().add_(10)", 1), ("checkpoint", "def part{n}(t):\n    t = {lin}(t)\n    return t, t.relu()\n{v}, {u} = checkpoint(part{n}, {x}, use_reentrant=False)", 1),
+)  # fmt: skip
+
+DERIVATIVES = (
+    ("function", "{v} = Square.apply({x})", 1), ("function", "{v} = Product.apply({x}, {lin}.weight)", 1), ("function", "{v} = Product.apply(Product.apply({x}, {lin}.weight), {lin}.weight)", 1),
+    ("function", "{v} = Through.apply({x})", 1), ("function", "{v}, {u} = Two.apply({x}, {lin}.weight)", 1), ("hook", "if {x}.requires_grad:\n    {x}.register_hook(lambda g: g * 2)", 1),
+    ("hook", "{v} = {lin}({x})\nif {v}.requires_grad:\n    {v}.register_hook(lambda g: g.clamp(-1, 1))", 1), ("func_grad", "{v} = torch.func.grad(lambda t: (t * t).sum())({x})", 1),
+    ("func_jvp", "{v} = torch.func.jvp(lambda t: t * 2, ({x},), ({x},))[1]", 1), ("func_vjp", "{v} = torch.func.vjp(lambda t: t * t, {x})[1]({x})[0]", 1), ("func_vmap", "{v} = torch.func.vmap(lambda t: t * 2)({x})", 1),
+    ("func_vmap", "{v} = torch.func.vmap(lambda t: {lin}(t))({x})", 1), ("func_grad", "{v} = torch.func.grad(lambda t: {lin}(t).sum())({x})", 1), ("func_jac", "{v} = torch.func.jacrev(lambda t: (t * t).sum(-1))({x}[0])", 1),
+    ("autograd_grad", "{v} = torch.autograd.grad({lin}({x}).relu().sum(), {x}, create_graph=True)[0]", 1), ("autograd_grad", "{v} = torch.autograd.grad((torch.tanh({lin}({x})) ** 2).sum(), {x}, create_graph=True)[0]"),
+    ("autograd_grad", "{u} = {lin}({x})\n{v} = torch.autograd.grad({lin}({u}.relu()).sum() + ({u} * {u}).sum(), {u}, create_graph=True)[0]", 1),
+    ("autograd_grad", "{u} = {lin}({x})\n{v} = -torch.autograd.grad({lin}({u}.tanh()).sum() + {u}.logsumexp(-1).sum(), {u}, create_graph=True)[0]"),
+    ("autograd_grad", "{v} = {x} + torch.autograd.grad({lin}({x}).sum(), {lin}.weight, create_graph=True)[0].sum()", 1),
+)  # fmt: skip
+
+ODD = (
+    ("bits", "{v} = ({x}.view(torch.int32) & 0x7FFFFFFF).view(torch.float32)", 1), ("bits", "{v} = {lin}({x}).view(torch.int32).view(torch.float32)", 1), ("bits", "{v} = {x} + {x}.view(torch.int16).shape[-1]", 1),
+    ("finfo", "{v} = {x}.clamp(min=torch.finfo({x}.dtype).min)", 1), ("masked_scores", "{v} = ({x} + torch.full({x}.shape[-1:], torch.finfo({x}.dtype).min).triu(1)).softmax(-1)"),
+    ("dtype", "{v} = {x} * (2 if {x}.dtype == torch.float32 else 3)", 1), ("element_size", "{v} = {x} * {x}.element_size()", 1), ("stride", "{v} = {x} * {x}.stride(-1)", 1), ("contiguous", "{v} = {x} + int({x}.is_contiguous())", 1),
+    ("identity", "{v} = {x} * 2 if {x} is {x} else {x}", 1), ("isfinite", "{v} = {x} * {x}.isfinite()", 1), ("tensor", "{v} = {x} + torch.tensor([1.0] * {x}.shape[-1])", 1),
+    ("wide", "{v} = (({x} * 300.0) * 300.0) / 90000.0"), ("tiny", "{v} = ({x} * 1e-4 * 1e-4) * 1e8"), ("set_attribute", "self.seen = {x}.detach()\n{v} = {x} + self.seen", 1), ("param_view", "{v} = {x} @ {lin}.weight.view_as({lin}.weight)", 1),
+)  # fmt: skip
+
+MODULES = (
+    ("nn.Linear({L}, 4)", 1), ("nn.Linear({L}, 3)", 1), ("nn.Linear({L}, 4, bias=False)", 1), ("nn.Sequential(nn.Linear({L}, 4), nn.ReLU(), nn.Linear(4, 4))", 1), ("nn.ReLU(inplace=True)", 1),
+    ("nn.Conv1d({C}, 4, 3, padding=1)", 1), ("nn.Conv1d({C}, 4, 1, bias=False)", 1), ("nn.ConvTranspose1d({C}, 3, 2)", 1), ("nn.Conv2d({C}, 4, 3, padding=1)", 1), ("nn.Conv1d({C}, {C}, 1, groups={C})", 1), ("nn.Identity()", 1),
+    ("nn.Flatten()", 1), ("nn.PReLU()", 0), ("nn.LayerNorm({L})", 0), ("nn.LayerNorm({L}, elementwise_affine=False)", 0), ("nn.RMSNorm({L})", 0), ("nn.BatchNorm1d({C})", 0), ("nn.BatchNorm2d({C})", 0), ("nn.GroupNorm(1, {C})", 0),
+    ("nn.InstanceNorm1d({C})", 0), ("nn.GELU()", 0), ("nn.SiLU()", 0), ("nn.Softmax(-1)", 0), ("nn.Dropout(0.0)", 1), ("nn.MaxPool1d(2, 1)", 1), ("nn.AvgPool1d(2, 1)", 0), ("nn.Upsample(scale_factor=2)", 1), ("nn.Hardswish()", 0),
+    ("nn.Softplus()", 0), ("nn.TransformerEncoderLayer({L}, 1, 8, 0.0, batch_first=True)", 0), ("nn.ELU(inplace=True)", 0), ("nn.Unflatten(-1, (2, -1))", 1), ("nn.utils.parametrizations.weight_norm(nn.Linear({L}, 4))", 0),
+    ("nn.utils.parametrizations.spectral_norm(nn.Linear({L}, 4))", 0), ("nn.CircularPad1d(1)", 1), ("nn.ZeroPad2d(1)", 1), ("nn.AdaptiveAvgPool1d(2)", 0), ("nn.Tanh()", 0),
+)  # fmt: skip
+PAIRED_MODULES = (
+    ("{v} = {m}({x})[0]", "nn.GRU({L}, 4, batch_first=True)"), ("{v} = {m}({x})[0]", "nn.LSTM({L}, 4)"), ("{v} = {m}({x})[0]", "nn.RNN({L}, 4)"), ("{v} = {m}({x})", "nn.GRUCell({L}, 4)"), ("{v}, {u} = {m}({x})", "nn.LSTMCell({L}, 4)"),
+    ("{v} = {m}({x}, {x})[0]", "nn.MultiheadAttention({L}, 1, batch_first=True)"), ("{v} = {m}({x}, {x}, {x}, need_weights=False)[0]", "nn.MultiheadAttention({L}, 2, batch_first=True)"), ("{v} = {m}({x}, {s})", "nn.Bilinear({L}, {L}, 4)"),
+    ("{v} = {m}({x}.argmax(-1))", "nn.Embedding(8, 4)"), ("{v} = {m}({x})", "nn.RNNCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u}[0]", "nn.LSTM({L}, 4, batch_first=True)"), ("{v} = {m}({x}.argmax(-1))", "nn.EmbeddingBag(8, 4, mode='sum')"),
+)  # fmt: skip
+HELPERS = {
+    "Square": '''
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        ctx.save_for_backward(t)
+        return t * t
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+''',
+    "Product": '''
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, w):
+        ctx.save_for_backward(t, w)
+        return t @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        t, w = ctx.saved_tensors
+        return g @ w.mT, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
+''',
+    "Through": '''
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        return t.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+''',
+    "Two": '''
+class Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, w):
+        ctx.save_for_backward(t, w)
+        return t @ w, t + 1
+
+    @staticmethod
+    def backward(ctx, g, h):
+        t, w = ctx.saved_tensors
+        return g @ w.mT + h, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
+''',
+    "Out": '''
+@dataclasses.dataclass
+class Out:
+    first: object
+    rest: object
+
+
+torch.utils._pytree.register_dataclass(Out)
+''',
+    "Named": '''
+Named = collections.namedtuple("Named", ["first", "rest"])
+''',
+}
+"""Classes that statements use, by name; a program carries those that it names."""
+
+
+def _templates(table: tuple[tuple[object, ...], ...]) -> tuple[Template, ...]:
+    return tuple(Template(str(row[0]), str(row[1]), len(row) > 2) for row in table)
+
+
+def _plain_ops() -> tuple[Template, ...]:
+    found = [Template(name, text, True) for name in EXACT_UNARY for text in _spelled(name)]
+    found += [Template(name, text) for name in SMOOTH_UNARY for text in _spelled(name)]
+    for name, guarded in GUARDED_UNARY.items():
+        found += [Template(name, f"{{u}} = {guarded}\n{text.replace('{x}', '{u}')}") for text in _spelled(name)]
+    found += [Template(name, text, exact) for name, arguments, exact in ARGUED for text in _spelled(name, arguments)]
+    for name, exact in BINARY:
+        found += [Template(name, text, exact) for text in _spelled(name, "{y}")]
+    found += [Template(sign, f"{{v}} = {{x}} {sign} {other}", True) for sign in OPERATORS for other in ("{y}", "{k}")]
+    return tuple(found)
+
+
+PLAIN = (*_plain_ops(), *_templates(WRITTEN))
+THEMES: dict[str, tuple[Template, ...]] = {
+    "plain": PLAIN,
+    "inplace": _templates(INPLACE),
+    "control": _templates(CONTROL),
+    "checkpoint": _templates(CHECKPOINTS),
+    "derivative": _templates(DERIVATIVES),
+    "odd": _templates(ODD),
+    "product": tuple(each for each in _templates(WRITTEN) if "{lin}" in each.text or "@" in each.text),
+}
+"""Kinds of statements; a program leans towards a few of them."""
