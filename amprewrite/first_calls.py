@@ -56,6 +56,9 @@ class FirstCalls:
             return run(inputs)
         self.left -= 1
         before = _Before(inputs)
+        if _inside_checkpoint():
+            self._look_ahead(run, before, inputs)
+            return run(inputs)
         result = run(inputs)
         if all_finite(result):
             return result
@@ -79,6 +82,19 @@ class FirstCalls:
             )
         return result
 
+    def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> None:
+        """Look at a run of its own, without gradients, and decide before the real one.
+
+        An activation checkpoint counts what a forward saves and what its recomputation saves: there is one run of the graph in each.
+        """
+        with torch.no_grad():
+            result = run(before.copies())
+            watch = Watch()
+            exact = None if all_finite(result) else watch(self.program, before.copies())
+        before.undo(inputs)
+        if exact is not None and _broken(result, exact):
+            self._decide_anew(watch, inputs)
+
     @property
     def _place(self) -> str:
         return f"{self.program.name}{' of ' if self.program.entry else ''}{self.program.entry}"
@@ -95,6 +111,11 @@ class FirstCalls:
         program.paints, program.casts = {}, ()
         program.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.again(inputs)
+
+
+def _inside_checkpoint() -> bool:
+    """Whether what is saved for backward goes through hooks, as inside an activation checkpoint."""
+    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _Before:
@@ -139,11 +160,13 @@ def _floats(value: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout == torch.strided]
 
 
+@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward
 def all_finite(value: Any) -> bool:
     """Whether every floating tensor in it is finite throughout."""
     return all(bool(t.isfinite().all()) for t in _floats(value))
 
 
+@torch.no_grad()
 def _broken(got: Any, exact: Any) -> bool:
     """Whether something is not finite that is finite in fp32."""
     pairs = zip(_floats(got), _floats(exact), strict=True)

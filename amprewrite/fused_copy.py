@@ -57,7 +57,7 @@ def unscale_many(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor] | 
     if not all(map(is_plain, gradients)) or sum(gradient.numel() for gradient in gradients) < ONE_PASS_FROM:
         return None
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    flag = torch.zeros((), device=factor.device)
+    flag = torch.zeros((), dtype=torch.float32, device=factor.device)
     if not _by_kernel(gradients, made, factor, flag):
         return None
     vouch(made, flag)

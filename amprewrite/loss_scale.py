@@ -28,7 +28,7 @@ from torch import Tensor
 from amprewrite.cuda_graphs import EMPTY, Recorded, recording
 from amprewrite.errors import AmpRewriteError, PolicyError
 from amprewrite.formats import FP16, Format, parse_format
-from amprewrite.loss_scale_state import LossScaleReport, check_state, positive
+from amprewrite.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, positive
 
 DEFAULT_FLOOR = FP16.smallest_normal
 """2**-14: under a smaller scale a gradient of 1 is no normal fp16 number, so shrinking on cannot help."""
@@ -39,7 +39,6 @@ DEFAULT_CAP = 2.0**32
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
-_OWN_KEY = "amprewrite"
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of a search: no step taken yet; every step so far overflowed; growing back. 0: over, or never begun."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
@@ -58,7 +57,7 @@ class LossScale:
 
     def __init__(self, init: float) -> None:
         self._scale = _scalar(init, torch.float32)
-        self._counters = torch.zeros(4, dtype=torch.int64)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int64)
         self._tables: tuple[Tensor, ...] = ()
         self._pending: Tensor | None = None
         self._sources: set[Hashable] = set()
@@ -139,7 +138,7 @@ class LossScale:
             self._move(found_inf, overflow)
             if not self._tables:
                 rows = (*_AFTER_GOOD, *_AFTER_OVERFLOW)
-                self._tables = tuple(torch.tensor(row, device=overflow.device) for row in rows)
+                self._tables = tuple(torch.tensor(row, dtype=torch.int64, device=overflow.device) for row in rows)
             good_times, good_plus, bad_times, bad_plus = self._tables
             good = torch.addcmul(good_plus, self._counters, good_times)
             bad = torch.addcmul(bad_plus, self._counters, bad_times)
@@ -193,7 +192,7 @@ class LossScale:
             "backoff_factor": 1.0,
             "growth_interval": 1,
             "_growth_tracker": 0,
-            _OWN_KEY: {"kind": self.kind, "counters": self._counters.tolist()},
+            OWN_KEY: {"kind": self.kind, "counters": self._counters.tolist()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,7 +217,7 @@ class LossScale:
 
     def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._scale = _scalar(float(state["scale"]), torch.float32, device)
-        counters = state.get(_OWN_KEY, {}).get("counters", [0, 0, 0, 0])
+        counters = state.get(OWN_KEY, {}).get("counters", [0] * COUNTERS)
         self._counters = torch.tensor(counters, dtype=torch.int64, device=device)
 
     def _to(self, device: torch.device) -> None:
@@ -414,7 +413,7 @@ class DynamicLossScale(LossScale):
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's five keys, which GradScaler can load, and the rest of the state under one that it ignores."""
         state = super().state_dict()
-        state[_OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {
+        state[OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {
             "left": int(self._left),
             "searching": int(self._searching),
         }
@@ -428,21 +427,23 @@ class DynamicLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`, ours or GradScaler's: the schedule comes with it.  PolicyError for anything else."""
         check_state(state)
-        own = dict(state.get(_OWN_KEY, {}))
-        before = dict(self.__dict__)
-        self.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})
-        self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
-        self.growth_interval = state["growth_interval"]
+        new = object.__new__(type(self))  # settings are tried on another scale: nothing is half loaded
+        new.__dict__.update(self.__dict__)
+        own = state.get(OWN_KEY, {})
+        new.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})
+        new.growth_factor, new.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
+        new.growth_interval = state["growth_interval"]
         try:
-            self._check()
-        except PolicyError as error:
-            self.__dict__.update(before)
+            new._check()
+        except (PolicyError, TypeError, ValueError) as error:
             raise PolicyError(f"this loss-scale state cannot be loaded: {error}") from error
+        names = (*_OWN_SETTINGS, "growth_factor", "backoff_factor", "growth_interval")
+        self.__dict__.update({name: new.__dict__[name] for name in names})
         self._load(state)
 
     def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
         super()._load_tensors(state, device)
-        own = state.get(_OWN_KEY, {})
+        own = state.get(OWN_KEY, {})
         self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
         self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
         self._searching = _scalar(own.get("searching", 0), torch.int32, device)

@@ -11,6 +11,11 @@ import torch
 from amprewrite.errors import PolicyError
 
 _MAX = torch.finfo(torch.float32).max
+_MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
+OWN_KEY = "amprewrite"
+"""Where a state dict keeps what GradScaler does not know."""
+COUNTERS = 4
+"""Steps, skipped, skipped in a row, steps since the last overflow."""
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -67,7 +72,34 @@ def check_state(state: Any) -> None:
             f"this is not the state of a loss scale: it lacks {', '.join(missing)}; give what amp.loss_scale.state_dict() "
             "or torch.amp.GradScaler.state_dict() returned"
         )
-    positive("load_state_dict", "scale", state["scale"])
+    where = "load_state_dict"
+    positive(where, "scale", state["scale"])
+    for key in ("growth_factor", "backoff_factor"):
+        positive(where, key, state[key])
+    _whole(where, "growth_interval", state["growth_interval"], 1, _MAX_INT32)
+    _whole(where, "_growth_tracker", state["_growth_tracker"], -_MAX_INT32, _MAX_INT32)
+    own = state.get(OWN_KEY, {})
+    if not isinstance(own, Mapping):
+        raise PolicyError(f"{where}: {OWN_KEY!r} holds {own!r}, which is no state; leave it out to resume GradScaler's five keys")
+    counters = own.get("counters", [0] * COUNTERS)
+    if not isinstance(counters, list | tuple) or len(counters) != COUNTERS:
+        raise PolicyError(f"{where}: counters={counters!r} must be a list of {COUNTERS} counts of steps")
+    for count in counters:
+        _whole(where, "counters", count, 0, _MAX_INT64)
+    for key in ("left", "searching"):
+        if key in own:
+            _whole(where, key, own[key], 0, _MAX_INT32)
+    for key in ("floor", "cap"):
+        value = own.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise PolicyError(f"{where}: {key}={value!r} must be a number, or None for no bound")
+    if not isinstance(own.get("raise_at_floor", False), bool):
+        raise PolicyError(f"{where}: raise_at_floor={own['raise_at_floor']!r} must be True or False")
 
 
-__all__ = ["LossScaleReport", "check_state", "positive"]
+def _whole(where: str, name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise PolicyError(f"{where}: {name}={value!r} must be a whole number from {least} to {most}")
+
+
+__all__ = ["COUNTERS", "OWN_KEY", "LossScaleReport", "check_state", "positive"]

@@ -170,8 +170,9 @@ class _Watched(torch.fx.Interpreter):
         if n.op == "output":
             return result
         floats = list(_floats(result))
-        nan = any(bool(t.isnan().any()) for t in floats)
-        inf = any(bool(_infinities(t, given=n.op in ("placeholder", "get_attr"))) for t in floats)
+        with torch.no_grad():  # a look saves nothing for backward: activation checkpoints count what is saved
+            nan = any(bool(t.isnan().any()) for t in floats)
+            inf = any(bool(_infinities(t, given=n.op in ("placeholder", "get_attr"))) for t in floats)
         if nan or inf:
             self.state[n] = nan, inf
             fed = [self.state.get(feeder, (False, False)) for feeder in n.all_input_nodes]
@@ -252,7 +253,7 @@ def _finite(gradient: Tensor) -> bool:
     if hasattr(gradient, "to_local"):
         gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
     values = gradient.coalesce()._values() if gradient.is_sparse else gradient
-    return bool(values.isfinite().all())
+    return bool(values.detach().isfinite().all())
 
 
 def _written(node: torch.fx.Node) -> tuple[bool, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 import torch.fx
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from amprewrite.first_calls import FirstCalls
 from amprewrite.modes_aside import pushed, put_aside
 from amprewrite.overflow_probe import LatestInputs, OverflowProbe
 from amprewrite.plan import RegionPlan
-from amprewrite.scale_cap import cap, low_results
 from amprewrite.step_gate import StepGate
 
 CompiledFn = Callable[..., Any]
@@ -26,10 +26,7 @@ class Run(Protocol):
     probe: OverflowProbe
     gate: StepGate
 
-    @property
-    def may_cap(self) -> bool: ...
-
-    def scales(self) -> tuple[Tensor, Tensor]: ...
+    def scales(self, device: torch.device) -> tuple[Tensor, Tensor]: ...
 
 
 class Place(Protocol):
@@ -37,6 +34,12 @@ class Place(Protocol):
 
     @property
     def session(self) -> Run: ...
+
+
+def scale_device(graph: torch.fx.Graph) -> torch.device:
+    """Where a scaled graph takes its scale: its last input says so."""
+    example: Tensor = graph.find_nodes(op="placeholder")[-1].meta["example_value"]
+    return example.device
 
 
 class Region:
@@ -51,7 +54,7 @@ class Region:
     def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None) -> None:
         """Run this from now on."""
         self.plan, self.run, self.module = plan, run, module
-        self.low_results = low_results(module.graph) if module is not None and self.session.may_cap else ()
+        self.device = torch.device("cpu") if module is None else scale_device(module.graph)
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
@@ -64,15 +67,11 @@ class Region:
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        run, capped = self.run, False
-        if self.latest is not None:
-            scale, inverse = self.session.scales()
-            capped = bool(self.low_results) and not self.session.gate.guarding
-            if capped:
-                scale, inverse = scale.clone(), inverse.clone()
-            inputs = (*inputs, scale, inverse)
-            self.latest.keep(inputs)
-            if self.session.probe.armed and not recording(scale.device):
+        run, scaled = self.run, self.latest
+        if scaled is not None:
+            inputs = (*inputs, *self.session.scales(self.device))
+            scaled.keep(inputs)
+            if self.session.probe.armed and not recording(self.device):
                 run = self._watched
         modes = put_aside.modes
         if not modes:
@@ -80,12 +79,12 @@ class Region:
         else:
             with pushed(modes):
                 results = run(*inputs)
-        if capped:
-            cap(results, self.low_results, scale, inverse)
+        if scaled is not None:
+            self.session.gate.await_backward(results if isinstance(results, tuple | list) else (results,))
         return results
 
     def _watched(self, *inputs: Any) -> Any:
         return self.session.probe.run(self, inputs)
 
 
-__all__ = ["Region"]
+__all__ = ["Region", "scale_device"]

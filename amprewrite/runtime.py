@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.dynamo_failures import Failure, has_begun, try_all_again
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
+from amprewrite.find_optimizers import sharded_parameters
 from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_names import frame_path
@@ -41,7 +42,7 @@ from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Policy
 from amprewrite.program import Program
 from amprewrite.ranges import Calibration, RegionRanges, parameters_fingerprint
-from amprewrite.region import Region
+from amprewrite.region import Region, scale_device
 from amprewrite.rewrite_graph import _device, read_parts, read_program, rewrite_graph
 from amprewrite.step_gate import StepGate
 from amprewrite.tensor_hooks import restore_hooks
@@ -177,7 +178,7 @@ class Session:
         if half := frozen_note(self.root):
             self.note(half)
         self.probe = OverflowProbe(self.root)
-        self.gate = StepGate(self.loss_scale, self.root.parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
+        self.gate = StepGate(self.loss_scale, self._parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,16 +276,19 @@ class Session:
         given = self.options.given
         return given is None or any(isinstance(modules.get(region.entry), nn.RNNBase) for region in given.regions)
 
-    @property
-    def may_cap(self) -> bool:
-        """Whether gradients may lower the scale of a call where no optimizer does; compilers keep what they save as it was."""
-        return self.options.loss_scale == "auto" and self.options.backend == "eager"
-
-    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss scale of this forward and its inverse, the same for all of its graphs."""
+    def scales(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss scale of this forward and its inverse on `device`, the same numbers for all of its graphs."""
         if self.state.scales is None:
-            self.state.scales = self.gate.snapshot(next(iter(self.root.parameters())).device)
-        return self.state.scales
+            self.state.scales = self.gate.snapshot(device)
+        scale, inverse = self.state.scales
+        if scale.device == device:
+            return scale, inverse
+        return scale.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        """The parameters as they are now, and those that FSDP2's optimizers own."""
+        yield from self.root.parameters()
+        yield from sharded_parameters(self.root)
 
     def _overflowed(self) -> str | None:
         """Where the step that is being skipped left the finite."""
@@ -422,7 +426,7 @@ class Session:
         kept = (not grad or self.options.cache_weights == "step") and self.options.cache_weights and not self._sharded()
         cache = self.cache if kept else None
         if program.scale_loss:
-            example_inputs = [*example_inputs, *self.scales()]
+            example_inputs = [*example_inputs, *self.scales(scale_device(rewritten.graph))]
         run = emit(rewritten, example_inputs, backend, cache, grad)
         region = Region(entry, plan, run, rewritten if program.scale_loss else None)
         if worth_watching(program):
@@ -430,7 +434,8 @@ class Session:
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(program)
-                    run = emit(rewritten, [*inputs, *(self.scales() if program.scale_loss else ())], backend, cache, grad)
+                    scales = self.scales(scale_device(rewritten.graph)) if program.scale_loss else ()
+                    run = emit(rewritten, [*inputs, *scales], backend, cache, grad)
                     region.become(plan, run, rewritten if program.scale_loss else None)
 
             read_parts(program)

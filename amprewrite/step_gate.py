@@ -2,10 +2,19 @@
 
 A gate belongs to a rewritten model; step_guard.py does the work on each optimizer, without wrapping it.
 
-Optimizers that nobody attached are found through the one hook that PyTorch keeps for all optimizers: when an optimizer
-steps that owns a parameter of a live gate's model, the gate is attached to it.  To every other optimizer it does nothing;
-without it an optimizer that was copied, unpickled or made by a trainer would step on infinities in silence.
-`StepGate(adopt=False)` does without, and warns at the first backward that nothing guards.
+A dynamic scale is used from the forward on that knows an optimizer: it is an overflowing step that brings the scale down, so
+without steps it would stay too large. Until then the scale of a forward is 1, as under torch.autocast without a GradScaler.
+Optimizers are known
+
+1. by `attach`;
+2. at the first, second, fourth, eighth ... forward without one, which looks among the objects of the process for optimizers
+   that own a parameter of the model;
+3. at their first step, through the one hook that PyTorch keeps for all optimizers. The gradients of that step were not
+   scaled, so it does not move the scale; it is skipped if they overflowed.
+
+To every other optimizer the hook does nothing; without it an optimizer that was copied, unpickled or made by a trainer would
+step on infinities in silence. It goes with the last gate. `StepGate(adopt=False)` knows attached optimizers only, and warns
+at the first backward that nothing guards.
 
 Training cannot get stuck: after `max_consecutive_skips` an error says what the skips are a sign of.
 """
@@ -22,10 +31,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from amprewrite.backward_end import BackwardEnd
 from amprewrite.cuda_graphs import recording
 from amprewrite.errors import AmpRewriteWarning, PolicyError
+from amprewrite.find_optimizers import existing_optimizers, in_a_step, innermost
 from amprewrite.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
-from amprewrite.step_guard import guard_of, local_values, params_of
+from amprewrite.nonfinite import found_after_backward, local_values
+from amprewrite.step_guard import Noted, guard_of, params_of
 
 MAX_CONSECUTIVE_SKIPS = 50
 """More than the 46 halvings from the highest start of any preset, 2**32, down to the default floor, 2**-14."""
@@ -104,8 +116,7 @@ class StepGate:
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
         self._warned = False
-        self._listening = False
-        self._until_look = 0
+        self._first = {id(p): weakref.ref(p) for p in self.parameters()}
         self._forget_optimizers()
 
     def attach(self, optimizer: Optimizer, copies: bool = False) -> None:
@@ -118,6 +129,7 @@ class StepGate:
                 f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; "
                 "attach the torch optimizer inside it"
             )
+        optimizer = innermost(optimizer)
         if optimizer in self._attached:
             raise PolicyError(f"this {type(optimizer).__name__} is attached already; attach each optimizer once")
         if not (copies or self._owns(optimizer)):
@@ -128,21 +140,56 @@ class StepGate:
         self._guard(optimizer)
         self._attached.add(optimizer)
 
-    @property
-    def guarding(self) -> bool:
-        """Whether any optimizer is guarded: then an overflow brings the loss scale down."""
-        return len(self._guarded) > 0
-
     def guards(self, optimizer: Optimizer) -> bool:
         """Whether overflowing steps of `optimizer` are skipped."""
         return optimizer in self._guarded and self.loss_scale.enabled
 
+    @property
+    def ran_unscaled(self) -> bool:
+        """Whether gradients that a step is about to use come from a forward that did not use the dynamic scale."""
+        return self._unscaled
+
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """(scale, inverse) for one forward; from the first that a backward can follow, optimizers are looked for."""
-        if self.adopt and not self._listening and torch.is_grad_enabled() and self.loss_scale.enabled:
-            self._listening = True
-            _listen(self)
-        return self.loss_scale.snapshot(device)
+        """(scale, inverse) for one forward: 0-dim fp32 tensors. A dynamic scale is 1 until an optimizer is known."""
+        if self.loss_scale.kind != "dynamic" or self._knows_optimizer():
+            self._unscaled = self._unscaled and not self._stepped
+            return self.loss_scale.snapshot(device)
+        if torch.is_grad_enabled():
+            self._unscaled, self._stepped = True, False
+        one = self._ones.get(torch.device(device))
+        if one is None:
+            with torch.inference_mode(False), torch.no_grad():
+                one = self._ones[torch.device(device)] = torch.ones((), dtype=torch.float32, device=device)
+        return one, one
+
+    def _knows_optimizer(self) -> bool:
+        """Whether an optimizer is guarded; looks for one now and then."""
+        if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
+            self._unguarded += 1
+            if self._unguarded & (self._unguarded - 1) == 0:
+                for optimizer in existing_optimizers():
+                    self._adopt(optimizer)
+        return len(self._guarded) > 0
+
+    def await_backward(self, results: Iterable[Any]) -> None:
+        """Look at the gradients at the end of each backward that enters one of these results of a scaled graph."""
+        self._backwards.watch(results)
+
+    def _backward_began(self) -> None:
+        for optimizer in tuple(self._guarded):
+            guard_of(optimizer).backward_began(self.parameters())
+        if self._early and all(p.grad is None for p in self.parameters()):
+            self._early.take()
+
+    def _backward_ended(self, number: int) -> None:
+        """Note what the backward left non-finite: at the optimizers, or here while none is known."""
+        for optimizer in tuple(self._guarded):
+            guard_of(optimizer).backward_ended(number)
+        if self._guarded or not self.adopt:
+            return
+        found = found_after_backward(self.parameters())
+        if found is not None:
+            self._early.add(found)
 
     def watch(self, output: Tensor) -> None:
         """Warn, once, when a backward reaches `output` while no step is guarded (and none will be adopted)."""
@@ -158,19 +205,24 @@ class StepGate:
         self._facts |= finite
 
     def _owns(self, optimizer: Optimizer) -> bool:
-        own = {id(p) for p in self.parameters()}
+        own = self._own()
         return any(id(p) in own for p in params_of(optimizer))
 
+    def _own(self) -> set[int]:
+        """Ids of the parameters as they are now, and of those from the start: FSDP1 takes those out during a forward."""
+        return {id(p) for p in self.parameters()} | {number for number, ref in self._first.items() if ref() is not None}
+
     def _guard(self, optimizer: Optimizer) -> None:
-        own = {id(p) for p in self.parameters()}
+        own = self._own()
         for p in params_of(optimizer):
             if p.dtype == torch.float16 and p.requires_grad and id(p) in own:
                 raise PolicyError(
                     f"a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; keep the "
                     "model in fp32 (model.float()): the rewrite runs it in fp16 and its parameters are the master weights"
                 )
-        guard_of(optimizer).add(self)
+        guard_of(optimizer).add(self, self._early.take())
         self._guarded.add(optimizer)
+        self._unguarded = 0
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Guard an optimizer that is about to step, if it owns parameters of this model."""
@@ -199,6 +251,7 @@ class StepGate:
 
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Raise if training is stuck.  `overflow` is None where only the device knows: then look every so often."""
+        self._stepped = True
         if overflow is None:
             self.loss_scale.ask = self._locate
         else:
@@ -261,31 +314,56 @@ class StepGate:
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-        self._listening = False
         self._until_look = self.max_consecutive_skips or 0
+        self._unguarded = 0
+        """Forwards since an optimizer was known."""
+        self._unscaled = self._stepped = False
+        """Whether a forward did not use the scale, and whether an optimizer stepped since."""
+        self._ones: dict[torch.device, Tensor] = {}
+        self._early = Noted()
+        """What backwards left before an optimizer was known."""
+        self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
+        if self.adopt and self.loss_scale.enabled:
+            _listen(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the optimizers: a copy belongs to a copied model, whose optimizers it will find."""
-        mine = ("_attached", "_guarded", "_foreign", "_listening", "_until_look")
+        mine = (
+            "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_unscaled", "_stepped", "_ones", "_early", "_backwards",
+            "_first",
+        )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in mine} | {"_facts": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._first = {}
         self._forget_optimizers()
 
 
-_LISTENERS: weakref.WeakSet[StepGate] = weakref.WeakSet()
+_LISTENERS: dict[int, weakref.ref[StepGate]] = {}
 _HOOK: list[Any] = []
 
 
 def _listen(gate: StepGate) -> None:
-    _LISTENERS.add(gate)
+    """Let `gate` hear of every optimizer's step, for as long as it lives."""
+    number = id(gate)
+    _LISTENERS[number] = weakref.ref(gate, lambda ref: _gone(number, ref))
     if not _HOOK:
         _HOOK.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
+def _gone(number: int, ref: weakref.ref[StepGate]) -> None:
+    """Take the hook away with the last gate. During a step that would disturb PyTorch's loop over hooks: then it stays."""
+    if _LISTENERS.get(number) is ref:
+        del _LISTENERS[number]
+    if not _LISTENERS and _HOOK and not in_a_step():
+        _HOOK.pop().remove()
 
 
 @torch.compiler.disable
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook added here to the optimizer itself still runs before this very step."""
-    for gate in tuple(_LISTENERS):
-        gate._adopt(optimizer)
+    for ref in tuple(_LISTENERS.values()):
+        gate = ref()
+        if gate is not None:
+            gate._adopt(optimizer)

@@ -1,10 +1,13 @@
 """What is done to one optimizer so that its overflowing steps are skipped: hooks on its `step`, and nothing else.
 
+At the end of each backward, note whether gradients hold inf or NaN: the loop may hide it before the step.
+
 Before each step:
 
 1. Look for inf and NaN in the gradients of all the optimizer's parameters, as torch.amp.GradScaler does
-   (torch/amp/grad_scaler.py), with the same multi-tensor kernel; agree with the ranks that hold the other shards.
-2. Tell the gates, whose loss scales move once per set of steps (loss_scale.py).
+   (torch/amp/grad_scaler.py), with the same multi-tensor kernel; add what was noted since the last step; agree with the
+   ranks that hold the other shards (nonfinite.py).
+2. Tell the gates, whose loss scales move once per set of steps (loss_scale.py). A scale that was not used does not move.
 3. A fused optimizer gets the answer as its `found_inf` tensor and skips by itself: no host sync.
 4. For any other optimizer read the answer.  To skip, step a stand-in: a hook may replace the arguments of
    `Optimizer.step`, `self` among them, so the class's own code runs once over no parameter groups and a throw-away state.
@@ -16,10 +19,11 @@ Before each step:
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -28,12 +32,17 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.checked import checked
-from amprewrite.errors import PolicyError
+from amprewrite.cuda_graphs import recording
+from amprewrite.find_optimizers import in_a_step
 from amprewrite.loss_scale import LossScale, LossScaleError
+from amprewrite.nonfinite import any_of, find_nonfinite, found_after_backward
 
 _FRAMES = 12
 """How far up the stack to look for who called `step`."""
+
+
+_MOST_FLAGS = 16
+"""Backwards whose flags are kept apart before they become one."""
 
 
 class Gate(Protocol):
@@ -41,31 +50,108 @@ class Gate(Protocol):
 
     loss_scale: LossScale
 
+    @property
+    def ran_unscaled(self) -> bool: ...
+
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None: ...
 
 
 def guard_of(optimizer: Optimizer) -> Guard:
-    """The guard of `optimizer`, which hangs on its hooks from the first call on."""
+    """The guard of `optimizer`, which hangs on its hooks from the first call on until its last gate is gone."""
     guard = _GUARDS.get(optimizer)
     if guard is None:
-        guard = _GUARDS[optimizer] = Guard()
-        optimizer.register_step_pre_hook(guard.before)
-        optimizer.register_step_post_hook(guard.after)
+        guard = _GUARDS[optimizer] = Guard(optimizer)
     return guard
+
+
+class Noted:
+    """Flags of backwards that no step has heard of yet. Inside a CUDA graph they gather in one place, which replays write, too."""
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._place: Tensor | None = None
+        self._recorded = False
+
+    def add(self, flag: Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if recording(flag.device) and self._place is not None:
+                self._recorded = True
+                self._place.copy_(torch.maximum(self._place, flag))
+                return
+            if self._place is None:
+                self._place = torch.zeros_like(flag)
+            self._flags.append(flag)
+            if len(self._flags) > _MOST_FLAGS:
+                self._flags = [any_of(self._flags)]
+
+    def take(self) -> list[Tensor]:
+        """All flags; none is left."""
+        flags, self._flags = self._flags, []
+        if self._recorded and self._place is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                flags.append(self._place.clone())
+                self._place.zero_()
+        return flags
+
+    def __bool__(self) -> bool:
+        return self._recorded or bool(self._flags)
 
 
 class Guard:
     """The hooks on one optimizer; several gates share them, so that gradients are checked once and all gates agree."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self._refs: list[weakref.ref[Gate]] = []
+        self._noted = Noted()
+        self._backward = -1
         self._found: Tensor | None = None
         self._closure: _Closure | None = None
         self._warm: tuple[int, int, int] | None = None
+        self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
-    def add(self, gate: Gate) -> None:
-        if gate not in self.gates():
-            self._refs.append(weakref.ref(gate))
+    def add(self, gate: Gate, flags: Iterable[Tensor] = ()) -> None:
+        """Guard the optimizer for `gate`, too; `flags` tell of gradients that it left before this optimizer was known."""
+        if not any(ref() is gate for ref in self._refs):
+            self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
+        for flag in flags:
+            self._noted.add(flag)
+
+    def drop(self, ref: weakref.ref[Gate]) -> None:
+        """Forget a gate that died; with the last one the hooks go."""
+        self._refs = [each for each in self._refs if each is not ref]
+        if self._refs or in_a_step():
+            return
+        for hook in self._hooks:
+            hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _GUARDS.pop(optimizer, None)
+
+    def backward_began(self, own: Iterable[Tensor]) -> None:
+        """Forget flags of gradients that the loop threw away: those that `own`, parameters of one model, got are None now."""
+        optimizer = self._optimizer()
+        if not self._noted or optimizer is None:
+            return
+        ids = {id(p) for p in own}
+        params = list(params_of(optimizer))
+        params = [p for p in params if id(p) in ids] or params
+        if all(p.grad is None for p in params):
+            self._noted.take()
+
+    def backward_ended(self, number: int) -> None:
+        """Note whether backward `number` left gradients that are not finite."""
+        optimizer = self._optimizer()
+        if optimizer is None or number == self._backward:
+            return
+        self._backward = number
+        found = found_after_backward(params_of(optimizer))
+        if found is not None:
+            self._noted.add(found)
+
+    def look(self, optimizer: Optimizer) -> Tensor | None:
+        """A flag for the gradients as they are and as backwards left them since the last look; None without gradients."""
+        return find_nonfinite(params_of(optimizer), self._noted.take())
 
     def gates(self) -> list[Gate]:
         """The gates that still live and scale anything."""
@@ -82,7 +168,7 @@ class Guard:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):
             return self._before_closure(optimizer, args, kwargs, closure)
-        found = find_nonfinite(optimizer)
+        found = self.look(optimizer)
         if found is None:
             return None
         fused = self._skips_by_itself(optimizer)
@@ -98,7 +184,7 @@ class Guard:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         with torch.enable_grad():
             loss = closure()
-        self._closure = evaluated = _Closure(optimizer, closure, loss)
+        self._closure = evaluated = _Closure(optimizer, closure, loss, self.look)
         if evaluated.overflow and evaluated.start is None:
             args = (_stand_in(optimizer), *args[1:])
         if "closure" in kwargs:
@@ -118,8 +204,10 @@ class Guard:
         self._tell(self.gates(), optimizer, closure.found, closure.overflow)
 
     def _tell(self, gates: list[Gate], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
+        unused = {id(gate.loss_scale) for gate in gates if gate.ran_unscaled}
         for scale in {id(gate.loss_scale): gate.loss_scale for gate in gates}.values():
-            scale.observe(found, source=id(optimizer))
+            if id(scale) not in unused:
+                scale.observe(found, source=id(optimizer))
         for gate in gates:
             gate.stepped(optimizer, overflow)
 
@@ -153,9 +241,11 @@ class _Closure:
     ends any line search.  LBFGS is put back to its start afterwards, so its step is skipped like any other.
     """
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], loss: Any) -> None:
-        self.optimizer, self.closure, self.loss = optimizer, closure, loss
-        self.found = find_nonfinite(optimizer)
+    def __init__(
+        self, optimizer: Optimizer, closure: Callable[[], Any], loss: Any, look: Callable[[Optimizer], Tensor | None]
+    ) -> None:
+        self.optimizer, self.closure, self.loss, self.look = optimizer, closure, loss, look
+        self.found = look(optimizer)
         self.overflow = self.found is not None and self.found.item() > 0
         self.start: list[tuple[Tensor, Tensor, dict[str, Any] | None]] | None = None
         self._calls = 0
@@ -173,7 +263,7 @@ class _Closure:
             return self.loss
         with torch.enable_grad():
             loss = self.closure()
-        found = find_nonfinite(self.optimizer)
+        found = self.look(self.optimizer)
         if found is None or found.item() == 0:
             return loss
         self.found, self.overflow = found, True
@@ -229,71 +319,10 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
 _GUARDS: weakref.WeakKeyDictionary[Optimizer, Guard] = weakref.WeakKeyDictionary()
 
 
-def find_nonfinite(optimizer: Optimizer) -> Tensor | None:
-    """0-dim fp32, above 0 if any gradient holds inf or NaN on any rank that shares it; None if there is no gradient.
-
-    Each shard is checked where it lies.  Who takes part in the agreement follows from the parameters and not from the
-    gradients, so every rank makes the same collective calls.  Dense gradients that DDP averaged agree by themselves.
-    """
-    buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    groups: dict[int, tuple[Any, torch.device | None]] = {}
-    p = None
-    for p in params_of(optimizer):
-        if type(p) is not torch.nn.Parameter or "_fsdp_flattened" in p.__dict__:
-            _collect_groups(p, groups)
-        grad = p.grad
-        if grad is None:
-            continue
-        if grad.dtype == torch.float16:
-            raise PolicyError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; "
-                "keep the parameters in fp32 (model.float()): they are the master weights"
-            )
-        if type(grad) is not Tensor or grad.is_sparse or grad.dtype != torch.float32:
-            grad = local_values(grad)
-        buckets[grad.device, grad.dtype].append(grad)
-    if p is None or not (buckets or groups):
-        return None
-    one_by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    flags: list[Tensor] = []
-    with torch.inference_mode(False), torch.no_grad():
-        for (where, _), grads in buckets.items():
-            if where not in one_by_device:
-                one_by_device[where] = torch.zeros((), device=where), torch.ones((), device=where)
-            known, left = checked(grads)
-            flags += known
-            if left:
-                torch._amp_foreach_non_finite_check_and_unscale_(left, *one_by_device[where])
-        flags = [flag for flag, _ in one_by_device.values()] + flags or [torch.zeros((), device=p.device)]
-        where = flags[0].device
-        # 0 or 1, not a sum: Adam takes it off its step count
-        found = flags[0] if len(flags) == 1 else torch.stack([flag.to(where, non_blocking=True) for flag in flags]).amax()
-        for group, on in groups.values():
-            shared = found if on is None else found.to(on)
-            torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
-            found = shared.to(found.device)
-    return found
-
-
-def _collect_groups(p: Tensor, groups: dict[int, tuple[Any, torch.device | None]]) -> None:
-    """Add the process groups over which `p` is sharded: a DTensor's (FSDP2, tensor parallel), or the world for FSDP1."""
-    if getattr(p, "_fsdp_flattened", False):
-        groups.setdefault(0, (None, None))
-        return
-    mesh = getattr(p, "device_mesh", None)
-    for dim, placement in enumerate(getattr(p, "placements", ())):
-        if mesh is not None and not placement.is_replicate():
-            group = mesh.get_group(dim)
-            groups.setdefault(id(group), (group, torch.device(mesh.device_type)))
-
-
-def local_values(grad: Tensor) -> Tensor:
-    """The dense, real tensor with the values of this rank."""
-    if hasattr(grad, "to_local"):
-        grad = grad.detach().to_local()  # type: ignore[attr-defined]
-    if grad.is_sparse:
-        grad = grad.coalesce()._values()
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[Gate]) -> None:
+    living = guard()
+    if living is not None:
+        living.drop(ref)
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ import amprewrite.first_calls
 import amprewrite.loss_scale
 import amprewrite.region
 import amprewrite.step_gate
+import amprewrite.step_guard
 import amprewrite.weight_cache
 from amprewrite.loss_scale import LossScale
 
@@ -99,7 +100,8 @@ def everything(mode: Mode) -> Iterator[Mode]:
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Record what runs inside, and let amprewrite believe that it is a CUDA graph that records."""
     with monkeypatch.context() as patch:
-        for module in (amprewrite.first_calls, amprewrite.loss_scale, amprewrite.region, amprewrite.step_gate, amprewrite.weight_cache):
+        names = ("first_calls", "loss_scale", "region", "step_gate", "step_guard", "weight_cache")
+        for module in (getattr(amprewrite, name) for name in names):
             patch.setattr(module, "recording", lambda _: True)
         with everything(Recording()) as recorded:
             yield recorded

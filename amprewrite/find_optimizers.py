@@ -1,0 +1,61 @@
+"""Optimizers that exist already, and the parameters by which one is known to train a model.
+
+There is no list of optimizers in PyTorch, so the garbage collector's is read: by the classes of its objects, which runs no code
+of theirs. It takes 5 to 8 ms for a hundred thousand objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+_HOOKS = "_optimizer_step_pre_hooks"
+_STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
+"""The function that PyTorch puts around the `step` of every optimizer class, and that runs hooks."""
+
+
+def existing_optimizers() -> list[Optimizer]:
+    """All optimizers that hooks can be put on; a wrapper around another optimizer has no hooks of its own."""
+    classes = {Optimizer}
+    ahead = [Optimizer]
+    while ahead:
+        new = [cls for cls in type.__subclasses__(ahead.pop()) if cls not in classes]
+        classes.update(new)
+        ahead += new
+    return [o for o in gc.get_objects() if type(o) in classes and _HOOKS in o.__dict__ and "param_groups" in o.__dict__]
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps: the one inside a wrapper that has no hooks of its own, such as accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    while _HOOKS not in optimizer.__dict__ and isinstance(inner, Optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
+def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
+    """The parameters that FSDP2's optimizers own; inside a forward the modules hold gathered ones."""
+    for module in root.modules():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for parameter in getattr(group, "fsdp_params", ()):
+                yield parameter.sharded_param
+
+
+def in_a_step() -> bool:
+    """Whether some thread is inside an optimizer's `step`, which goes over hooks: none may be removed then."""
+    for frame in sys._current_frames().values():
+        at = frame
+        while at is not None:
+            if at.f_code.co_qualname == _STEP:
+                return True
+            at = at.f_back  # type: ignore[assignment]
+    return False
+
+
+__all__ = ["existing_optimizers", "in_a_step", "innermost", "sharded_parameters"]

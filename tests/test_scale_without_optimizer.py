@@ -1,0 +1,346 @@
+"""Gradients that no optimizer steps on, in fp16: the scale is 1, so they are finite and right wherever autocast's are."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+
+import amprewrite
+
+
+class Net(nn.Module):
+    """Logits, and a loss that is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor, inside: bool = False) -> Tensor:
+        logits = self.body(x)
+        return nn.functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)) if inside else logits
+
+
+def pair(**options: object) -> tuple[Net, Net, Tensor]:
+    model = Net()
+    return model, amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", **options), torch.randn(4, 16, requires_grad=True)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("size", [1e-2, 1.0, 1e3])
+@pytest.mark.parametrize("loss_scale", ["auto", "torch", "megatron"])
+def test_gradients_of_inputs_are_finite_where_fp16_holds_them(size, loss_scale):
+    model, amp, x = pair(loss_scale=loss_scale)
+    before = amp.loss_scale.value
+    for _ in range(3):
+        (got,) = torch.autograd.grad((amp(x) * size).sum(), x)
+        (want,) = torch.autograd.grad((model(x) * size).sum(), x)
+        assert error(got, want) < 3e-3
+    assert amp.loss_scale.value == before, "the state itself is left alone"
+
+
+@pytest.mark.parametrize("size", [2.0**-16, 1.0, 2.0**20])
+def test_the_bits_are_those_of_a_graph_without_a_scale(size):
+    """As under torch.autocast without a GradScaler: what fp16 cannot hold overflows or vanishes alike."""
+    _, amp, x = pair()
+    plain = amprewrite.rewrite(Net(), dtype="fp16", loss_scale=None)
+    (got,), (same,) = (torch.autograd.grad((net(x) * size).sum(), x) for net in (amp, plain))
+    assert torch.equal(got.nan_to_num(), same.nan_to_num())
+
+
+def test_a_static_scale_is_used_as_asked():
+    _, amp, x = pair(loss_scale=2.0**12)
+    plain = amprewrite.rewrite(Net(), dtype="fp16", loss_scale=None)
+    (got,), (small,) = (torch.autograd.grad((net(x) * 2.0**-26).sum(), x) for net in (amp, plain))
+    assert got.any() and error(got, torch.autograd.grad((Net()(x) * 2.0**-26).sum(), x)[0]) < 2e-3
+    assert error(small, got) > 0.1
+
+
+class Results(nn.Module):
+    """Results behind a low op, behind fp32 ops, and of no low op at all."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.w, self.kind = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.a(x)
+        many = {
+            "residual": (x + y,),
+            "exp": (torch.exp(y),),
+            "squares": (y.square().sum(),),
+            "flat": (y.flatten(),),
+            "two": (y, torch.cumsum(self.w * x, -1)),
+            "two the other way": (torch.cumsum(self.w * x, -1), y),
+            "three": (y, y.exp(), self.w * y),
+        }
+        return many[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["residual", "exp", "squares", "flat", "two", "two the other way", "three"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("factor", [1.0, 2.0**8])
+def test_all_gradients_of_one_forward_are_right_whatever_enters_where(kind, backend, factor):
+    model, other, x = Results(kind), Results(kind), torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    amp = amprewrite.rewrite(other, dtype="fp16", backend=backend)
+    for net in (model, amp):
+        results = net(x)
+        (results[0].sum() * factor + sum(result.sum() for result in results[1:])).backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or error(q.grad, p.grad) < 5e-3, kind
+
+
+class Bare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.mT
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", 64.0])
+def test_a_module_without_parameters_runs(loss_scale):
+    amp, x = amprewrite.rewrite(Bare(), dtype="fp16", loss_scale=loss_scale), torch.randn(2, 3, 3, requires_grad=True)
+    out = amp(x)
+    assert out.dtype == torch.float32 and error(out, Bare()(x)) < 2e-3
+    (got,), (want,) = (torch.autograd.grad(net(x).sum(), x) for net in (amp, Bare()))
+    assert error(got, want) < 2e-3
+
+
+def test_a_second_backward_through_one_forward_gives_the_same():
+    _, amp, x = pair()
+    out = amp(x).sum()
+    (first,) = torch.autograd.grad(out, x, retain_graph=True)
+    (second,) = torch.autograd.grad(out, x)
+    assert torch.equal(first, second) and first.isfinite().all()
+
+
+def test_a_gradient_penalty_before_any_step():
+    model, amp, x = pair()
+    for net in (model, amp):
+        (g,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (g.norm(2, 1) - 1).square().mean().backward()
+    for p, q in zip(model.parameters(), amp.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or error(q.grad, p.grad) < 5e-3
+
+
+def test_a_frozen_network_that_another_learns_through():
+    """A perceptual loss: no optimizer ever owns the frozen weights."""
+    curves = []
+    for dtype in (None, "fp16"):
+        frozen = Net().requires_grad_(False)
+        judge = frozen if dtype is None else amprewrite.rewrite(frozen, dtype=dtype)
+        learner, x = nn.Linear(16, 16), torch.randn(4, 16)
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = judge(learner(x)).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses))
+    exact, got = curves
+    assert exact[-1] < 0.7 * exact[0]
+    torch.testing.assert_close(got, exact, rtol=5e-3, atol=0)
+
+
+def test_once_an_optimizer_is_guarded_the_scale_is_the_schedules():
+    """GradScaler's behaviour from there on: the step is skipped, the scale falls."""
+    _, amp, x = pair()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.0)
+    amp.attach(optimizer)
+    (amp(x) * 1e3).sum().backward()
+    optimizer.step()
+    assert amp.loss_scale.report().skipped == 1 and amp.loss_scale.value < 65536
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(bad):
+    _, amp, x = pair()
+    (got,) = torch.autograd.grad((amp(x) * bad).sum(), x)
+    assert not got.isfinite().any()
+
+
+# Optimizers that are known late
+
+
+def train(amp: nn.Module, optimizer: torch.optim.Optimizer, steps: int, factor: float = 1.0) -> list[float]:
+    """Scales before each step."""
+    scales = []
+    for step in range(steps):
+        scales.append(amp.loss_scale.value)
+        optimizer.zero_grad()
+        (amp(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean() * factor).backward()
+        optimizer.step()
+    return scales
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e4], ids=["clean", "a scale search"])
+def test_an_optimizer_that_exists_is_found_by_the_first_forward(factor):
+    """Found and attached are the same from the first step on."""
+    curves = []
+    for attach in (True, False):
+        amp = amprewrite.rewrite(Net(), dtype="fp16")
+        optimizer = torch.optim.SGD(amp.parameters(), lr=1e-6)
+        if attach:
+            amp.attach(optimizer)
+        curves.append((train(amp, optimizer, 12, factor), amp.loss_scale.state_dict()))
+    assert curves[0] == curves[1]
+    assert (curves[0][1]["amprewrite"]["counters"][1] > 0) == (factor > 1.0)
+
+
+def test_a_first_step_on_unscaled_gradients_does_not_move_the_scale():
+    """The optimizer is made between the forward and its step: what the step finds says nothing about the scale."""
+    amp = amprewrite.rewrite(Net(), dtype="fp16")
+    attached = amprewrite.rewrite(Net(), dtype="fp16")
+    loss = amp(torch.randn(4, 16)).square().mean() * 1e4
+    loss.backward()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-6)
+    optimizer.step()
+    assert amp.loss_scale.report().steps == 0
+    reference = torch.optim.SGD(attached.parameters(), lr=1e-6)
+    attached.attach(reference)
+    assert train(amp, optimizer, 12, 1e4) == train(attached, reference, 12, 1e4)
+    assert amp.loss_scale.report().skipped == attached.loss_scale.report().skipped > 0
+
+
+def test_a_first_step_on_unscaled_gradients_is_skipped_if_they_overflowed():
+    amp = amprewrite.rewrite(Net(), dtype="fp16")
+    (amp(torch.randn(4, 16)).sum() * float("inf")).backward()
+    nn.utils.clip_grad_value_(amp.parameters(), 1.0)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in amp.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, before, amp.parameters()))
+    assert amp.loss_scale.value == 65536.0
+
+
+def test_the_scale_is_one_again_when_the_last_optimizer_is_gone():
+    _, amp, x = pair()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    big = 2.0**9 * amp(x).sum()
+    assert not torch.autograd.grad(big, x)[0].isfinite().all(), "65536 * 512 is beyond fp16"
+    del optimizer
+    gc.collect()
+    assert torch.autograd.grad(2.0**9 * amp(x).sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", "torch", "megatron", 2.0**16])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_first_step_of_a_closure_loop_is_guarded(loss_scale, backend):
+    """As Lightning and LBFGS step: the first forward runs inside the first step."""
+    torch.manual_seed(0)
+    model = Net()
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=loss_scale, backend=backend)
+    optimizer, x, y = torch.optim.AdamW(amp.parameters(), 1e-3), torch.randn(8, 16) * 1000, torch.randint(0, 8, (8,))
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(amp(x), y) * 1e3
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert all(map(torch.equal, before, model.parameters())), "this step overflowed"
+    assert amp.loss_scale.report().skipped == 1
+    for _ in range(30):
+        optimizer.step(closure)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_is_guarded_from_its_first_evaluation(line_search):
+    amp = amprewrite.rewrite(Net(), dtype="fp16", loss_scale="torch")
+    optimizer, x = torch.optim.LBFGS(amp.parameters(), max_iter=4, line_search_fn=line_search), torch.randn(8, 16)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = amp(x).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(30):
+        optimizer.step(closure)
+    assert all(p.isfinite().all() for p in amp.parameters())
+    assert 0 < amp.loss_scale.report().skipped < 25
+
+
+# What is left behind
+
+
+def test_the_hook_on_all_optimizers_goes_with_the_last_model():
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    amps = [amprewrite.rewrite(Net(), dtype="fp16") for _ in range(2)]
+    assert len(_global_optimizer_pre_hooks) == max(before, 1), "one hook for all models"
+    optimizer = torch.optim.SGD(amps[0].parameters(), lr=0.1)
+    amps[0].attach(optimizer)
+    assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+    del amps
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def test_a_model_that_dies_inside_a_step_does_not_disturb_it():
+    """Hooks stay while PyTorch goes over them; they do nothing."""
+    keep = amprewrite.rewrite(Net(), dtype="fp16")
+    dying = [keep]
+    optimizer = torch.optim.SGD(keep.parameters(), lr=0.1)
+    keep.attach(optimizer)
+    del keep
+
+    def die(*_: object) -> None:
+        dying.clear()
+        gc.collect()
+
+    handles = [optimizer.register_step_pre_hook(die), optimizer.register_step_pre_hook(lambda *_: None)]
+    handles.append(register_optimizer_step_pre_hook(die))
+    optimizer.step()
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_bf16_model_hangs_no_hook_on_optimizers():
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    amp = amprewrite.rewrite(Net(), dtype="bf16")
+    amp(torch.randn(2, 16)).sum().backward()
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_a_wrapper_around_an_optimizer_is_seen_through():
+    """As accelerate wraps them: an Optimizer by class, without hooks of its own."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self) -> list[dict[str, object]]:
+            return self.optimizer.param_groups
+
+    amp = amprewrite.rewrite(Net(), dtype="fp16")
+    inner = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.attach(Wrapper(inner))
+    with pytest.raises(amprewrite.PolicyError, match="attached already"):
+        amp.attach(inner)
+
+
+def test_batched_gradients_pass():
+    model, amp, x = pair()
+    out, want = amp(x)[0], model(x)[0]
+    got = torch.autograd.grad(out, x, torch.eye(8) * 2.0**-12, is_grads_batched=True)[0]
+    assert error(got, torch.autograd.grad(want, x, torch.eye(8) * 2.0**-12, is_grads_batched=True)[0]) < 2e-3
