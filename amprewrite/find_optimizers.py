@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -37,6 +37,16 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
+    """Gives the parameters as they are when it is called, and those that FSDP2's optimizers own."""
+
+    def parameters() -> Iterator[Tensor]:
+        yield from root.parameters()
+        yield from sharded_parameters(root)
+
+    return parameters
+
+
 def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
     """The parameters that FSDP2's optimizers own; inside a forward the modules hold gathered ones."""
     for module in root.modules():
@@ -58,4 +68,4 @@ def in_a_step() -> bool:
     return False
 
 
-__all__ = ["existing_optimizers", "in_a_step", "innermost", "sharded_parameters"]
+__all__ = ["existing_optimizers", "in_a_step", "innermost", "parameters_of", "sharded_parameters"]

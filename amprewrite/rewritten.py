@@ -113,6 +113,7 @@ class Rewritten(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if is_rewritten(self):
             session_of(self).cache.clear()
+            session_of(self).schedule.due = True
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

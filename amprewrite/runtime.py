@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.dynamo_failures import Failure, has_begun, try_all_again
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
-from amprewrite.find_optimizers import sharded_parameters
+from amprewrite.find_optimizers import parameters_of
 from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_names import frame_path
@@ -47,6 +47,7 @@ from amprewrite.rewrite_graph import _device, read_parts, read_program, rewrite_
 from amprewrite.step_gate import StepGate
 from amprewrite.tensor_hooks import restore_hooks
 from amprewrite.weight_cache import WeightCache
+from amprewrite.weight_watch import Known, Schedule, known_weights, look
 
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
@@ -64,6 +65,10 @@ class Graphs:
         self.regions: list[Region] = []
         self.left_out: dict[str, Skipped] = {}
         self.asleep = dynamo.disabled()
+        self.weights: list[Known] = []
+        """Weights whose sizes decisions rest on."""
+        self.outdated = False
+        """Decisions rest on weights as they no longer are."""
         self.full = False
         """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
         self._captures: Counter[int | None] = Counter()
@@ -79,7 +84,7 @@ class Graphs:
     @property
     def stale(self) -> bool:
         """Whether the next call should start afresh."""
-        return self.asleep and not dynamo.disabled()
+        return self.outdated or (self.asleep and not dynamo.disabled())
 
     def failed(self, failure: Failure) -> None:
         """Dynamo cannot convert some code, which runs as written from here on."""
@@ -178,7 +183,11 @@ class Session:
         if half := frozen_note(self.root):
             self.note(half)
         self.probe = OverflowProbe(self.root)
-        self.gate = StepGate(self.loss_scale, self._parameters, on_overflow=self._overflowed, on_clean=self.probe.disarm)
+        self.schedule = Schedule()
+        self.gate = StepGate(
+            self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
+            on_stuck=self.look_at_weights,
+        )  # fmt: skip
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,6 +197,8 @@ class Session:
         if dynamo.under_functorch():
             self.warn_fp32(f"{entry.place} ran in fp32: {_FUNCTORCH}")
             return entry.function(*args, **kwargs)
+        if self.state.depth == 0 and self.schedule.look_now(self.root.training):
+            self.look_at_weights()
         if entry.hooks.changed() or entry.graphs.stale:
             entry.start_afresh()
         if self.options.strict and dynamo.disabled():
@@ -285,13 +296,18 @@ class Session:
             return scale, inverse
         return scale.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        """The parameters as they are now, and those that FSDP2's optimizers own."""
-        yield from self.root.parameters()
-        yield from sharded_parameters(self.root)
+    def look_at_weights(self) -> bool:
+        """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
+        if self.options.given is not None:
+            return False
+        found = look(self.entries.values(), self.policy_for(self._device()).low, self.note)
+        if found:
+            warnings.warn(found, AmpRewriteWarning, stacklevel=2)
+        return any(entry.graphs.outdated for entry in list(self.entries.values()))
 
     def _overflowed(self) -> str | None:
         """Where the step that is being skipped left the finite."""
+        self.schedule.due = True
         found = self.probe.find(self.last, self.last[0].latest if len(self.last) == 1 else None)
         if found is None:
             return None
@@ -403,6 +419,7 @@ class Session:
         program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
         program.calibration, program.careful = self.calibration, self.options.careful
         program.magnitudes = magnitudes(program, example_inputs)
+        graphs.weights += known_weights(program, example_inputs)
         return program
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:

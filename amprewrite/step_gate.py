@@ -100,6 +100,7 @@ class StepGate:
         diagnose: Callable[[Stuck], str | None] | None = None,
         on_overflow: Callable[[], str | None] | None = None,
         on_clean: Callable[[], None] | None = None,
+        on_stuck: Callable[[], bool] | None = None,
     ) -> None:
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
             raise PolicyError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1; None never gives up")
@@ -113,6 +114,8 @@ class StepGate:
         """Called when the host learns of an overflow: at once, but for a fused optimizer's; names the culprit."""
         self.on_clean = on_clean
         """Called when the host learns of a clean step after an overflow."""
+        self.on_stuck = on_stuck
+        """Called before training is given up; true if it changed something that may help, and training goes on."""
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
         self._warned = False
@@ -270,6 +273,8 @@ class StepGate:
         self._until_look = max(self.max_consecutive_skips - skips, 1)
         if skips >= self.max_consecutive_skips or self.loss_scale.stuck():
             self._until_look = self.max_consecutive_skips
+            if self.on_stuck is not None and self.on_stuck():
+                return
             raise self._stuck(optimizer, skips)
 
     def _learn(self, overflow: bool) -> None:

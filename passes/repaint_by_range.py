@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.formats import Format
-from amprewrite.magnitudes import NARROW
+from amprewrite.magnitudes import NARROW, Fit, fit
 from amprewrite.op_graph import Demand, OpNode
 from amprewrite.pass_base import Pass
 from amprewrite.passes.paint import paint_ties
@@ -118,9 +118,10 @@ def _out_of_range(program: Program, node: OpNode, values: Mapping[str, ValueRang
 def _too_large_weight(program: Program, node: OpNode) -> str:
     """A weight is what it is: no tail, no headroom."""
     size, low = program.magnitudes.get(node.name, 0.0), program.policy.low
-    if size > low.max:
+    known = fit(size, low)
+    if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
-    if 0 < size < low.smallest_subnormal:
+    if known is Fit.FLUSHED:
         return f"{node.name} holds at most {size:.3g}, {low.name} flushes that to zero"
     return ""
 

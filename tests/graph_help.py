@@ -21,6 +21,7 @@ import amprewrite.region
 import amprewrite.step_gate
 import amprewrite.step_guard
 import amprewrite.weight_cache
+import amprewrite.weight_watch
 from amprewrite.loss_scale import LossScale
 
 SYNCS = {
@@ -100,7 +101,7 @@ def everything(mode: Mode) -> Iterator[Mode]:
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Record what runs inside, and let amprewrite believe that it is a CUDA graph that records."""
     with monkeypatch.context() as patch:
-        names = ("first_calls", "loss_scale", "region", "step_gate", "step_guard", "weight_cache")
+        names = ("first_calls", "loss_scale", "region", "step_gate", "step_guard", "weight_cache", "weight_watch")
         for module in (getattr(amprewrite, name) for name in names):
             patch.setattr(module, "recording", lambda _: True)
         with everything(Recording()) as recorded:

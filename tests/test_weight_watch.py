@@ -1,0 +1,162 @@
+"""Decisions that rest on how large weights are follow the weights."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amprewrite
+from amprewrite.errors import AmpRewriteWarning
+from amprewrite.formats import FP16
+from amprewrite.magnitudes import Fit, fit
+from amprewrite.weight_watch import Schedule
+
+
+class Net(nn.Module):
+    def __init__(self, std: float = 0.2, act: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.act = act
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 4)
+        nn.init.normal_(self.up.weight, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+def colours(amp: Any) -> dict[str, str]:
+    return {node.module: node.colour.value for node in amp.plan.nodes if node.op == "linear"}
+
+
+def batch(step: int = 0) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_weights_that_grow_into_range_run_low_in_the_end(backend):
+    """As transformers initialises the vision layers of BLIP and SAM."""
+    model = Net(std=1e-10)
+    amp = amprewrite.rewrite(model, dtype="fp16", backend=backend)
+    optimizer = torch.optim.Adam(amp.parameters(), lr=1e-2)
+    seen = []
+    for step in range(20):
+        optimizer.zero_grad()
+        amp(batch(step)).square().mean().backward()
+        optimizer.step()
+        seen.append(colours(amp)["up"])
+    assert seen[0] == "high" and seen[-1] == "low"
+    assert "up.weight has come to" in str(amp.plan)
+    assert error(amp(batch()), model(batch())) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("act", "fused", "grows_at", "steps"),
+    [
+        pytest.param(torch.relu, False, 4, 8, id="the host sees the skip"),
+        pytest.param(torch.relu, True, 65, 125, id="a fused optimizer, before training is given up"),
+        pytest.param(torch.tanh, False, 4, 17, id="an overflow that saturates is seen at a look"),
+    ],
+)
+def test_weights_that_grow_beyond_range_stop_overflowing(act, fused, grows_at, steps):
+    model = Net(act=act)
+    amp = amprewrite.rewrite(model, dtype="fp16", loss_scale=64.0)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-6, fused=fused)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            if step == grows_at:
+                with torch.no_grad():
+                    model.up.weight[0, 0] = 1e5
+            optimizer.zero_grad()
+            out = amp(batch(step) * 1e-3)
+            out.square().mean().backward()
+            optimizer.step()
+    assert out.isfinite().all() and colours(amp) == {"up": "high", "down": "low"}
+    assert amp.loss_scale.report().consecutive_skips == 0
+    assert (amp.loss_scale.report().skipped > 0) == (act is torch.relu)
+    said = [str(w.message) for w in caught if issubclass(w.category, AmpRewriteWarning)]
+    assert len(said) == 1 and "up.weight has come to 1e+05" in said[0] and "65504" in said[0]
+
+
+@pytest.mark.parametrize("how", ["eval", "train", "load_state_dict"])
+def test_a_switch_of_modes_or_a_loaded_state_is_worth_a_look(how):
+    model = Net()
+    amp = amprewrite.rewrite(model, dtype="fp16").train(how == "eval")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state["up.weight"][0, 0] = 1e5
+    with torch.no_grad():
+        amp(batch())
+        if how == "load_state_dict":
+            amp.load_state_dict(state)
+        else:
+            model.up.weight.copy_(state["up.weight"])
+            amp.train(how == "train")
+        with pytest.warns(AmpRewriteWarning, match=r"up\.weight has come to"):
+            out = amp(batch())
+        assert error(out, model(batch())) < 5e-3
+        amp(batch())
+    assert colours(amp) == {"up": "high", "down": "low"}
+
+
+def test_what_does_not_change_sides_is_not_captured_anew():
+    model = Net()
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    entry = amp._amprewrite_session.entries[""]
+    amp(batch())
+    before = entry.graphs
+    for step in range(40):
+        amp.train(step % 3 > 0)
+        optimizer.zero_grad()
+        amp(batch(step)).square().mean().backward()
+        optimizer.step()
+    assert entry.graphs is before
+
+
+def test_a_plan_that_was_given_is_followed_whatever_the_weights_do():
+    model = Net()
+    plan = amprewrite.plan(model, (batch(),), dtype="fp16")
+    amp = amprewrite.rewrite(model, plan=plan)
+    with torch.no_grad():
+        amp(batch())
+        model.up.weight[0, 0] = 1e5
+        amp.eval()
+        amp(batch())
+    assert colours(amp) == {"up": "low", "down": "low"}
+
+
+def test_no_weight_is_kept_alive():
+    model = Net()
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    amp(batch())
+    known = weakref.ref(model.up.weight)
+    amp.up.weight = nn.Parameter(torch.zeros(16, 16))
+    del model
+    amp(batch())
+    gc.collect()
+    assert known() is None
+
+
+def test_looks_get_rarer():
+    schedule = Schedule()
+    looks = [call for call in range(1, 5000) if schedule.look_now(training=True)]
+    assert looks == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
+    assert schedule.look_now(training=False) and not schedule.look_now(training=False)
+    schedule.due = True
+    assert schedule.look_now(training=False) and not schedule.look_now(training=False)
+
+
+def test_fp16_holds_weights_between_its_ends():
+    sizes = {0.0: Fit.FITS, 1e-9: Fit.FLUSHED, 1e-7: Fit.FITS, 65504.0: Fit.FITS, 65536.0: Fit.TOO_LARGE, float("inf"): Fit.TOO_LARGE}
+    assert {size: fit(size, FP16) for size in sizes} == sizes
