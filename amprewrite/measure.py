@@ -127,7 +127,7 @@ def _caller(node: torch.fx.Node, fmt: Format, device: str) -> Callable[[], Calla
             value = example_value(argument)
             shape = [hint(size) for size in value.shape]
             if value.dtype == torch.float32:
-                return torch.rand(shape, device=device).to(fmt.dtype)
+                return torch.rand(shape, dtype=torch.float32, device=device).to(fmt.dtype)
             return torch.zeros(shape, dtype=value.dtype, device=device)
 
         args, kwargs = map_arg((node.args, node.kwargs), tensor)
@@ -142,7 +142,7 @@ def _caller(node: torch.fx.Node, fmt: Format, device: str) -> Callable[[], Calla
 
 def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], Any]]:
     def make() -> Callable[[], Any]:
-        tensor = torch.rand(numel, device=device)
+        tensor = torch.rand(numel, dtype=torch.float32, device=device)
         return lambda: tensor.to(low.dtype)
 
     return make

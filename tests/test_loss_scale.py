@@ -404,6 +404,41 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(state, says):
     assert scale.state_dict() == before
 
 
+OWN = DynamicLossScale().state_dict()["amprewrite"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, bad) for key in ("scale", "growth_factor", "backoff_factor") for bad in (None, "2", [2.0], True, math.inf)),
+        *((key, bad) for key in ("growth_interval", "_growth_tracker") for bad in (None, "2", 2.5, [2], True, 2**40)),
+        *(("amprewrite", bad) for bad in (None, [1], "own", 3)),
+        *(("amprewrite", OWN | {"counters": bad}) for bad in (None, 3, [1, 2], [0, 0, 0, -1], [0, 0, 0, "x"], [0, 0, 0, 2**70])),
+        *(("amprewrite", OWN | {key: bad}) for key in ("left", "searching", "hysteresis", "rest") for bad in ("x", [1], 1.5, -1, True)),
+        *(("amprewrite", OWN | {key: bad}) for key in ("floor", "cap") for bad in ("x", [1.0], True, -1.0, math.nan)),
+        *(("amprewrite", OWN | {"refill": bad}) for bad in (None, [], "never")),
+        *(("amprewrite", OWN | {"search_interval": bad}) for bad in ("x", [], 0, 1.5)),
+        ("amprewrite", OWN | {"raise_at_floor": "yes"}),
+        ("amprewrite", OWN | {"raise_at_floor": True, "floor": None}),
+        ("amprewrite", OWN | {"floor": 8.0, "cap": 4.0}),
+    ],
+)
+def test_a_malformed_state_is_refused_whole(key, value):
+    scale = DynamicLossScale(init=2.0**9, growth_interval=3, hysteresis=2, search_interval=5)
+    for found in (False, False, True):
+        scale.update(flag(found))
+    before = scale.state_dict()
+    other = DynamicLossScale(init=2.0**4, growth_interval=7).state_dict()
+    with pytest.raises(PolicyError):
+        scale.load_state_dict({**other, key: value})
+    assert scale.state_dict() == before
+    static = StaticLossScale(4.0)
+    if key in ("scale", "growth_interval", "_growth_tracker"):
+        with pytest.raises(PolicyError):
+            static.load_state_dict({**StaticLossScale(8.0).state_dict(), key: value})
+        assert static.value == 4.0
+
+
 # What users write
 
 
