@@ -3,8 +3,8 @@
 An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in, and three times that in a step of training:
 gradients of two operands, or saved values read again. A cast takes a launch and its bytes; in training the gradient is cast
 back, once for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: in training the
-gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Low copies of
-parameters are kept between calls without gradients, so there they cost nothing.
+gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Without gradients low copies
+of parameters are priced as in a block of frozen weights, which casts them once: they cost nothing.
 
 Where memory has a price (`rewrite(..., memory=...)`), a step of training pays for the bytes of every result and copy besides:
 they are what may be kept for backward.

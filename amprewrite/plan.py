@@ -63,7 +63,7 @@ class Cast:
     saturate: bool = False
     """Clamp to the format's range first: the value holds a finite-minimum mask."""
     weight: bool = False
-    """The value is a parameter or buffer: cached in eval under no_grad."""
+    """The value is a parameter: without gradients one launch copies it with the other weights of its graph."""
     epoch: int = 0
 
     def __str__(self) -> str:

@@ -100,8 +100,10 @@ class Rewritten(nn.Module):
         return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)
 
     def weights_changed(self) -> None:
-        """Drop every low copy that is kept: call it after a write that PyTorch does not count, if `frozen_weights()` or
-        `cache_weights="step"` keeps copies."""
+        """Drop every low copy of the weights that is kept.
+
+        Call it after a write that PyTorch does not count, if `frozen_weights()` or `cache_weights="step"` keeps copies.
+        """
         session_of(self).cache.clear()
 
     # -- what must stay in step with the parameters --------------------------------
@@ -171,8 +173,9 @@ class Rewritten(nn.Module):
             return enter(session, "", args, kwargs)
 
         own: dict[str, Any] = {"forward": forward}
-        if inspect.isfunction(getattr(cls, "generate", None)):
-            own["generate"] = _generate_with_kept_copies(cls.generate)
+        generate = getattr(cls, "generate", None)
+        if inspect.isfunction(generate):
+            own["generate"] = _generate_with_kept_copies(generate)
         return own
 
 

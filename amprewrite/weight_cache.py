@@ -223,8 +223,8 @@ class WeightCache:
     def _end(self, block: Block, idle: bool, which: Callable[[Tensor], bool] = lambda weight: True) -> None:
         """Forget the copies in `block` of the weights for `which` that holds; their memory may be written over if `idle`."""
         with self._lock:
-            ended, kept = block.copies, {}
-            block.copies, block.asked = kept, None
+            kept: Copies = {}
+            ended, block.copies, block.asked = block.copies, kept, None
             for key, found in list(ended.items()):
                 weight = found.weight()
                 if weight is None:

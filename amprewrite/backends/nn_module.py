@@ -1,7 +1,7 @@
 """Emission: an edited fx graph becomes the callable that Dynamo runs in place of the captured one.
 
 With gradients the weight casts stay in the graph, one a weight and forward, but with `cache_weights="step"`. Without them
-they move out (see `weights`).
+they move out, and one launch makes all copies (see `weights`).
 """
 
 from __future__ import annotations
