@@ -27,6 +27,7 @@ from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, 
 from amprewrite.find_optimizers import parameters_of
 from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32
+from amprewrite.frontends.fx_facts import takes_gradients
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on
 from amprewrite.given_plan import match_region
@@ -417,6 +418,9 @@ class Session:
             program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
         program.fold_masks = "any" if self.options.backend == "eager" else "fixed"
         program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
+        if program.scale_loss and takes_gradients(module.graph):
+            program.scale_loss = False
+            program.note("its gradients are not scaled: it takes gradients itself")
         program.calibration, program.careful = self.calibration, self.options.careful
         program.magnitudes = magnitudes(program, example_inputs)
         graphs.weights += known_weights(program, example_inputs)

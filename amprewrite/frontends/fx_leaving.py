@@ -75,9 +75,10 @@ def _follow(graph: torch.fx.Graph, maker: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Results that may have a gradient and that other ops read with one."""
+    """Results that may have a gradient and that other ops read with one; what the graph itself takes gradients of counts as well."""
     apart = transformed_nodes(graph)
-    for node in _results(graph):
+    asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
+    for node in dict.fromkeys((*_results(graph), *asked)):
         made = node.op not in ("placeholder", "get_attr") and node not in apart and differentiable(example_value(node))
         if made and any(user.op != "output" and _takes_gradient(user) for user in node.users):
             yield node

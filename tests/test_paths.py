@@ -1,0 +1,246 @@
+"""What is returned is on the path: its value, memory, identity and gradient are those of the fp32 model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from path_programs import Clip, Generated, generate, observe, same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amprewrite
+
+WAYS = [{"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 16.0}, {"dtype": "bf16", "loss_scale": 16.0}]
+way = pytest.mark.parametrize("options", WAYS, ids=["bf16", "fp16 scaled", "bf16 scaled"])
+
+
+# -- generated programs ---------------------------------------------------------------------------
+def differs(seed: int, lists: str, grad: bool, options: dict[str, Any]) -> list[str] | None:
+    """What of a generated program differs from fp32; None if fp32 itself cannot run it, or it leaves the exact integers."""
+    plain = Generated(*generate(seed))
+    model = copy.deepcopy(plain)
+    try:
+        want = observe(plain, plain, grad)
+    except RuntimeError:
+        return None
+    flat = [leaf for leaf in torch.utils._pytree.tree_leaves(want) if isinstance(leaf, Tensor)]
+    if max(leaf.abs().max() for leaf in flat) > 200:
+        return None
+    torch._dynamo.reset()
+    amp = amprewrite.rewrite(model, lists=lists, **options)
+    got = observe(amp, model, grad, want.get("written"))
+    return [key for key in want if not same(want[key], got.get(key))]
+
+
+@pytest.mark.parametrize("lists", ["default", "tf", "autocast", "o2", "o3"])
+@way
+def test_generated_programs_are_those_of_fp32(options: dict[str, Any], lists: str) -> None:
+    first = 1000 * WAYS.index(options) + sum(map(ord, lists))
+    found = {seed: differs(seed, lists, seed % 5 != 0, options) for seed in range(first, first + 8)}
+    assert sum(different is not None for different in found.values()) >= 2
+    assert not {seed: different for seed, different in found.items() if different}
+
+
+# -- one by one -------------------------------------------------------------------------------------
+class Feature(nn.Module):
+    """Returns a feature that the rest of the network reads, once low and once in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        feature = self.a(x)
+        return feature, self.b(torch.relu(feature)) + feature.logsumexp(-1, keepdim=True)
+
+
+@way
+def test_the_gradient_of_a_returned_feature(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Feature(), torch.ones(2, 4)
+    gradients = []
+    for each in (model, amprewrite.rewrite(copy.deepcopy(model), **options)):
+        feature, y = each(x)
+        (gradient,) = torch.autograd.grad(y.sum(), feature, retain_graph=True)
+        feature.retain_grad()
+        (y.sum() + feature.square().sum()).backward()
+        gradients.append([gradient, feature.grad])
+    for want, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def test_logits_that_only_the_loss_reads_cost_no_cast() -> None:
+    """The loss is taken in fp32 anyway: the copy that it reads is the one that is returned."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.a(x)
+            return logits.logsumexp(-1).sum(), logits
+
+    amp = amprewrite.rewrite(Head(), dtype="bf16")
+    amp(torch.randn(2, 4))
+    assert [cast for cast in amp.plan.regions[0].casts if cast.value == "linear"] != []
+    assert sum(not cast.weight for cast in amp.plan.regions[0].casts) == 2  # of x, and of the logits
+
+
+@way
+def test_a_write_to_an_input_has_its_gradient(options: dict[str, Any]) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.shift = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            torch._dynamo.graph_break()
+            h.add_(self.shift)
+            h[..., 0] = 1.0
+            return self.b(h)
+
+    torch.manual_seed(0)
+    model, x = Writes(), torch.randn(8, 4)
+    other = copy.deepcopy(model)
+    model(x).sum().backward()
+    amprewrite.rewrite(other, **options)(x).sum().backward()
+    for want, got in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=0.02, atol=0.1)
+
+
+@way
+def test_a_custom_backward_sees_the_true_gradient(options: dict[str, Any]) -> None:
+    class Clipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(Clip.apply(self.a(x)))
+
+    model, x = Clipped(), torch.ones(2, 4)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    amprewrite.rewrite(model, **options)(x).mul(0.25).sum().backward()
+    assert model.a.weight.grad is not None
+    assert torch.equal(model.a.weight.grad, torch.full((4, 4), 2.0))  # 1 each: nothing is cut; times 2 rows
+
+
+@pytest.mark.parametrize("lists", ["default", "tf"])
+def test_a_write_to_the_result_of_a_checkpoint(lists: str) -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            v = checkpoint(self.a, x, use_reentrant=False)
+            u = torch.cat([v, v.detach()], -1).chunk(2, -1)[1]
+            v.diagonal().add_(10)
+            return u, v
+
+    torch.manual_seed(0)
+    model, x = Written(), torch.randn(4, 4, 5)
+    want = model(x)
+    got = amprewrite.rewrite(model, dtype="bf16", lists=lists)(x)
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def test_a_checkpoint_that_writes_its_input() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.a(x)
+
+            def body(y: Tensor) -> Tensor:
+                y.fill_(3.0)
+                return y * 2
+
+            with torch.no_grad():
+                out = checkpoint(body, h, use_reentrant=False)
+            return out, h + 1
+
+    out, after = amprewrite.rewrite(Writes(), dtype="bf16")(torch.randn(2, 4))
+    assert torch.equal(out, torch.full((2, 4), 6.0))
+    assert torch.equal(after, torch.full((2, 4), 4.0))
+
+
+def test_bits_are_those_of_fp32() -> None:
+    class Bits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.a(x)
+            return y.view(torch.int32), torch.view_as_complex(y.view(-1, 4, 2)), y.view(torch.float32)
+
+    amp = amprewrite.rewrite(Bits(), dtype="bf16")
+    with torch.no_grad():
+        bits, pairs, plain = amp(torch.randn(4, 8))
+    assert bits.shape == (4, 8) and pairs.dtype == torch.complex64
+    assert torch.equal(bits.view(torch.float32), plain)
+    assert torch.equal(torch.view_as_real(pairs).view(4, 8), plain)
+
+
+def test_a_transform_beside_a_write() -> None:
+    class Transformed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            h.add_(1)
+            _, slope = torch.func.jvp(lambda t: t * 2, (x,), (x,))
+            bent = torch.func.grad(lambda t: t.square().sum())(x)
+            return h + slope + bent + torch.func.vmap(lambda t: t * 3)(x) + torch.func.jacrev(lambda t: t.sum(0))(x).sum((0, 1))
+
+    torch.manual_seed(0)
+    model, x = Transformed(), torch.randn(2, 4)
+    with torch.no_grad():
+        want = model(x)
+        amp = amprewrite.rewrite(model, dtype="bf16")
+        torch.testing.assert_close(amp(x), want, rtol=0.02, atol=0.05)
+    assert any(node.name == "linear" and node.dtype == "bf16" for node in amp.plan.regions[0].nodes)
+
+
+class Inner(nn.Module):
+    """Takes the gradient of an energy with respect to a value that it reads low and in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        energy = self.b(torch.relu(h)).sum() + h.logsumexp(-1).sum()
+        return torch.autograd.grad(energy, h, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["between graphs", "in the graph"])
+@way
+def test_gradients_that_the_model_takes(options: dict[str, Any], captured: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Inner(), torch.randn(2, 4).requires_grad_()
+    other = copy.deepcopy(model)
+    want = model(x)
+    want.square().sum().backward()
+    with torch._dynamo.config.patch(trace_autograd_ops=captured):
+        amp = amprewrite.rewrite(other, **options)
+        got = amp(x)
+        got.square().sum().backward()
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.01)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, rtol=0.05, atol=0.02)
+    if captured and "loss_scale" in options:
+        assert "takes gradients itself" in str(amp.plan)
