@@ -59,7 +59,7 @@ class Reason(Enum):
     PARAMETER = "parameters stay in fp32: they are the master weights"
     EXPLICIT_DTYPE = "the model asks for this dtype by name"
     INSIDE_AUTOCAST = "the model's own autocast region decides there"
-    OPAQUE = "it holds a graph of its own that is left alone"
+    OPAQUE = "inner graphs read and give fp32"
     BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"
     LOW_BACKWARD = "its backward adds up gradients in the low format there"

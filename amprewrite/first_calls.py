@@ -109,6 +109,7 @@ class FirstCalls:
         for part in program.parts.values():
             part.calibration = program.calibration
         program.paints, program.casts = {}, ()
+        program.left_bodies[""] = f"a first call overflowed in {self._low}, and nobody sees the values in there"
         program.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.again(inputs)
 

@@ -93,6 +93,10 @@ class Candidate:
     """Copies a forward pass makes."""
 
 
+LEFT = "left in fp32: "
+"""How the note of a region begins that runs in fp32 whole."""
+
+
 @dataclass(frozen=True)
 class RegionPlan:
     """The plan of one captured graph."""
@@ -106,7 +110,8 @@ class RegionPlan:
     """Path of the module that was called, "" for the root."""
     pads: PadPlan = field(default_factory=PadPlan)
     bodies: tuple[RegionPlan, ...] = ()
-    """Plans of the graphs inside this one: bodies of activation checkpoints. A CastPlan lists them as regions of their own."""
+    """Plans of the graphs inside this one: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
+    A CastPlan lists them as regions of their own."""
     basis: Any = field(default=None, compare=False, repr=False)
     """The undecided Program that this was decided from: what "what if" questions start from. It is no part of the JSON."""
     candidates: tuple[Candidate, ...] = ()
@@ -118,6 +123,13 @@ class RegionPlan:
         """This region under `name`, and its bodies after it."""
         bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
         return (replace(self, name=name, bodies=()), *bodies)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """What was left in fp32 whole: this region or a body, and why."""
+        return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
+            f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
+        )
 
     def __str__(self) -> str:
         return "\n".join(_table(self))

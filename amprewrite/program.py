@@ -66,6 +66,8 @@ class Program:
     """Padding was tried and did not work out."""
     parts: dict[torch.fx.Node, Program] = field(default_factory=dict)
     """Programs of the bodies of activation checkpoints, where somebody runs them one by one."""
+    left_bodies: dict[str, str] = field(default_factory=dict)
+    """Graphs inside this one that stay as they are, and why; "": all of them."""
     by_autocast: Program | None = None
     """The same graph read by torch.autocast's lists, where somebody compares."""
     tried: bool = False

@@ -12,6 +12,7 @@ from amprewrite.colour import Colour, Reason
 from amprewrite.devices import named_device
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
+from amprewrite.frontends.fx_bodies import KEPT, inner_graphs, operands
 from amprewrite.frontends.fx_calls import read_calls
 from amprewrite.frontends.fx_facts import NODE, example_value, is_checkpoint, tensors
 from amprewrite.frontends.fx_leaving import mark_leaving
@@ -20,14 +21,14 @@ from amprewrite.frontends.fx_units import gather_units
 from amprewrite.given_plan import check_casts
 from amprewrite.measure import measure
 from amprewrite.op_graph import Demand, OpNode
-from amprewrite.oplists import op_lists
+from amprewrite.oplists import op_lists, op_name
 from amprewrite.pad_plan import PadPlan
 from amprewrite.pad_policy import PadPolicy
 from amprewrite.pass_base import run_passes
 from amprewrite.passes import APPLY, DECIDE, WEIGH
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.passes.tidy import Tidy
-from amprewrite.plan import RegionPlan
+from amprewrite.plan import LEFT, RegionPlan
 from amprewrite.policy import Policy
 from amprewrite.program import Program
 
@@ -83,10 +84,11 @@ def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
     original, originals = program.module, program.fx_nodes
     assert original is not None
     bodies = _rewrite_bodies(program)
+    closed = _rewrite_inner_graphs(program)
     for _ in range(MOST_REFUSALS):
         decide(program)
         copied, mapped = _copy(original)
-        for name, (body, _) in bodies.items():
+        for name, (body, _) in (bodies | closed).items():
             setattr(copied, name, body)
         program.module, program.fx_nodes = copied, {name: mapped[node] for name, node in originals.items()}
         for name, node in program.fx_nodes.items():
@@ -97,9 +99,11 @@ def rewrite_graph(program: Program) -> tuple[torch.fx.GraphModule, RegionPlan]:
             _check_outputs(original, copied, program)
             run_passes((Tidy(), *WEIGH), program)
             plan = program.region_plan()
-            return copied, replace(plan, bodies=tuple(body_plan for _, body_plan in bodies.values()))
+            return copied, replace(plan, bodies=tuple(body_plan for _, body_plan in (bodies | closed).values()))
         except Refused as refusal:
-            if not _keep_logical(program, refusal):
+            if _leave_bodies(program, refusal):
+                closed = _rewrite_inner_graphs(program)
+            elif not _keep_logical(program, refusal):
                 _keep_high(program, refusal)
         finally:
             program.module, program.fx_nodes = original, originals
@@ -128,17 +132,67 @@ def _rewrite_bodies(program: Program) -> dict[str, tuple[torch.fx.GraphModule, R
     return bodies
 
 
-def read_body(program: Program, node: torch.fx.Node) -> Program:
-    """The program of the body that `node` runs, as free as `program` to be decided; it is a copy."""
-    assert isinstance(node.args[0], torch.fx.Node) and program.module is not None
-    name = str(node.args[0].target)
+def _rewrite_inner_graphs(program: Program) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
+    """Rewrite the bodies of loops, conditions and autograd Functions, by the name of their attribute: fp32 at their border.
+
+    One that stays as it is has a plan all the same, in which all is high.
+    """
+    assert program.module is not None
+    bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
+    for node, name in inner_graphs(program.module):
+        if name in bodies:
+            continue
+        part = _read_inner_graph(program, node, name, replace(program.policy, may_decline=False))
+        why = program.left_bodies.get(name, program.left_bodies.get("", KEPT.get(op_name(node.target), "")))
+        if not why:
+            part.given = program.match_given(part) if program.match_given else None
+            bodies[name] = rewrite_graph(part)
+        elif any(vertex.flops for vertex in part.graph):
+            program.left_bodies[name] = why
+            bodies[name] = getattr(program.module, name), _all_high(part, why)
+    return bodies
+
+
+def _all_high(part: Program, why: str) -> RegionPlan:
+    """The plan of a graph that stays as it is."""
+    for node in part.graph:
+        colour = Colour.HIGH if node.carries_fp32 and node.role != "output" else Colour.PLAIN
+        part.paint(node.name, colour, Reason.OPAQUE if colour is Colour.HIGH else Reason.NO_FLOAT, detail=why)
+    part.note(f"{LEFT}{why}")
+    return part.region_plan()
+
+
+def _leave_bodies(program: Program, refusal: Refused) -> bool:
+    """Where an op that holds graphs fails with them rewritten, they stay as they are."""
+    assert program.module is not None
+    by_name = {vertex: name for name, vertex in program.fx_nodes.items()}
+    failed = by_name.get(refusal.node)
+    names = [name for node, name in inner_graphs(program.module) if by_name[node] == failed and name not in program.left_bodies]
+    for name in names:
+        program.left_bodies[name] = f"{failed} refused it rewritten: {refusal.why}"
+    return bool(names)
+
+
+def _read_inner_graph(program: Program, node: torch.fx.Node, name: str, policy: Policy) -> Program:
+    """The program of the graph at attribute `name`, which `node` runs; it is a copy."""
     body, _ = _copy(getattr(program.module, name))
-    inputs = (inner for inner in body.graph.nodes if inner.op == "placeholder")
-    for inner, outer in zip(inputs, node.args[1:], strict=False):
-        if isinstance(outer, torch.fx.Node) and "grapharg" in outer.meta:
+    given = operands(node, body)
+    for inner, outer in given:
+        if "grapharg" in outer.meta:
             inner.meta["grapharg"] = outer.meta["grapharg"]
-    part = read_program(body, program.policy, name, program.entry, program.training)
+    part = read_program(body, policy, name, program.entry, program.training)
     part.calibration, part.careful = program.calibration, program.careful
+    inside, outside = ({fx_node: name for name, fx_node in each.fx_nodes.items()} for each in (part, program))
+    known = {inside[inner]: program.magnitudes.get(outside.get(outer, "")) for inner, outer in given}
+    part.magnitudes = {name: size for name, size in known.items() if size is not None}
+    part.match_given = program.match_given
+    return part
+
+
+def read_body(program: Program, node: torch.fx.Node) -> Program:
+    """The program of the checkpoint body that `node` runs, as free as `program` to be decided; it is a copy."""
+    assert isinstance(node.args[0], torch.fx.Node) and program.module is not None
+    part = _read_inner_graph(program, node, str(node.args[0].target), program.policy)
     if not _written_outside(program, _results_of(program, node)):
         _free_outputs(part)
     return part

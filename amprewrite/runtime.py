@@ -435,6 +435,9 @@ class Session:
                 program.given = self._match_given(program)
                 program.match_given = self._match_given
             rewritten, plan = rewrite_graph(program)
+            for left in plan.left:
+                graphs.left_out[left] = Skipped(plan.name, left)
+                self.warn_fp32(left)
         except AmpRewriteError as error:
             if self.options.strict or isinstance(error, PlanError | PolicyError):
                 raise

@@ -207,7 +207,7 @@ _CONDITIONS = {
     Reason.PARAMETER: "never: the optimizer steps it; only its copies can be low",
     Reason.EXPLICIT_DTYPE: "without the fp32 that {source} asks for ({detail}); `.to(x.dtype)` leaves the choice open",
     Reason.INSIDE_AUTOCAST: "without the torch.autocast region around it",
-    Reason.OPAQUE: "if the graph it holds could be rewritten ({detail})",
+    Reason.OPAQUE: "without the inner graph or transform around it ({detail})",
     Reason.BODY: "with another plan for the graph {detail}",
     Reason.NO_KERNEL: "on a device that has the kernel: there is no {detail}",
     Reason.LOW_BACKWARD: "in inference, or on a device that adds gradients up in fp32 ({detail})",

@@ -1,0 +1,142 @@
+"""Products inside loops, conditions, scans, maps and autograd Functions run low, with fp32 at the border of the graph that holds them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from runtime_help import data
+from torch import nn
+from torch._higher_order_ops import map as map_op
+from torch._higher_order_ops import scan, while_loop
+
+import amprewrite
+from amprewrite.errors import AmpRewriteWarning, CaptureError
+
+
+class Product(torch.autograd.Function):
+    """A product with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        assert g.dtype == torch.float32
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.t() @ g
+
+
+class Inside(nn.Module):
+    """Products in inner graphs alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.kind)(x)
+
+    def cond(self, x):
+        return torch.cond(x.sum() > 100, lambda x: torch.relu(x), lambda x: torch.tanh(self.linear(x)), (x,))
+
+    def loop(self, x):
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, torch.tanh(self.linear(x))), (torch.tensor(0), x))[1]
+
+    def scan(self, x):
+        return scan(lambda c, y: (torch.tanh(c @ self.linear.weight + y), c.clone()), torch.zeros(8), x)[1]
+
+    def map(self, x):
+        return map_op(lambda row, w: torch.tanh(row @ w), x, self.linear.weight)
+
+    def nested(self, x):
+        def body(i, x):
+            return i + 1, torch.cond(x.sum() > 100, lambda x: x.sin(), lambda x: torch.tanh(self.linear(x)), (x,))
+
+        return while_loop(lambda i, x: i < 2, body, (torch.tensor(0), x))[1]
+
+    def function(self, x):
+        return Product.apply(x, self.linear.weight)
+
+
+KINDS = ("cond", "loop", "scan", "map", "nested", "function")
+
+
+def heavy(plan: amprewrite.CastPlan) -> list[str]:
+    return [node.colour.value for region in plan.regions for node in region.nodes if node.flops]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).detach().norm() / want.detach().norm())
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies_run_low_and_gradients_stay_right(kind, grad):
+    if kind == "nested" and grad:
+        pytest.skip("torch differentiates no condition inside a loop")
+    torch.manual_seed(0)
+    model, x = Inside(kind), data(6, 8)
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    with warnings.catch_warnings(), torch.set_grad_enabled(grad):
+        warnings.simplefilter("error", AmpRewriteWarning)
+        got, want = amp(x), model(x)
+    assert set(heavy(amp.plan)) == {"low"} and "100.0 % of matmul" in str(amp.plan)
+    assert 1e-4 < error(got, want) < 1e-2 and got.dtype == torch.float32
+    if grad:
+        for each in (got, want):
+            each.square().sum().backward()
+            if each is got:
+                grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+                model.zero_grad()
+        assert grads
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                assert error(grads[name], p.grad) < 2e-2, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_body_is_explained_overridden_and_followed(kind):
+    torch.manual_seed(0)
+    model, x = Inside(kind), data(6, 8)
+    with torch.no_grad():
+        plan = amprewrite.plan(model, (x,), dtype="bf16")
+        op = next(node.op for region in plan.regions for node in region.nodes if node.flops)
+        assert heavy(amprewrite.plan(model, (x,), dtype="bf16", overrides={op: "deny"})) == ["high"] * len(heavy(plan))
+        again = amprewrite.rewrite(model, plan=amprewrite.CastPlan.from_json(plan.to_json()))
+        again(x)
+    assert heavy(again.plan) == heavy(plan)
+
+
+def test_a_weight_beyond_fp16_stays_high_in_a_body():
+    model, x = Inside("loop"), data(6, 8) / 1e6
+    with torch.no_grad():
+        model.linear.weight[0, 0] = 1e5
+        amp = amprewrite.rewrite(model, dtype="fp16")
+        assert torch.allclose(amp(x), model(x), rtol=1e-2, atol=1e-2)
+    assert heavy(amp.plan) == ["high"]
+
+
+def test_what_cannot_be_rewritten_is_counted_listed_and_said(monkeypatch):
+    monkeypatch.setattr("amprewrite.rewrite_graph.KEPT", {"while_loop": "it stays for this test"})
+    model, x = Inside("loop"), data(6, 8)
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    with torch.no_grad():
+        with pytest.warns(AmpRewriteWarning, match="body_fn_0 of graph0 stays fp32: it stays for this test"):
+            got = amp(x)
+        assert torch.equal(got, model(x))
+        assert heavy(amp.plan) == ["high"] and any("stays for this test" in part.why for part in amp.plan.skipped)
+        with pytest.raises(CaptureError, match="stays for this test"):
+            amprewrite.rewrite(model, dtype="bf16", strict=True)(x)
+
+
+@pytest.mark.parametrize("kind", ["cond", "loop", "scan"])
+def test_exported(kind):
+    torch.manual_seed(0)
+    model, x = Inside(kind).eval(), data(6, 8)
+    with torch.no_grad():
+        exported = amprewrite.rewrite(model, dtype="bf16").export_program((x,))
+        assert 1e-4 < error(exported.module()(x), model(x)) < 1e-2
