@@ -27,6 +27,7 @@ from amprewrite.policy import Policy, parse_overrides
 from amprewrite.ranges import Calibration
 from amprewrite.rewritten import is_rewritten, module_of, plain_of, rewritten
 from amprewrite.runtime import lookup_backend, refuse_ambient_autocast
+from amprewrite.step_guard import optimizer_inside
 from amprewrite.trial import Call, kept
 
 M = TypeVar("M")
@@ -246,10 +247,12 @@ def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """One optimizer or several as a list; PolicyError for anything else."""
     if optimizer is None:
         return []
-    if not isinstance(optimizer, torch.optim.Optimizer | Iterable):
+    if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        return [optimizer_inside(optimizer)]
+    if not isinstance(optimizer, Iterable):
         raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(optimizer).__name__}")
-    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found = list(optimizer)
     for each in found:
-        if not isinstance(each, torch.optim.Optimizer):
+        if not (isinstance(each, torch.optim.Optimizer) or hasattr(each, "optimizer")):
             raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(each).__name__}")
-    return found
+    return [optimizer_inside(each) for each in found]

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from amprewrite.cuda_graphs import recording
 from amprewrite.errors import AmpRewriteWarning, PolicyError
 from amprewrite.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
-from amprewrite.step_guard import guard_of, local_values, params_of
+from amprewrite.step_guard import guard_of, local_values, optimizer_inside, params_of
 
 MAX_CONSECUTIVE_SKIPS = 50
 """More than the 46 halvings from the highest start of any preset, 2**32, down to the default floor, 2**-14."""
@@ -113,11 +113,7 @@ class StepGate:
 
         With `copies` it steps copies of them, kept elsewhere, to which the loop brings the gradients, as offloading does.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise PolicyError(
-                f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; "
-                "attach the torch optimizer inside it"
-            )
+        optimizer = optimizer_inside(optimizer)
         if optimizer in self._attached:
             raise PolicyError(f"this {type(optimizer).__name__} is attached already; attach each optimizer once")
         if not (copies or self._owns(optimizer)):

@@ -34,6 +34,8 @@ from amprewrite.loss_scale import LossScale, LossScaleError
 
 _FRAMES = 12
 """How far up the stack to look for who called `step`."""
+_MOST_WRAPPERS = 5
+"""Wrappers around an optimizer that are looked through."""
 
 
 class Gate(Protocol):
@@ -294,6 +296,22 @@ def local_values(grad: Tensor) -> Tensor:
     if grad.is_sparse:
         grad = grad.coalesce()._values()
     return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def optimizer_inside(optimizer: Any) -> Optimizer:
+    """The torch optimizer that `optimizer` is, or that it wraps as its attribute `optimizer`; PolicyError if there is none.
+
+    A wrapper may derive from Optimizer without having its hooks, as accelerate's does.
+    """
+    inner = optimizer
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(inner, Optimizer) and hasattr(inner, "_optimizer_step_pre_hooks"):
+            return inner
+        inner = getattr(inner, "optimizer", None)
+    raise PolicyError(
+        f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; attach the torch "
+        "optimizer inside it"
+    )
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
