@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amprewrite.dynamo_failures import Failure, Listener, seen, unseen
 from amprewrite.errors import CaptureError
+from amprewrite.plain_words import ambient_autocast, plain_reason, traced
 
 RECOMPILE_LIMIT = 64
 """Graphs of one frame (modes, shapes, options). What fits none of them then runs as it is written."""
@@ -27,7 +28,6 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
 RECURRENT = "Attempted to wrap RNN"
 """How Dynamo's reason begins where such a module breaks a graph."""
-_EXPORT = "use amp.export_program(args)"
 
 
 def compile_afresh(
@@ -150,28 +150,25 @@ def is_capture_error(error: BaseException) -> bool:
 def refuse_ambient_autocast() -> None:
     """CaptureError inside a torch.autocast region."""
     if torch._C._is_any_autocast_enabled():
-        raise CaptureError(
-            "a rewritten model was called inside torch.autocast: its casts are in the graph already, and autocast would add "
-            "others that no plan shows; call it outside the autocast region"
-        )
+        raise CaptureError(ambient_autocast())
 
 
 def refuse_tracers() -> None:
     """CaptureError where somebody else's tracer would record the graph instead of running it."""
     modes = {type(mode).__name__ for mode in user_modes()} if torch._C._len_torch_dispatch_stack() else ()
     if torch._C._is_tracing():
-        tracer = f"torch.jit.trace; {_EXPORT}"
+        tracer = "torch.jit.trace"
     elif torch.compiler.is_exporting():
-        tracer = f"torch.export; {_EXPORT}"
+        tracer = "torch.export"
     elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
-        tracer = f"make_fx; {_EXPORT}"
+        tracer = "make_fx"
     elif torch.fx._symbolic_trace.is_fx_symbolic_tracing():
-        tracer = f"{'make_fx' if modes else 'torch.fx.symbolic_trace'}; {_EXPORT}"
+        tracer = "make_fx" if modes else "torch.fx.symbolic_trace"
     elif "FakeTensorMode" in modes:
-        tracer = "a FakeTensorMode; run it on real tensors, or trace the original model"
+        tracer = "a FakeTensorMode"
     else:
         return
-    raise CaptureError(f"a rewritten model cannot be traced by {tracer}")
+    raise CaptureError(traced(tracer))
 
 
 def user_modes() -> list[Any]:
@@ -228,4 +225,4 @@ def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
 
 
 def first_line(text: object) -> str:
-    return str(text).strip().partition("\n")[0].strip()
+    return plain_reason(str(text).strip().partition("\n")[0].strip())

@@ -10,13 +10,18 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.errors import PolicyError
+
 _HOOKS = "_optimizer_step_pre_hooks"
 _STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
 """The function that PyTorch puts around the `step` of every optimizer class, and that runs hooks."""
+_MOST_WRAPPERS = 5
+"""Wrappers around an optimizer that are looked through."""
 
 
 def existing_optimizers() -> list[Optimizer]:
@@ -32,12 +37,20 @@ def existing_optimizers() -> list[Optimizer]:
     return [o for o in found if _HOOKS in o.__dict__ and "param_groups" in o.__dict__]
 
 
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps: the one inside a wrapper that has no hooks of its own, such as accelerate's."""
-    inner = getattr(optimizer, "optimizer", None)
-    while _HOOKS not in optimizer.__dict__ and isinstance(inner, Optimizer):
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
-    return optimizer
+def optimizer_inside(optimizer: Any) -> Optimizer:
+    """The torch optimizer that `optimizer` is, or that it wraps as its attribute `optimizer`; PolicyError if there is none.
+
+    A wrapper may derive from Optimizer without having its hooks, as accelerate's does.
+    """
+    inner = optimizer
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(inner, Optimizer) and hasattr(inner, _HOOKS):
+            return inner
+        inner = getattr(inner, "optimizer", None)
+    raise PolicyError(
+        f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; attach the torch "
+        "optimizer inside it"
+    )
 
 
 def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
@@ -71,4 +84,4 @@ def in_a_step() -> bool:
     return False
 
 
-__all__ = ["existing_optimizers", "in_a_step", "innermost", "parameters_of", "sharded_parameters"]
+__all__ = ["existing_optimizers", "in_a_step", "optimizer_inside", "parameters_of", "sharded_parameters"]

@@ -14,6 +14,7 @@ from amprewrite.accuracy import check_target, search
 from amprewrite.calibrate import calibrate
 from amprewrite.devices import named_device
 from amprewrite.errors import OpListError, PolicyError
+from amprewrite.find_optimizers import optimizer_inside
 from amprewrite.formats import FP32, LOW_FORMATS, Format, parse_format
 from amprewrite.granularity import MODEL, parse_granularity
 from amprewrite.half_parameters import refuse_trainable
@@ -249,10 +250,12 @@ def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """One optimizer or several as a list; PolicyError for anything else."""
     if optimizer is None:
         return []
-    if not isinstance(optimizer, torch.optim.Optimizer | Iterable):
+    if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        return [optimizer_inside(optimizer)]
+    if not isinstance(optimizer, Iterable):
         raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(optimizer).__name__}")
-    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found = list(optimizer)
     for each in found:
-        if not isinstance(each, torch.optim.Optimizer):
+        if not (isinstance(each, torch.optim.Optimizer) or hasattr(each, "optimizer")):
             raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(each).__name__}")
-    return found
+    return [optimizer_inside(each) for each in found]

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from amprewrite.dynamo import fresh_code, kept_out
 from amprewrite.errors import CaptureError, EmitError, PlanError, PolicyError
+from amprewrite.find_optimizers import optimizer_inside
 from amprewrite.granularity import part_paths
 from amprewrite.half_parameters import lost_masters
 from amprewrite.hook_watch import call_with_own_hooks
@@ -67,9 +68,9 @@ class Rewritten(nn.Module):
 
         PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
         found at their first step; attaching tells mistakes early. One that steps `copies` of the parameters, offloaded to
-        another device say, cannot be found: attach it.
+        another device say, cannot be found: attach it. Of a wrapper, such as accelerate's, the torch optimizer inside is guarded.
         """
-        session_of(self).attach(optimizer, copies)
+        session_of(self).attach(optimizer_inside(optimizer), copies)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
@@ -190,7 +191,25 @@ def module_of(model: Any) -> nn.Module:
         raise PolicyError(f"rewrite takes an nn.Module or an ExportedProgram, not {name}; wrap functions in a module")
     if type(model).__name__ == "OptimizedModule":
         raise CaptureError("this module went through torch.compile; rewrite the original with backend='inductor' instead")
+    _refuse_sharded(model)
     return model
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """CaptureError if FSDP has taken the model over: its state stays with the module that it was given."""
+    for path, module in model.named_modules():
+        names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.distributed.")}
+        place = path or "the model"
+        if "FSDPModule" in names:
+            raise CaptureError(
+                f"{place} went through fully_shard, which must come after the rewrite: amp = rewrite(model, granularity='blocks'), "
+                "then fully_shard(block) for each block of amp, then fully_shard(amp)"
+            )
+        if "FullyShardedDataParallel" in names:
+            raise CaptureError(
+                f"{place} is wrapped in FSDP, which must come after the rewrite: amp = rewrite(model), then "
+                "FSDP(amp, use_orig_params=True)"
+            )
 
 
 def onnx_road() -> ModuleType:

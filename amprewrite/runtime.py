@@ -29,7 +29,7 @@ from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_facts import takes_gradients
 from amprewrite.frontends.fx_names import frame_path
-from amprewrite.frontends.fx_reader import turns_grad_on
+from amprewrite.frontends.fx_reader import turns_grad_on, under_autocast
 from amprewrite.given_plan import match_region
 from amprewrite.half_parameters import frozen_note, lost_masters
 from amprewrite.hook_watch import HookWatch
@@ -39,6 +39,7 @@ from amprewrite.modes_aside import modes_aside
 from amprewrite.options import Options
 from amprewrite.overflow_probe import OverflowProbe
 from amprewrite.pass_base import failing_as_pass
+from amprewrite.plain_words import own_autocast
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Policy
 from amprewrite.program import Program
@@ -416,6 +417,8 @@ class Session:
         path = entry.path if path is None else path
         with failing_as_pass(f"reading {name}"):
             program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
+        if under_autocast(module.graph, program.graph):
+            self.warn_once(own_autocast(entry.place))
         program.fold_masks = "any" if self.options.backend == "eager" else "fixed"
         program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
         if program.scale_loss and takes_gradients(module.graph):

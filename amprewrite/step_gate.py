@@ -34,7 +34,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from amprewrite.backward_end import BackwardEnd
 from amprewrite.cuda_graphs import recording
 from amprewrite.errors import AmpRewriteWarning, PolicyError
-from amprewrite.find_optimizers import existing_optimizers, in_a_step, innermost
+from amprewrite.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
 from amprewrite.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.nonfinite import found_after_backward, local_values
 from amprewrite.step_guard import Noted, guard_of, params_of
@@ -127,12 +127,7 @@ class StepGate:
 
         With `copies` it steps copies of them, kept elsewhere, to which the loop brings the gradients, as offloading does.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise PolicyError(
-                f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; "
-                "attach the torch optimizer inside it"
-            )
-        optimizer = innermost(optimizer)
+        optimizer = optimizer_inside(optimizer)
         if optimizer in self._attached:
             raise PolicyError(f"this {type(optimizer).__name__} is attached already; attach each optimizer once")
         if not (copies or self._owns(optimizer)):

@@ -24,6 +24,7 @@ from amprewrite.frontends.fx_facts import (
     ABSOLUTE,
     BIT_VIEWS,
     CONVERSIONS,
+    ENTER_AUTOCAST,
     GRAD_SWITCHES,
     LEAVES,
     RETURNED,
@@ -121,6 +122,14 @@ def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
 def turns_grad_on(graph: torch.fx.Graph) -> bool:
     """Whether the model itself enables gradients somewhere, so that a backward may follow though the caller disabled them."""
     return any(op_name(node.target) in GRAD_SWITCHES and bool(node.args[0]) for node in graph.nodes)
+
+
+def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
+    """Whether the model itself switches torch.autocast on around every matmul and convolution of a graph that has any."""
+    heavy = [node for node in ops if node.flops]
+    switched_on = any(op_name(node.target) == ENTER_AUTOCAST and bool(node.args[2]) for node in graph.nodes)
+    theirs = (Reason.HALF, Reason.INSIDE_AUTOCAST)
+    return switched_on and bool(heavy) and all(node.pinned is not None and node.pinned[1] in theirs for node in heavy)
 
 
 def without_grad(graph: torch.fx.Graph) -> set[torch.fx.Node]:

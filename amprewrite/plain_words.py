@@ -1,0 +1,93 @@
+"""What users read about switches that they set elsewhere, tracers that they did not call, and Dynamo's own words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+_SWITCHES = (
+    ("trl", "TRL switches it on: bf16=True is its default, so give bf16=False and fp16=False in its config"),
+    ("transformers.trainer", "transformers' Trainer switches it on: give bf16=False and fp16=False in the training arguments"),
+    ("transformers.training_args", "transformers' Trainer switches it on: give bf16=False and fp16=False in the training arguments"),
+    ("lightning", "Lightning switches it on: give precision='32-true'"),
+    ("pytorch_lightning", "Lightning switches it on: give precision='32-true'"),
+    ("accelerate", "accelerate switches it on: give mixed_precision='no'"),
+)
+"""Packages that switch autocast on for their users, the outermost first, and what to write instead."""
+_ANY_SWITCH = (
+    "If you wrote none, one of these did: bf16= or fp16= in the arguments of transformers' Trainer or of TRL, where bf16=True is the "
+    "default (give False), mixed_precision= of accelerate (give 'no'), precision= of Lightning (give '32-true')"
+)
+_EXPORT = "use amp.export_program(args)"
+_REASONS = {
+    "Missing tp_iternext": "it steps through an iterator that capture cannot follow",
+    "missing tp_iter": "it loops over an object that capture cannot loop over",
+    "Missing tp_iteritem": "it loops over an object that capture cannot loop over",
+    "tp_as_number slot not implemented": "it computes with an object that capture cannot read",
+    "Untraceable C tp_hash": "it hashes an object that capture cannot read",
+    "Untraceable C tp_richcompare": "it compares objects that capture cannot read",
+    "Attempt to trace generator": "it runs a generator, which capture cannot read",
+    "Attempted to inline function marked as skipped": "it calls a function that capture does not read",
+    "UnspecializedNNModuleVariable missing method": "it calls a method that its module does not have",
+    "Attempted to wrap sparse Tensor": "it works on a sparse tensor, which capture cannot read",
+    "Attempted to wrap strided NestedTensor": "it works on a nested tensor, which capture cannot read",
+    "Attempted to wrap a set with tensors": "it keeps tensors in a set, which capture cannot read",
+    "Failed to convert args/kwargs to proxy": "it passes objects to a torch function that capture cannot read",
+    "unsupported variable type for __dict__ access": "it reads the __dict__ of an object that capture cannot read",
+    "FSDP with use_orig_params=False": "FSDP hides the parameters; wrap it with FSDP(amp, use_orig_params=True)",
+}
+"""How Dynamo's reasons begin that name its own parts, and the same in plain words."""
+
+
+def plain_reason(text: str) -> str:
+    """What Dynamo said, without the names of its own classes and slots."""
+    return next((plain for start, plain in _REASONS.items() if text.startswith(start)), text)
+
+
+def _modules_above() -> Iterator[str]:
+    """Names of the Python modules whose code is running, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def who_switched_autocast() -> str:
+    """The library under which we run that switches autocast on, and what to write; "" if none is known."""
+    above = set(_modules_above())
+    return next((say for package, say in _SWITCHES if any(f"{name}.".startswith(f"{package}.") for name in above)), "")
+
+
+def ambient_autocast() -> str:
+    """The message for a call inside torch.autocast."""
+    return (
+        "a rewritten model was called inside torch.autocast: its casts are in the graph already, and autocast would add others "
+        f"that no plan shows; call it outside the autocast region. {who_switched_autocast() or _ANY_SWITCH}"
+    )
+
+
+def own_autocast(place: str) -> str:
+    """The message for a model whose own forward runs under torch.autocast."""
+    return (
+        f"{place} runs its matmuls and convolutions under a torch.autocast of its own, so there is nothing to rewrite. Take that "
+        "torch.autocast out of its forward; if accelerate or Lightning's Fabric prepared the model, rewrite it before and give "
+        "mixed_precision='no' or precision='32-true'"
+    )
+
+
+def traced(tracer: str) -> str:
+    """The message for a rewritten model that somebody else's tracer records. `tracer` is a name like "torch.export"."""
+    if tracer in ("torch.jit.trace", "torch.export") and torch.onnx.is_in_onnx_export():
+        tracer, instead = "torch.onnx.export", "use amp.export_onnx(path, args)"
+    elif tracer == "torch.fx.symbolic_trace":
+        instead = f"{_EXPORT}; for a feature extractor, make it of the original: rewrite(create_feature_extractor(model, ...))"
+    elif tracer == "a FakeTensorMode":
+        instead = "run it on real tensors, or trace the original model"
+    else:
+        instead = _EXPORT
+    return f"a rewritten model cannot be traced by {tracer}; {instead}"
+
+
+__all__ = ["ambient_autocast", "own_autocast", "plain_reason", "traced", "who_switched_autocast"]
