@@ -28,10 +28,10 @@ PART = re.compile(
     r"models/model\.json|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json)"
     r"|data/sample_inputs/model\.pt|archive_format|archive_version|byteorder|version|\.data/(version|serialization_id)|extra/[^/]+"
 )
-TARGET = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|neg|floordiv|truediv|mod|eq|ne|lt|le|gt|ge|and_|or_)")
-SIZE = re.compile(
-    r"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|(Mul|Add|Integer|Rational|Max|Min|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod)\(|[-\d(), ])*"
-)
+ARITHMETIC = "getitem|add|sub|mul|neg|floordiv|truediv|mod|eq|ne|lt|le|gt|ge|and_|or_"
+TARGET = re.compile(rf"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.({ARITHMETIC})")
+FUNCTIONS = "Mul|Add|Integer|Rational|Max|Min|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod"
+SIZE = re.compile(rf"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|({FUNCTIONS})\(|[-\d(), ])*")
 """Sizes as sympy writes them, without powers: they are evaluated, and 9**9**9 takes for ever."""
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 MOST_BYTES = 2**36
