@@ -71,6 +71,7 @@ def working(what: str) -> Iterator[None]:
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=ERR, transient=True) as progress:
-        progress.add_task(what, total=None)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=ERR, transient=True) as progress:
+        progress.add_task(printable(what), total=None)
         yield
