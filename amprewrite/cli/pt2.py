@@ -1,4 +1,4 @@
-"""Exported programs: which `.pt2` files are data alone.
+"""Exported programs as files: how they are written, and which `.pt2` files are data alone.
 
 torch.export.load runs code that a file asks for: it unpickles weights, constants and example inputs, evaluates expressions of
 sizes, imports classes of containers, runs guards, and calls any function that a node names. A file is loaded without the user's
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from amprewrite.errors import one_line
+from amprewrite.files import write_bytes
 
 PART = re.compile(
     r"models/model\.json|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json)"
@@ -76,6 +77,16 @@ def plain_copy(path: Path) -> io.BytesIO:
     return _archive(parts)
 
 
+def save_program(program: torch.export.ExportedProgram, path: Any) -> None:
+    """Write a program, whole or not at all. EmitError if it cannot be written.
+
+    It is put together in memory: torch's own writer aborts the process on a full disk.
+    """
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    write_bytes(path, buffer.getvalue())
+
+
 def _parsed(parts: dict[str, bytes], name: str) -> Any:
     try:
         return json.loads(parts[name])
@@ -123,4 +134,4 @@ def _archive(parts: dict[str, bytes]) -> io.BytesIO:
     return buffer
 
 
-__all__ = ["NotPlain", "plain_copy"]
+__all__ = ["NotPlain", "plain_copy", "save_program"]
