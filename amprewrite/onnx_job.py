@@ -43,7 +43,11 @@ TARGET = "meta"
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """What was checked about a rewritten file, and what it cost."""
+    """What was checked about a rewritten file, and what it cost.
+
+    Errors are over all outputs. Rows of attention that a mask blocks wholly carry no meaning, and may differ in fp16: fp32 spreads
+    them evenly, and where a mask's number saturates, fp16 does not.
+    """
 
     strict_error: float | None = None
     """Relative L2 error of the outputs against fp32, every low result really rounded; None where it was not measured."""

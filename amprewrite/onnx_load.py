@@ -25,7 +25,7 @@ from amprewrite.oplists import OpLists
 from amprewrite.printable import printable
 
 Source = str | Path | onnx.ModelProto | ir.Model
-TRIES = 5
+TRIES = 20
 """How often a model is read that is replaced again and again meanwhile."""
 HOLLOW = 1024
 """Elements from which on an initialiser is no shape or axis, so that type inference need not see it."""
@@ -79,7 +79,10 @@ def _load(source: Source) -> ir.Model:
     check_constants(model, name, Path(source).parent if isinstance(source, str | Path) else Path())
     check_functions(model, name)
     if not is_large(model):
-        ir.external_data.load_to_model(model)
+        try:
+            ir.external_data.load_to_model(model)
+        except (OSError, ValueError) as error:
+            raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
     return model
 
 
