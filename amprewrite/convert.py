@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from amprewrite.errors import AccuracyError, EmitError, PlanError, PolicyError
+import onnx_ir as ir
+
+from amprewrite.errors import AccuracyError, AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line
 from amprewrite.files import resolved
 from amprewrite.formats import FP32, parse_format
+from amprewrite.onnx_check import invalid
 from amprewrite.onnx_job import Job, OnnxReport, OnnxResult, Order
-from amprewrite.onnx_load import Source, load
+from amprewrite.onnx_load import Source, load, name_of
 from amprewrite.onnx_ops import VOCABULARY
 from amprewrite.onnx_plans import REGION
 from amprewrite.onnx_run import runtime
@@ -69,10 +73,11 @@ def rewrite_onnx(
         raise PolicyError("plan= and overrides= both say what runs where; put the overrides into the plan with plan.edit")
     if calibration is not None:
         runtime()
-    job = Job(load(model), policy, keep_io)
-    job.given = plan
-    job.prepare()
-    return job.run(None if calibration is None else read_feeds(job.model, calibration), order)
+    with _blamed(model):
+        job = Job(load(model), policy, keep_io, name=name_of(model))
+        job.given = plan
+        job.prepare()
+        return job.run(None if calibration is None else read_feeds(job.model, calibration), order)
 
 
 def export_onnx(
@@ -121,11 +126,38 @@ def export_onnx(
         job.given = plan
     else:
         job.torch_plan = torch_plan(amp, args, kwargs, plan)
-    job.prepare()
-    if calibration is not None:
-        return job.run(read_feeds(job.model, calibration), order)
-    job.example_inputs = True
-    return job.run((feed,) if feed else None, order)
+    with _blamed(model):
+        job.prepare()
+        if calibration is not None:
+            return job.run(read_feeds(job.model, calibration), order)
+        job.example_inputs = True
+        return job.run((feed,) if feed else None, order)
+
+
+@contextlib.contextmanager
+def _blamed(source: Source) -> Iterator[None]:
+    """Errors of parsers and libraries as ours: CaptureError if the source itself is to blame, PassError if we are."""
+    try:
+        yield
+    except AmpRewriteError:
+        raise
+    except Exception as error:
+        name, said = name_of(source), f"{type(error).__name__}: {one_line(error)}"
+        problem = _source_problem(source)
+        if problem:
+            raise CaptureError(f"{name} is not valid ONNX: {problem}; export it again") from error
+        if isinstance(error, MemoryError):
+            raise CaptureError(f"{name} takes more memory than there is ({said})") from error
+        raise PassError(f"{name} cannot be rewritten ({said}); please report this model") from error
+
+
+def _source_problem(source: Source) -> str:
+    """What onnx.checker says against a source; "" if it passes."""
+    try:
+        found = ir.to_proto(source) if isinstance(source, ir.Model) else source
+    except Exception as error:
+        return one_line(error)
+    return invalid(found)
 
 
 @dataclass(frozen=True)
@@ -173,7 +205,7 @@ def _target(out: Any) -> Path | None:
     if "\0" in str(out):
         raise EmitError(f"{printable(out)} cannot be written: a path holds no NUL character; give another path")
     target = Path(out).absolute()
-    if not os.path.isdir(target.parent):  # noqa: PTH112 - it never raises, whatever the name
+    if not os.path.isdir(target.parent):  # noqa: PTH112  # it raises for no name
         raise EmitError(f"{target} cannot be written: there is no folder {target.parent}; make it first")
     resolved(target)  # what stands there may be no file to replace: say so before the work is done
     return target

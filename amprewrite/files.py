@@ -87,6 +87,16 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
         raise cannot_write(path, error) from error
 
 
+def read_text(path: Any) -> str:
+    """The text of a UTF-8 file. ValueError that says why if there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ValueError(f"{error.strerror or error}") from error
+
+
 def cannot_write(path: Any, error: OSError) -> EmitError:
     """The error to raise, with the reason and what to do."""
     remedy = REMEDIES.get(error.errno or 0, "give another path")
@@ -274,6 +284,6 @@ def _started(pid: int) -> str:
 
 
 __all__ = [
-    "alone_in", "cannot_write", "replacing", "resolved", "scratch_folder", "scratch_path", "settle", "sweep", "sync_file",
+    "alone_in", "cannot_write", "read_text", "replacing", "resolved", "scratch_folder", "scratch_path", "settle", "sweep", "sync_file",
     "sync_folder", "take_mode", "write_bytes", "write_scratch", "write_text",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from amprewrite.backends.onnx_file import apply_plan
 from amprewrite.backends.onnx_write import Written, written
 from amprewrite.colour import Colour
-from amprewrite.errors import AccuracyError, EmitError, PolicyError, one_line
+from amprewrite.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
 from amprewrite.files import resolved
 from amprewrite.formats import Format
 from amprewrite.frontends.onnx_file import Reading, provenance, read_onnx
@@ -26,7 +26,7 @@ from amprewrite.given_plan import check_casts
 from amprewrite.onnx_load import make_ready
 from amprewrite.onnx_ops import constant_tensor, format_of, op_of
 from amprewrite.onnx_plans import REGION, carry_over, given_region
-from amprewrite.onnx_run import is_large, runtime, session, weight_bytes
+from amprewrite.onnx_run import TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
 from amprewrite.onnx_samples import Feed, Samples, observe
 from amprewrite.onnx_weights import Loss
 from amprewrite.oplists import OpLists, op_lists
@@ -43,7 +43,11 @@ TARGET = "meta"
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """What was checked about a rewritten file, and what it cost."""
+    """What was checked about a rewritten file, and what it cost.
+
+    Errors are over all outputs. Rows of attention that a mask blocks wholly carry no meaning, and may differ in fp16: fp32 spreads
+    them evenly, and where a mask's number saturates, fp16 does not.
+    """
 
     strict_error: float | None = None
     """Relative L2 error of the outputs against fp32, every low result really rounded; None where it was not measured."""
@@ -118,7 +122,10 @@ class Order:
 class Job:
     """What a model goes through. `given` is a plan of this ONNX graph, `torch_plan` one of the PyTorch graph it came from."""
 
-    def __init__(self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False) -> None:
+    def __init__(
+        self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
+    ) -> None:
+        self.name = name
         self.policy, self.low, self.keep_io = policy, policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
         self.notes, self.exported = list(notes), exported
@@ -142,6 +149,9 @@ class Job:
     # -- 1 and 2. decide ------------------------------------------------------------------------
     def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:
         samples = self.sample(feeds)
+        if samples.invalid and (order.verify or feeds is not None):
+            remedy = "export it again" if feeds is not None else "export it again, or pass verify=False to have it neither run nor checked"
+            raise CaptureError(f"{self.name} is not valid ONNX: onnx.checker says {samples.invalid}; {remedy}")
         asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         if self.torch_plan is not None:
@@ -234,8 +244,11 @@ class Job:
             return None
         kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if v.dtype is not None}
         feeds = [{name: np.asarray(array, kinds[name]) for name, array in feed.items()} for feed in samples.feeds]
+        seconds = seconds_for(weight_bytes(self.model))
         try:
-            return relative_error(samples.outputs, [runner.run(None, feed) for feed in feeds])
+            return relative_error(samples.outputs, [run_within(runner, None, feed, seconds) for feed in feeds])
+        except TooSlow as error:
+            raise EmitError(f"the rewritten model is too slow to check: {error}; pass smaller samples as calibration=") from error
         except Exception as error:
             raise EmitError(f"ONNX Runtime fails on the rewritten model: {one_line(error)}; please report this model") from error
 

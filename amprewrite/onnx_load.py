@@ -18,26 +18,57 @@ import onnx_ir.passes.common as ir_passes
 from amprewrite.colour import OpKind
 from amprewrite.errors import CaptureError, PolicyError, one_line
 from amprewrite.formats import Format
+from amprewrite.onnx_check import check_constants, check_functions
 from amprewrite.onnx_ops import FLOW, OLDEST, fill_types, format_of, op_of, opset_taking
 from amprewrite.onnx_run import is_large
 from amprewrite.oplists import OpLists
+from amprewrite.printable import printable
 
 Source = str | Path | onnx.ModelProto | ir.Model
+TRIES = 20
+"""How often a model is read that is replaced again and again meanwhile."""
 HOLLOW = 1024
 """Elements from which on an initialiser is no shape or axis, so that type inference need not see it."""
 
 
 def load(source: Source) -> ir.Model:
-    """A copy of the model to work on. CaptureError for what is no ONNX model, or lacks its external data."""
+    """A copy of the model to work on. CaptureError for what is no ONNX model, or lacks its external data.
+
+    A model that another process replaces meanwhile may lack its old data: then the new one is read.
+    """
+    for _ in range(TRIES - 1):
+        before = _version(source)
+        try:
+            return _load(source)
+        except CaptureError:
+            if before == _version(source):
+                raise
+    return _load(source)
+
+
+def _version(source: Source) -> tuple[int, ...]:
+    """What changes whenever a file is replaced; nothing for models in memory."""
+    if not isinstance(source, str | Path):
+        return ()
+    try:
+        found = Path(source).stat()
+    except (OSError, ValueError):
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _load(source: Source) -> ir.Model:
     if isinstance(source, ir.Model):
         return source.clone()
     if not isinstance(source, onnx.ModelProto | str | Path):
         raise PolicyError(f"rewrite_onnx takes a path, a ModelProto or an onnx_ir.Model, not {type(source).__name__}")
-    name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
+    name = name_of(source)
+    if _version(source) and not Path(source).is_file():  # type: ignore[arg-type]
+        raise CaptureError(f"{name} cannot be read: it is no regular file; name an ONNX file")
     try:
         model = ir.from_proto(copy.deepcopy(source)) if isinstance(source, onnx.ModelProto) else ir.load(source)
     except FileNotFoundError as error:
-        raise CaptureError(f"there is no file {source}; check the path") from error
+        raise CaptureError(f"there is no file {name}; check the path") from error
     except OSError as error:
         raise CaptureError(f"{name} cannot be read: {one_line(error)}") from error
     except Exception as error:
@@ -45,28 +76,19 @@ def load(source: Source) -> ir.Model:
         raise CaptureError(f"{name} is no ONNX model, or a truncated one ({said}); export it again") from error
     if model.graph is None or not len(model.graph.outputs):
         raise CaptureError(f"{name} holds no ONNX graph with outputs; export it again")
-    _check_external(model, name)
+    check_constants(model, name, Path(source).parent if isinstance(source, str | Path) else Path())
+    check_functions(model, name)
+    if not is_large(model):
+        try:
+            ir.external_data.load_to_model(model)
+        except (OSError, ValueError) as error:
+            raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
     return model
 
 
-def _check_external(model: ir.Model, name: str) -> None:
-    """All external data must be there, and whole. What fits is read now, so that the model depends on no file."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            held = value.const_value
-            if held is None:
-                raise CaptureError(f"{name}: initialiser {value.name} holds no data; export it again")
-            if not isinstance(held, ir.ExternalTensor):
-                continue
-            where = f"{name}: the data of {value.name} is"
-            path = Path(held.path)
-            if not path.is_file():
-                raise CaptureError(f"{where} missing: there is no {path}; put it beside the model")
-            length = held.nbytes if held.length is None else held.length
-            if (held.offset or 0) + length > path.stat().st_size:
-                raise CaptureError(f"{where} cut off: {path} ends before it; copy the file again")
-    if not is_large(model):
-        ir.external_data.load_to_model(model)
+def name_of(source: Source) -> str:
+    """The model in messages: its path, if it has one."""
+    return printable(source) if isinstance(source, str | Path) else "the model"
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
@@ -77,6 +99,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, 
         remedy = "raise it with onnx.version_converter.convert_version"
         raise CaptureError(f"the model is of opset {opset}, older than {OLDEST}; {remedy}")
     model.opset_imports[""] = opset
+    sort_nodes(model)
     if model.functions:
         notes.append(f"{len(model.functions)} local functions were inlined")
         ir_passes.InlinePass()(model)
@@ -90,6 +113,31 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, 
     if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):
         notes.append("no value of the model is fp32: there is nothing to rewrite")
     return model, notes
+
+
+def sort_nodes(model: ir.Model) -> None:
+    """Put nodes that read before what they read is made behind it. CaptureError if that cannot be done."""
+    if _is_sorted(model.graph, set()):
+        return
+    try:
+        model.graph.sort()
+    except ValueError as error:
+        raise CaptureError("the model's nodes read each other's results in a circle; export it again") from error
+    if not _is_sorted(model.graph, set()):
+        raise CaptureError("a node of the model reads a value that no node before it makes; export it again")
+
+
+def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
+    """Whether every node follows what it reads; `made` are the nodes before, and holds the graph's own afterwards."""
+    for node in graph:
+        makers = (value.producer() for value in node.inputs if value is not None)
+        if any(maker is not None and maker not in made for maker in makers):
+            return False
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref() and not _is_sorted(attribute.as_graph(), made):
+                return False
+        made.add(node)
+    return True
 
 
 def infer_types(model: ir.Model) -> list[str]:
@@ -155,5 +203,8 @@ def raise_opset(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model,
 
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
+    if node.op_type in FLOW:  # it hands on what its body makes
+        bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
+        return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
     kind = lists.kind(op_of(node))
     return kind not in (None, OpKind.DENY) and any(format_of(value) == "fp32" for value in node.outputs)

@@ -166,6 +166,8 @@ def fill_types(node: ir.Node, opset: int) -> None:
         return
     if node.op_type == "Cast" and not node.domain:
         node.outputs[0].type = ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
+    if node.op_type == "Constant" and not node.domain:
+        _fill_constant(node)
     sig = signature(node.domain, node.op_type, opset)
     if sig is None:
         return
@@ -178,6 +180,21 @@ def fill_types(node: ir.Node, opset: int) -> None:
             value.type = known[spelled]
         elif spelled in _FIXED:
             value.type = ir.TensorType(_FIXED[spelled])
+
+
+_CONSTANTS = {
+    "value_float": ir.DataType.FLOAT, "value_floats": ir.DataType.FLOAT, "value_int": ir.DataType.INT64, "value_ints": ir.DataType.INT64,
+}  # fmt: skip
+
+
+def _fill_constant(node: ir.Node) -> None:
+    """The type of a Constant's result is that of the tensor or numbers it holds."""
+    held = node.attributes.get("value")
+    kinds = [_CONSTANTS[name] for name in node.attributes if name in _CONSTANTS]
+    if held is not None and held.type == ir.AttributeType.TENSOR:
+        kinds.append(held.as_tensor().dtype)
+    if kinds:
+        node.outputs[0].type = ir.TensorType(kinds[0])
 
 
 def opset_taking(op_type: str, opset: int, fmt: Format) -> int:

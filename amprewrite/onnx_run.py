@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import onnx_ir as ir
 
 from amprewrite.errors import EmitError
 from amprewrite.files import cannot_write, scratch_folder, write_scratch
+from amprewrite.onnx_check import invalid
 
 MOST_BYTES = 1_500_000_000
 """Bytes of weights beyond which a model is kept in a file with external data: one protobuf holds 2 GB."""
+SECONDS = 5.0
+BYTES_A_SECOND = 2e7
+"""A run may take SECONDS, and one second more for so many bytes of weights."""
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
 NO_RUNTIME = (
     "ONNX Runtime is not installed, so nothing can be run or verified: pip install 'amprewrite[onnx]' for the CPU, "
@@ -54,6 +59,39 @@ def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> A
     return ort.InferenceSession(source, options, providers=providers)
 
 
+class TooSlow(EmitError):
+    """A run that took longer than models of its size do."""
+
+
+def seconds_for(weights: int) -> float:
+    """How long one run may take, by the bytes of weights: a file of no size that runs for ever is no model."""
+    return SECONDS + weights / BYTES_A_SECOND
+
+
+def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float) -> list[Any]:
+    """Run a session. TooSlow if it takes longer than `seconds`; what ONNX Runtime raises passes through."""
+    options = runtime().RunOptions()
+    options.log_severity_level = 4
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        options.terminate = True
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        found: list[Any] = runner.run(names, feed, options)
+    except Exception as error:
+        if late.is_set():
+            raise TooSlow(f"one run takes longer than {seconds:.0f} s") from error
+        raise
+    finally:
+        timer.cancel()
+    return found
+
+
 def weight_bytes(model: ir.Model) -> int:
     """Bytes of all initialisers."""
     return sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value is not None)
@@ -68,6 +106,8 @@ class Runnable:
     """A model that can be run with any of its values as outputs. Use as a context manager: a large one takes a folder on disk."""
 
     def __init__(self, model: ir.Model) -> None:
+        self.seconds = seconds_for(weight_bytes(model))
+        """How long one run may take."""
         self.stack = contextlib.ExitStack()
         self.folder: Path | None = None
         if not is_large(model):
@@ -92,6 +132,10 @@ class Runnable:
     @property
     def outputs(self) -> list[str]:
         return [value.name for value in self.proto.graph.output]
+
+    def invalid(self) -> str:
+        """What onnx.checker says against the model; "" if it passes."""
+        return invalid(self.proto if self.folder is None else self.folder / "model.onnx")
 
     def session(self, extra: Iterable[str] = ()) -> Any:
         """An unoptimised session whose outputs are the model's and the `extra` values."""

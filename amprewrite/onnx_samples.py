@@ -17,7 +17,9 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.errors import PolicyError, one_line
-from amprewrite.onnx_run import Runnable
+from amprewrite.onnx_check import memory, too_large
+from amprewrite.onnx_run import Runnable, TooSlow, run_within
+from amprewrite.printable import printable
 
 Feed = dict[str, np.ndarray]
 CHUNK = 2**28
@@ -56,6 +58,8 @@ class Samples:
     made_up: bool = True
     problem: str = ""
     """Why there are none."""
+    invalid: str = ""
+    """What onnx.checker says against the model; then it is not run."""
 
 
 # -- the caller's samples --------------------------------------------------------------
@@ -76,22 +80,38 @@ def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
 
 
 def _each_checked(model: ir.Model, samples: Iterable[Any]) -> Iterator[Feed]:
-    for index, sample in enumerate(samples):
+    for index, sample in enumerate(_own_errors(samples)):
         where = f"calibration sample {index}"
         if isinstance(sample, str | Path):
-            where, sample = f"calibration file {sample}", _read_npz(sample)
+            where, sample = f"calibration file {printable(sample)}", _read_npz(sample, [str(value.name) for value in model.graph.inputs])
         yield _checked(model, sample, where)
 
 
-def _read_npz(path: str | Path) -> Feed:
+def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
+    """The caller's samples; an error of the caller's own code says that it is."""
     try:
-        archive = np.load(path)
+        yield from samples
+    except Exception as error:
+        raise PolicyError(f"calibration= raised {type(error).__name__}: {one_line(error)}") from error
+
+
+def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
+    """The arrays of a file that the model has inputs for; of others the names alone, for a small file may hold gigabytes."""
+    try:
+        if not Path(path).is_file() and Path(path).exists():
+            raise ValueError("it is no regular file")
+        archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError("it holds a bare array; save the inputs by name with numpy.savez")
         with archive:
+            if set(archive.files) != set(names):
+                return dict.fromkeys(archive.files)
+            size = sum(info.file_size for info in archive.zip.infolist())
+            if size > memory() // 2:
+                raise ValueError(f"its arrays take {size:.3g} bytes, more than half of the memory that is free")
             return dict(archive)
     except Exception as error:  # numpy, zipfile and zlib have each their own for a damaged file
-        raise PolicyError(f"calibration file {path} cannot be read as .npz: {one_line(error)}") from error
+        raise PolicyError(f"calibration file {printable(path)} cannot be read as .npz: {one_line(error)}") from error
 
 
 def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
@@ -170,7 +190,13 @@ def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.V
 
     PolicyError where the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
     """
+    problem = too_large(model)
+    if problem:
+        return Samples(problem=problem)
     with Runnable(model) as runnable:
+        invalid = runnable.invalid()
+        if invalid:
+            return Samples(problem=f"onnx.checker refuses the model: {invalid}", invalid=invalid)
         observer = _Observer(runnable, wanted)
         if feeds is not None:
             samples = Samples(made_up=False)
@@ -184,7 +210,7 @@ def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.V
         samples = Samples(problem="its inputs are of unknown kind")
         for feed in made_up_feeds(model):
             samples.problem = observer.run(feed, samples)
-            if not samples.problem:
+            if not samples.problem or observer.too_slow:
                 break
         return samples
 
@@ -196,6 +222,8 @@ class _Observer:
         self.runnable, self.own = runnable, runnable.outputs
         self.chunks = [[str(value.name) for value in chunk if value.name not in self.own] for chunk in _chunks(wanted)]
         self.sessions: list[Any] = []
+        self.too_slow = False
+        """Whether a run took longer than any model of that size should."""
 
     def run(self, feed: Feed, samples: Samples) -> str:
         """Take one sample in; what went wrong, "" where nothing did."""
@@ -207,12 +235,13 @@ class _Observer:
                 names = [*chunk, *(self.own if index == 0 else ())]
                 if not names:
                     continue
-                found = runner.run(names, feed)
+                found = run_within(runner, names, feed, self.runnable.seconds)
                 outputs = outputs or found[len(chunk) :]
                 for name, array in zip(names, found, strict=True):
                     if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.size:
                         ranges[name] = _range(array)
         except Exception as error:
+            self.too_slow = isinstance(error, TooSlow)
             return one_line(error)
         for name, seen in ranges.items():
             samples.ranges[name] = samples.ranges[name] | seen if name in samples.ranges else seen

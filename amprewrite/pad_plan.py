@@ -171,25 +171,3 @@ def _shown(layout: Layout, back: bool = False) -> str:
         inside = "" if len(factors) == 1 else " as " + "·".join(str(a) if a == b else f"({a} -> {b})" for a, b in factors)
         found.append(f"dim {dim}: {m} -> {n}" if back else f"dim {dim}: {n} -> {m}{inside}")
     return ", ".join(found)
-
-
-# -- JSON --------------------------------------------------------------------------------------------
-def decode_pad_plan(data: dict[str, Any] | None) -> PadPlan:
-    """What `asdict` made of a PadPlan, after a trip through JSON."""
-    if not data:
-        return PadPlan()
-
-    def layout(items: Any) -> Layout:
-        return tuple((dim, tuple((n, m) for n, m in factors)) for dim, factors in items)
-
-    def strings(entry: dict[str, Any], *names: str) -> dict[str, Any]:
-        return {**entry, **{name: tuple(entry.get(name, ())) for name in names}}
-
-    return PadPlan(
-        tuple(PadRegion(**strings(r, "dims", "pads", "slices", "weights", "weight_copies", "reasons")) for r in data.get("regions", ())),
-        tuple(PaddedValue(v["value"], layout(v["layout"])) for v in data.get("values", ())),
-        tuple(
-            PadCopy(**{**strings(c, "users"), "layout": layout(c["layout"]), "have": layout(c.get("have", ()))})
-            for c in data.get("copies", ())
-        ),
-    )

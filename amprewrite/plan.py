@@ -12,7 +12,10 @@ from typing import Any
 
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.errors import PlanError
-from amprewrite.pad_plan import PadPlan, decode_pad_plan, pad_summary
+from amprewrite.formats import FORMATS
+from amprewrite.json_data import BadData, build, read_json
+from amprewrite.pad_plan import PadPlan, pad_summary
+from amprewrite.printable import printable
 
 SCHEMA = 1
 """Version of the JSON form; a file of another version is refused."""
@@ -132,7 +135,7 @@ class RegionPlan:
         )
 
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        return "\n".join(map(printable, _table(self)))
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ class CastPlan:
 
     def summary(self) -> str:
         """Heavy ops left high, counts, and what the plan and the plans it was weighed against would take."""
-        return "\n".join([self.counts(), *self._weighed(), *pad_summary([region.pads for region in self.regions])])
+        return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
 
     def _weighed(self) -> list[str]:
         regions = [region for region in self.regions if region.candidates]
@@ -238,7 +241,7 @@ class CastPlan:
         ]
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"left out: {part}" for part in self.skipped]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def listing(self, fold: bool = False, width: int = 0) -> str:
         """The code that the plan makes, a line an op: dtype, colour, shape, source line and reason, grouped by module.
@@ -293,7 +296,7 @@ class CastPlan:
         lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
         for region in self.regions:
             lines += ["", *_table(region)]
-        return "\n".join([*lines, "", self.counts()])
+        return "\n".join([*map(printable, lines), "", self.counts()])
 
     # -- JSON -----------------------------------------------------------------
     def to_json(self, indent: int | None = 1) -> str:
@@ -307,17 +310,19 @@ class CastPlan:
     def from_json(cls, text: str) -> CastPlan:
         """Read what `to_json` wrote, edited or not. PlanError where the text is something else."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"this is no cast plan: not JSON ({error})") from error
+            data = read_json(text)
+        except BadData as error:
+            raise PlanError(f"this is no cast plan: {error}") from error
         if not isinstance(data, dict) or "regions" not in data:
             raise PlanError("this is no cast plan: the JSON has no 'regions'; write one with plan.to_json()")
         if data.get("version") != SCHEMA:
             raise PlanError(f"the plan has version {data.get('version')!r}, this amprewrite reads {SCHEMA}; make the plan anew")
         try:
             return _decode_plan(data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"the plan is damaged: {type(error).__name__}: {error}; compare it with plan.to_json()") from error
+        except BadData as error:
+            raise PlanError(f"the plan is damaged: {error}; compare it with plan.to_json()") from error
+        except RecursionError as error:
+            raise PlanError("the plan is damaged: it is nested too deeply; compare it with plan.to_json()") from error
 
     @staticmethod
     def schema() -> dict[str, dict[str, str]]:
@@ -377,7 +382,7 @@ class CastPlan:
         here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in (self, other))
         lines += [f"cast gone: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(here - there)]
         lines += [f"cast new: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(there - here)]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 class PendingPlan:
@@ -430,32 +435,22 @@ def _encode(value: Any) -> Any:
 
 
 def _decode_plan(data: dict[str, Any]) -> CastPlan:
-    def node(d: dict[str, Any]) -> NodePlan:
-        kind = d.pop("kind", None)
-        return NodePlan(
-            **{
-                **d,
-                "colour": Colour(d["colour"]),
-                "reason": Reason[d["reason"]],
-                "kind": None if kind is None else OpKind(kind),
-                "shape": tuple(d.get("shape", ())),
-                "inputs": tuple(d.get("inputs", ())),
-            }
-        )
+    """A plan from parsed JSON, every field checked. BadData names what is wrong."""
+    plan: CastPlan = build(CastPlan, data, names=frozenset({Reason}))
+    plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
+    _no_twice("regions", [region.name for region in plan.regions])
+    formats = [("low", plan.low)]
+    for index, region in enumerate(plan.regions):
+        here = f"regions[{index}]"
+        _no_twice(f"{here}.nodes", [node.name for node in region.nodes])
+        formats += [(f"{here}.casts[{number}].to", cast.to) for number, cast in enumerate(region.casts)]
+    for where, name in formats:
+        if name not in FORMATS:
+            raise BadData(f"{where} is {name!r}, which is none of {', '.join(FORMATS)}")
+    return plan
 
-    def region(d: dict[str, Any]) -> RegionPlan:
-        nodes = tuple(node(n) for n in d["nodes"])
-        casts = tuple(Cast(**{**c, "users": tuple(c["users"])}) for c in d.get("casts", ()))
-        weighed = tuple(Candidate(**c) for c in d.get("candidates", ()))
-        pads = decode_pad_plan(d.get("pads"))
-        parts = {"nodes": nodes, "casts": casts, "notes": tuple(d.get("notes", ())), "bodies": (), "candidates": weighed, "pads": pads}
-        return RegionPlan(**{**d, **parts})
 
-    return CastPlan(
-        **{
-            **data,
-            "regions": tuple(region(r) for r in data["regions"]),
-            "skipped": tuple(Skipped(**s) for s in data.get("skipped", ())),
-            "notes": tuple(data.get("notes", ())),
-        }
-    )
+def _no_twice(where: str, names: list[str]) -> None:
+    found = [name for name, count in Counter(names).items() if count > 1]
+    if found:
+        raise BadData(f"{where} has {found[0]!r} twice")

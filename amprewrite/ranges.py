@@ -14,16 +14,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from amprewrite.errors import CalibrationError
-from amprewrite.files import write_text
+from amprewrite.files import read_text, write_text
 from amprewrite.formats import FORMATS, Format
+from amprewrite.json_data import BadData, build, read_json
 from amprewrite.op_graph import OpGraph
+from amprewrite.printable import printable
 
 SCHEMA = 1
 """Version of the JSON form; a file of another version is refused."""
@@ -201,20 +203,33 @@ class Calibration:
     def from_json(cls, text: str) -> Calibration:
         """Read what `to_json` wrote. CalibrationError where the text is something else."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise CalibrationError(f"this is no calibration: not JSON ({error})") from error
+            data = read_json(text)
+        except BadData as error:
+            raise CalibrationError(f"this is no calibration: {error}") from error
         if not isinstance(data, dict) or "regions" not in data or "parameters" not in data:
             raise CalibrationError("this is no calibration: the JSON has no 'regions'; write one with calibration.save(path)")
         if data.get("version") != SCHEMA:
             raise CalibrationError(f"the calibration has version {data.get('version')!r}, this amprewrite reads {SCHEMA}; make it anew")
         try:
-            regions = tuple(
-                RegionRanges(r["graph"], r["name"], _decode(r["values"]), _decode(r["gradients"])) for r in data.pop("regions")
-            )
-            return cls(**data, regions=regions)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CalibrationError(f"the calibration is damaged: {type(error).__name__}: {error}; make it anew") from error
+            found: Calibration = build(cls, data)
+            found._check_values()
+            return found
+        except BadData as error:
+            raise CalibrationError(f"the calibration is damaged: {error}; make it anew") from error
+        except RecursionError as error:
+            raise CalibrationError("the calibration is damaged: it is nested too deeply; make it anew") from error
+
+    def _check_values(self) -> None:
+        """BadData if a value holds what cannot have been seen."""
+        for region in self.regions:
+            for name, seen in (*region.values.items(), *region.gradients.items()):
+                counts = (seen.count, seen.zeros, seen.nan, seen.infinite, seen.batches, *(n for _, n in seen.exponents))
+                if min(counts) < 0:
+                    raise BadData(f"{name!r} has a count below zero")
+                if any(abs(e) > _BIAS + 23 for e, _ in seen.exponents):
+                    raise BadData(f"{name!r} has an exponent that no fp32 number has")
+                if seen.nonzero > seen.count:
+                    raise BadData(f"{name!r} has more values by exponent than in all")
 
     def save(self, path: str | Path) -> None:
         """Write a file that `load` reads. EmitError if it cannot be written."""
@@ -224,9 +239,11 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """Read a file that `save` wrote. CalibrationError where it cannot be read or holds something else."""
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CalibrationError(f"no calibration at {path}: {error}") from error
+            return cls.from_json(read_text(path))
+        except ValueError as error:
+            raise CalibrationError(f"no calibration at {printable(path)}: {error}") from error
+        except CalibrationError as error:
+            raise CalibrationError(f"{printable(path)}: {error}") from error
 
     # -- text -------------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = "fp16", gradients: bool = False) -> Table:
@@ -240,13 +257,13 @@ class Calibration:
         ]
         found.sort(key=lambda item: (item[1].overflow_in_pass(row), item[1].amax), reverse=True)
         what = "gradients" if gradients else "values"
-        table = Table(title=f"{self.model}: {what} in {self.batches} batches, against {fmt}")
+        table = Table(title=Text(printable(f"{self.model}: {what} in {self.batches} batches, against {fmt}")), title_style="table.title")
         for title in ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf"):
             table.add_column(title, justify="left" if title == "node" else "right")
         for name, seen in found[:n]:
             smallest = f"{seen.smallest:.3g}" if math.isfinite(seen.smallest) else "-"
             table.add_row(
-                name, f"{seen.amax:.3g}", smallest, f"{seen.overflow_in_pass(row):.2g}", f"{seen.underflow(row):.2g}",
+                Text(printable(name)), f"{seen.amax:.3g}", smallest, f"{seen.overflow_in_pass(row):.2g}", f"{seen.underflow(row):.2g}",
                 str(seen.nan + seen.infinite) if seen.nan or seen.infinite else "-",
             )  # fmt: skip
         return table
@@ -285,13 +302,6 @@ def as_text(table: Table, width: int = 110) -> str:
 
 def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _decode(values: Mapping[str, Any]) -> dict[str, ValueRange]:
-    return {
-        name: ValueRange(**{**fields, "exponents": tuple((int(e), int(n)) for e, n in fields["exponents"])})
-        for name, fields in values.items()
-    }
 
 
 __all__ = ["Calibration", "RegionRanges", "ValueRange", "fingerprint", "merge", "parameters_fingerprint"]

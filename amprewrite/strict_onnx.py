@@ -11,19 +11,22 @@ overflow; for bf16 it has hardly any kernels at all. Here the file itself is mad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from amprewrite.onnx_ops import format_of
-from amprewrite.onnx_run import session_of
+from amprewrite.onnx_run import run_within, seconds_for, session_of, weight_bytes
 from amprewrite.onnx_samples import Feed
 
 LOW = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
 FP32 = onnx.TensorProto.FLOAT
+ROUNDING = 4.0
+"""How many times longer a run may take that rounds every result and is not optimised."""
 _CARRIES = {"If", "Loop", "Scan", "Identity", "Reshape", "Transpose"}
 """Ops that round nothing."""
 _AIMED = {"Cast", "Constant", "ConstantOfShape"}
@@ -39,7 +42,9 @@ def strict_outputs(
     """
     strict, low_inputs = strict_model(model, ir.to_proto(model) if proto is None else proto)
     runner = session_of(strict, folder)
-    return [runner.run(None, dict(_raised(name, array, low_inputs) for name, array in feed.items())) for feed in feeds]
+    seconds = ROUNDING * seconds_for(weight_bytes(model))
+    raised = (dict(_raised(name, array, low_inputs) for name, array in feed.items()) for feed in feeds)
+    return [run_within(runner, None, feed, seconds) for feed in raised]
 
 
 def _raised(name: str, array: np.ndarray, low_inputs: set[str]) -> tuple[str, np.ndarray]:
@@ -107,11 +112,25 @@ def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
     return node
 
 
-def relative_error(wanted: Sequence[Sequence[np.ndarray]], got: Sequence[Sequence[np.ndarray]]) -> float:
+def _arrays(results: Any) -> Iterator[np.ndarray]:
+    """The arrays of all results: a sequence holds several, a map one a key, an optional that is empty none."""
+    if isinstance(results, np.ndarray | np.generic):
+        yield np.asarray(results)
+    elif isinstance(results, Mapping):
+        for each in results.values():
+            yield from _arrays(each)
+    elif isinstance(results, list | tuple):
+        for each in results:
+            yield from _arrays(each)
+    elif isinstance(results, int | float):
+        yield np.asarray(results)
+
+
+def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
     """Relative L2 error of all floating outputs together; infinite where a value is not finite that should be."""
     error = size = 0.0
     for wants, gots in zip(wanted, got, strict=True):
-        for want, have in zip(wants, gots, strict=True):
+        for want, have in zip(_arrays(wants), _arrays(gots), strict=True):
             if want.dtype.kind != "f":
                 continue
             left, right = want.astype(np.float64), have.astype(np.float64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import hashlib
 import mmap
 import os
@@ -63,9 +64,10 @@ class Written:
             with alone_in(real.parent):
                 old = _old_data(real)
                 take_mode(self.path, real)
-                moves = [(self.data, real.with_name(self.data.name))] if self.data else []
-                if self.data:
+                moves = []
+                if self.data and not _is_there(self.data, real.with_name(self.data.name)):
                     self.data.chmod((old[0] if old else self.path).stat().st_mode & 0o7777)
+                    moves.append((self.data, real.with_name(self.data.name)))
                 for source, target in zip(scratch, plans, strict=True):
                     take_mode(source, target)
                     moves.append((source, target))
@@ -78,6 +80,11 @@ class Written:
         finally:
             for path in scratch:
                 path.unlink(missing_ok=True)
+
+
+def _is_there(data: Path, target: Path) -> bool:
+    """Whether the very content stands at the target already, which then is not touched: a reader may have it open."""
+    return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
 
 
 def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:

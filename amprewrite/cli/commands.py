@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_map
 from amprewrite.calibrate import calibrate as run_calibrate
 from amprewrite.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
 from amprewrite.cli.output import as_json, say, table, text, working
+from amprewrite.cli.pt2 import save_program
 from amprewrite.colour import Colour
 from amprewrite.debug import debug as run_debug
 from amprewrite.debug import op_table
 from amprewrite.devices import DEVICES, device_row
 from amprewrite.errors import AccuracyError
-from amprewrite.files import replacing, resolved, write_text
+from amprewrite.files import resolved, write_text
 from amprewrite.formats import parse_format
 from amprewrite.oplists import OPS, find_op, op_lists
 from amprewrite.passes import APPLY, DECIDE, WEIGH
@@ -164,8 +165,7 @@ def _exported(amp: Any, source: TorchModel, out: Path, limit: float | None) -> d
     error = run_verify(amp, source.args, source.kwargs).output_error
     lines = [f"relative L2 error under strict rounding: {error:.3g}"]
     if limit is None or error <= limit:
-        with replacing(out) as file:
-            torch.export.save(program, file)
+        save_program(program, out)
         lines.append(f"wrote {out}")
     return {"out": str(out), "error": error, "lines": lines}
 

@@ -13,6 +13,7 @@ from amprewrite.cli import commands
 from amprewrite.cli.models import HOW, first_line
 from amprewrite.cli.output import ERR
 from amprewrite.errors import AmpRewriteError
+from amprewrite.printable import printable
 
 MODEL = f"""A MODEL is
   package.module:callable   returns (module, inputs); the folder you stand in is searched
@@ -54,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {printable(message)}; {self.prog} --help lists what there is\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -195,14 +196,14 @@ def _one_line(said: str) -> str:
 
 
 def _fail(said: str) -> int:
-    ERR.print(f"amprewrite: {said}", style="red" if ERR.is_terminal else None, markup=False)
+    ERR.print(f"amprewrite: {printable(said)}", style="red" if ERR.is_terminal else None, markup=False)
     return 2
 
 
 def _warning(message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
     """Our own warnings in a line; other people's are not for users of the command line."""
     if issubclass(category, UserWarning) and category.__module__.startswith("amprewrite"):
-        ERR.print(f"amprewrite: warning: {_one_line(str(message))}", style="yellow" if ERR.is_terminal else None, markup=False)
+        ERR.print(f"amprewrite: warning: {printable(_one_line(str(message)))}", style="yellow" if ERR.is_terminal else None, markup=False)
 
 
 def run() -> NoReturn:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from amprewrite.cli.pt2 import NotPlain, plain_copy
 from amprewrite.errors import AmpRewriteError
+from amprewrite.files import read_text
 from amprewrite.plan import CastPlan
 
 HOW = "name a model as package.module:callable, file.py:callable, a .pt2 or an .onnx file"
@@ -86,8 +87,8 @@ def load(word: str, trust: bool = False) -> Source:
 def load_plan(path: Path) -> CastPlan:
     """A plan that `plan --json` or `to_json` wrote."""
     try:
-        return CastPlan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return CastPlan.from_json(read_text(path))
+    except ValueError as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
     except AmpRewriteError as error:
         raise UsageError(f"{path}: {error}") from error

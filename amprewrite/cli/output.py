@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from amprewrite.printable import printable
+
 STYLES = {
     "low": "cyan", "high": "yellow", "cast": "magenta", "plain": "dim", "module": "bold", "graph": "bold underline",
     "title": "bold", "note": "dim", "bad": "bold red", "good": "green", "": "",
@@ -22,15 +24,16 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 def say(lines: Iterable[tuple[str, str]]) -> None:
     """Print (kind, text) lines: coloured and cut to the width on a terminal, whole and plain in a pipe."""
     for kind, text in lines:
+        text = printable(text)
         shown = text if not OUT.is_terminal or len(text) <= OUT.width else f"{text[: OUT.width - 1]}…"
         OUT.print(Text(shown, style=STYLES.get(kind, "")))
 
 
 def text(found: str) -> None:
     """Print text as it is, long lines left to the terminal to wrap."""
-    for line in found.splitlines():
+    for line in found.split("\n") if found else ():
         bad = line.startswith(("heavy op left high", "left out"))
-        OUT.print(Text(line, style=STYLES["high"] if bad else ""))
+        OUT.print(Text(printable(line), style=STYLES["high"] if bad else ""))
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
@@ -68,6 +71,7 @@ def working(what: str) -> Iterator[None]:
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=ERR, transient=True) as progress:
-        progress.add_task(what, total=None)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=ERR, transient=True) as progress:
+        progress.add_task(printable(what), total=None)
         yield

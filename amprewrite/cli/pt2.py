@@ -1,4 +1,4 @@
-"""Exported programs: which `.pt2` files are data alone.
+"""Exported programs as files: how they are written, and which `.pt2` files are data alone.
 
 torch.export.load runs code that a file asks for: it unpickles weights, constants and example inputs, evaluates expressions of
 sizes, imports classes of containers, runs guards, and calls any function that a node names. A file is loaded without the user's
@@ -23,15 +23,16 @@ from typing import Any
 import torch
 
 from amprewrite.errors import one_line
+from amprewrite.files import write_bytes
 
 PART = re.compile(
     r"models/model\.json|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json)"
     r"|data/sample_inputs/model\.pt|archive_format|archive_version|byteorder|version|\.data/(version|serialization_id)|extra/[^/]+"
 )
-TARGET = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|neg|floordiv|truediv|mod|eq|ne|lt|le|gt|ge|and_|or_)")
-SIZE = re.compile(
-    r"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|(Mul|Add|Integer|Rational|Max|Min|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod)\(|[-\d(), ])*"
-)
+ARITHMETIC = "getitem|add|sub|mul|neg|floordiv|truediv|mod|eq|ne|lt|le|gt|ge|and_|or_"
+TARGET = re.compile(rf"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.({ARITHMETIC})")
+FUNCTIONS = "Mul|Add|Integer|Rational|Max|Min|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod"
+SIZE = re.compile(rf"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|({FUNCTIONS})\(|[-\d(), ])*")
 """Sizes as sympy writes them, without powers: they are evaluated, and 9**9**9 takes for ever."""
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 MOST_BYTES = 2**36
@@ -74,6 +75,16 @@ def plain_copy(path: Path) -> io.BytesIO:
             raise NotPlain(f"its example inputs are a pickle that asks for more than tensors ({one_line(error, 100)})") from error
     _check_program(_parsed(parts, "models/model.json"))
     return _archive(parts)
+
+
+def save_program(program: torch.export.ExportedProgram, path: Any) -> None:
+    """Write a program, whole or not at all. EmitError if it cannot be written.
+
+    It is put together in memory: torch's own writer aborts the process on a full disk.
+    """
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    write_bytes(path, buffer.getvalue())
 
 
 def _parsed(parts: dict[str, bytes], name: str) -> Any:
@@ -123,4 +134,4 @@ def _archive(parts: dict[str, bytes]) -> io.BytesIO:
     return buffer
 
 
-__all__ = ["NotPlain", "plain_copy"]
+__all__ = ["NotPlain", "plain_copy", "save_program"]

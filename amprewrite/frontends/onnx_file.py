@@ -20,6 +20,7 @@ from pathlib import PurePath
 import onnx_ir as ir
 
 from amprewrite.colour import Colour, OpKind, Reason
+from amprewrite.errors import CaptureError
 from amprewrite.formats import FP32, Format
 from amprewrite.frontends.onnx_facts import Facing
 from amprewrite.onnx_ops import FLOW, QUANTISED, Signature, constant_tensor, fill_types, format_of, op_of, signature
@@ -115,6 +116,8 @@ class _Reader:
                 {"If": self.read_if, "Loop": self.read_loop, "Scan": self.read_scan}[node.op_type](node)
             elif node.op_type != "Constant" or node.domain:
                 self.read_node(node)
+            else:
+                fill_types(node, self.opset)
 
     # -- values -------------------------------------------------------------------------
     def unique(self, base: str) -> str:
@@ -128,7 +131,8 @@ class _Reader:
     def maker(self, value: ir.Value) -> str:
         """The vertex that gives `value`; constants get theirs when first read."""
         if value not in self.of:
-            assert self.constant(value), f"{value.name} is read before it is made"
+            if not self.constant(value):
+                raise CaptureError(f"{value.name} is read, but no node before it makes it; export the model again")
             role = "constant" if value.producer() is not None else "parameter"
             self.add_value(value, role, (Colour.HIGH, Reason.BOUNDARY, "a constant is stored in the format of its readers"))
         return self.of[value]
@@ -345,10 +349,18 @@ class _Reader:
             demands[made] = Demand.ANY if self.constant(read) else Demand.COLOUR
         operands = tuple(Operand(made, demand) for made, demand in demands.items())
         huge = any(self.reading.graph[o.value].huge for o in operands)
-        pinned = self.facing.pin_far(operands) or (None if huge else self.facing.pin_value(value))
+        pinned = self.pin_border(node) or self.facing.pin_far(operands) or (None if huge else self.facing.pin_value(value))
         op = node.op_type.lower()
         self.add_value(value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge)
         self.reading.nodes[name] = node
+
+
+    def pin_border(self, node: ir.Node) -> Pin | None:
+        """A loop or branch whose opset takes no low format hands on fp32."""
+        sig = signature(node.domain, node.op_type, self.opset)
+        if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
+            return None
+        return Colour.HIGH, Reason.NO_KERNEL, f"{node.op_type} of opset {self.opset} takes no {self.low.name}"
 
 
 _PLAIN: Pin = (Colour.PLAIN, Reason.NO_FLOAT, "")

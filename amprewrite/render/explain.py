@@ -9,6 +9,7 @@ from collections import Counter
 
 from amprewrite.colour import Colour
 from amprewrite.plan import CastPlan, NodePlan, RegionPlan
+from amprewrite.printable import printable
 from amprewrite.render.facts import amount, by_impact, is_heavy_high, share
 from amprewrite.whatif import Change, WhatIf, conditions
 
@@ -25,10 +26,11 @@ def explain(plan: CastPlan, name: str = "") -> str:
     """
     if not name:
         every = f"no heavy op was left high: every matmul and convolution runs in {plan.low}"
-        return "\n".join([*(heavy(plan) or [every] * any(node.flops for node in plan.nodes)), *_by_reason(plan)])
+        whole = heavy(plan) or [every] * any(node.flops for node in plan.nodes)
+        return "\n".join(map(printable, [*whole, *_by_reason(plan)]))
     found = plan.find(name)
     if len(found) > MOST_TRIED:
-        return "\n".join(line for node in _heavy_first(found) for line in _sentences(plan, node, None))
+        return "\n".join(printable(line) for node in _heavy_first(found) for line in _sentences(plan, node, None))
     asked: dict[str, WhatIf | None] = {}
     lines = []
     for node in found:
@@ -36,7 +38,7 @@ def explain(plan: CastPlan, name: str = "") -> str:
         if region.name not in asked:
             asked[region.name] = WhatIf.of(region)
         lines += _sentences(plan, node, asked[region.name])
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _heavy_first(nodes: tuple[NodePlan, ...]) -> list[NodePlan]:

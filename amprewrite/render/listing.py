@@ -8,6 +8,7 @@ from itertools import groupby
 
 from amprewrite.colour import Colour
 from amprewrite.plan import Cast, CastPlan, NodePlan
+from amprewrite.printable import printable
 from amprewrite.render.facts import ModuleRow, amount, by_region, folded, module_tree, shape_of, share
 
 SCREEN = 40
@@ -90,10 +91,10 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
     found = []
     for line in lines:
         if line.kind in ("graph", "module", "note"):
-            found.append((line.kind, ("" if line.kind == "graph" else "  ") + line.code))
+            found.append((line.kind, ("" if line.kind == "graph" else "  ") + printable(line.code)))
             continue
         text = f"    {line.code:{code}}  {line.kind:5}  {line.dtype or '-':5}  {line.shape:{shape}}  {line.source:{source}}  {line.why}"
-        found.append((line.kind, text.rstrip()))
+        found.append((line.kind, printable(text.rstrip())))
     return found
 
 
@@ -107,7 +108,7 @@ def fold_table(plan: CastPlan, most: int = SCREEN, width: int = 80) -> list[tupl
     left = width - sum(widths) - 2 * len(widths)
     found = [("title", _row("module", titles, left, widths))]
     for (depth, row), values in zip(rows, cells, strict=True):
-        name = "  " * depth + (row.name or "the model")
+        name = "  " * depth + (printable(row.name) or "the model")
         name += f" ({row.times}×)" if row.times > 1 else ""
         name = name if len(name) <= left else f"{name[: left - 1]}…"
         found.append(("high" if row.high and not row.low else "low" if row.low else "plain", _row(name, values, left, widths)))

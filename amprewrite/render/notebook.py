@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from amprewrite.plan import CastPlan
+from amprewrite.printable import printable
 from amprewrite.render.facts import amount, folded, module_tree, share
 from amprewrite.render.svg import HIGH, LOW, to_svg
 
@@ -19,7 +20,7 @@ def to_notebook(plan: CastPlan) -> str:
     first = 'style="padding:2px 10px;text-align:left;white-space:nowrap"'
     rows = []
     for depth, row in folded(module_tree(plan), ROWS):
-        name = "&nbsp;" * 3 * depth + escape(row.name or "the model") + (f" ({row.times}×)" if row.times > 1 else "")
+        name = "&nbsp;" * 3 * depth + escape(printable(row.name) or "the model") + (f" ({row.times}×)" if row.times > 1 else "")
         whole = max(row.low + row.high, 1)
         bar = (
             f'<div style="width:70px;height:7px;border-radius:3px;overflow:hidden;background:{HIGH if row.high else "#ccc"}">'

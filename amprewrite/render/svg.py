@@ -11,6 +11,7 @@ from amprewrite.colour import Colour
 from amprewrite.errors import EmitError
 from amprewrite.files import write_bytes, write_text
 from amprewrite.plan import CastPlan
+from amprewrite.printable import printable
 from amprewrite.render.facts import shape_of
 from amprewrite.render.graph import Drawing, draw
 from amprewrite.render.layout import Placed, Rect, place
@@ -113,7 +114,7 @@ def _ops(drawing: Drawing, placed: Placed) -> list[str]:
             found.append(f'<rect {_frame(r)} rx="13" fill="#eceef3" stroke="#9aa6b6"/>')
             found.append(_text(r.x + r.w / 2, r.y + 17, node.name.rpartition("/")[2], r.w - 12, INK, 'text-anchor="middle"'))
             continue
-        tip = escape(f"{node.name}: {node.why()}")
+        tip = escape(printable(f"{node.name}: {node.why()}"))
         found.append(
             f'<g><title>{tip}</title><rect {_frame(r)} rx="6" '
             f'fill="{TINT[node.colour]}" stroke="{ink}" stroke-opacity=".4"/>'
@@ -219,5 +220,6 @@ def _frame(r: Rect) -> str:
 def _text(x: float, y: float, text: str, room: float, ink: str, style: str) -> str:
     """Text cut to a width, by the mean width of a letter."""
     most = max(int(room / 6.3), 3)
+    text = printable(text)
     text = text if len(text) <= most else f"{text[: most - 1]}…"
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{ink}" {style}>{escape(text)}</text>'

@@ -1,0 +1,284 @@
+"""ONNX files and samples that were made to hurt: each gets a clear error or a right answer, quickly, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_help import BF16, BOOL, F16, F32, I64, const, gemm_chain, graph, node, noise, value, weight
+
+from amprewrite import AmpRewriteError, CaptureError, EmitError, PassError, PolicyError
+from amprewrite.convert import rewrite_onnx
+
+PATIENCE = 60.0
+"""Seconds that no file may take, on a machine where others work, too."""
+
+
+def made(nodes, ins, outs, inits=(), opset: int = 18, functions=(), extra=()) -> onnx.ModelProto:
+    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in extra)]
+    return helper.make_model(graph(nodes, "g", ins, outs, list(inits)), opset_imports=opsets, ir_version=9, functions=list(functions))
+
+
+def relu() -> onnx.ModelProto:
+    return gemm_chain(node("Relu", ["h"], ["mid"], name="act")).model
+
+
+# -- external data ------------------------------------------------------------------------
+def external(folder: Path, location: str, **more: int) -> Path:
+    """A model in `folder` whose weight lies at `location`."""
+    tensor = TensorProto(name="w", data_type=F32, dims=[4, 4], data_location=TensorProto.EXTERNAL)
+    for key, word in {"location": location, **more}.items():
+        tensor.external_data.add(key=key, value=str(word))
+    model = made([node("MatMul", ["x", "w"], ["y"])], [value("x", 4, 4)], [value("y", 4, 4)], [tensor])
+    path = folder / "m.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["dots", "absolute", "link", "hard link", "folder link", "nothing", "pipe", "negative", "short"])
+def test_external_data_outside_the_folder_is_refused(tmp_path: Path, kind: str) -> None:
+    secret, folder = tmp_path / "secret.bin", tmp_path / "model"
+    secret.write_bytes(bytes(64))
+    folder.mkdir()
+    locations = {"dots": "../secret.bin", "absolute": str(secret), "nothing": "", "folder link": "out/secret.bin"}
+    location, more = locations.get(kind, "w.bin"), {}
+    if kind == "link":
+        (folder / "w.bin").symlink_to(secret)
+    elif kind == "hard link":
+        os.link(secret, folder / "w.bin")
+    elif kind == "folder link":
+        (folder / "out").symlink_to(tmp_path)
+    elif kind == "pipe":
+        os.mkfifo(folder / "w.bin")
+    elif kind in ("negative", "short"):
+        (folder / "w.bin").write_bytes(bytes(64))
+        more = {"offset": -8} if kind == "negative" else {"length": 8}
+    path = external(folder, location, **more)
+    with pytest.raises(CaptureError, match=r"m\.onnx") as caught:
+        rewrite_onnx(path, folder / "out.onnx")
+    assert "please report" not in str(caught.value)
+    assert not (folder / "out.onnx").exists()
+
+
+def test_external_data_of_a_constant_node_is_checked_too(tmp_path: Path) -> None:
+    tensor = TensorProto(name="k", data_type=F32, dims=[4], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="../secret.bin")
+    model = made([node("Constant", [], ["k"], value=tensor), node("Add", ["x", "k"], ["y"])], [value("x", 4)], [value("y", 4)])
+    path = tmp_path / "m.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(CaptureError, match="no path inside the model's folder"):
+        rewrite_onnx(path)
+
+
+# -- sizes, functions, loops -------------------------------------------------------------------
+def bomb(depth: int) -> onnx.ModelProto:
+    """A file of some hundred bytes that functions multiply to 2**depth nodes."""
+    functions = []
+    for level in range(depth):
+        inner = f"f{level - 1}" if level else "Relu"
+        domain = "bomb" if level else ""
+        nodes = [node(inner, ["a"], ["b"], domain=domain), node(inner, ["b"], ["c"], domain=domain)]
+        opsets = [helper.make_opsetid("", 18), helper.make_opsetid("bomb", 1)]
+        functions.append(helper.make_function("bomb", f"f{level}", ["a"], ["c"], nodes, opsets))
+    top = node(f"f{depth - 1}", ["x"], ["y"], domain="bomb")
+    return made([top], [value("x", 4)], [value("y", 4)], functions=functions, extra=["bomb"])
+
+
+def looping(trips: int) -> onnx.ModelProto:
+    body = graph(
+        [node("Relu", ["s"], ["t"]), node("Identity", ["c"], ["keep"])], "body",
+        [value("i", dtype=I64), value("c", dtype=BOOL), value("s", 4)], [value("keep", dtype=BOOL), value("t", 4)],
+    )  # fmt: skip
+    inits = [const("n", trips, np.int64), const("yes", True, np.bool_)]
+    return made([node("Loop", ["n", "yes", "x"], ["y"], body=body)], [value("x", 4)], [value("y", 4)], inits)
+
+
+def huge_initializer() -> onnx.ModelProto:
+    tensor = TensorProto(name="w", data_type=F32, dims=[2**20, 2**20], raw_data=bytes(16))
+    return made([node("MatMul", ["x", "w"], ["y"])], [value("x", 1, 2**20)], [value("y", 1, 2**20)], [tensor])
+
+
+def negative_initializer() -> onnx.ModelProto:
+    tensor = TensorProto(name="w", data_type=F32, dims=[-1, 4], raw_data=bytes(64))
+    return made([node("MatMul", ["x", "w"], ["y"])], [value("x", 4, 4)], [value("y", 4, 4)], [tensor])
+
+
+def circular_functions() -> onnx.ModelProto:
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("c", 1)]
+    functions = [helper.make_function("c", a, ["a"], ["b"], [node(b, ["a"], ["b"], domain="c")], opsets) for a, b in ("fg", "gf")]
+    return made([node("f", ["x"], ["y"], domain="c")], [value("x", 4)], [value("y", 4)], functions=functions, extra=["c"])
+
+
+def circular_nodes() -> onnx.ModelProto:
+    nodes = [node("Add", ["x", "b"], ["a"]), node("Relu", ["a"], ["b"]), node("Neg", ["b"], ["y"])]
+    return made(nodes, [value("x", 4)], [value("y", 4)])
+
+
+def nowhere() -> onnx.ModelProto:
+    return made([node("Add", ["x", "gone"], ["y"])], [value("x", 4)], [value("y", 4)])
+
+
+def unshaped_output() -> onnx.ModelProto:
+    """The input is an output without a shape, too: ONNX Runtime aborted the process on it."""
+    model = made([node("Einsum", ["x", "x"], ["y"], equation="ij,jk->ik")], [value("x", 4, 4)], [value("y", 4, 4)])
+    model.graph.output.append(helper.make_tensor_value_info("x", F32, None))
+    return model
+
+
+REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
+    "a function bomb": lambda: bomb(40), "functions in a circle": circular_functions, "nodes in a circle": circular_nodes,
+    "a huge initialiser": huge_initializer, "a negative size": negative_initializer, "a value from nowhere": nowhere,
+    "an unshaped output": unshaped_output,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_model_is_refused_without_blaming_us(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(REFUSED[name]().SerializeToString())
+    started = time.monotonic()
+    with pytest.raises(CaptureError) as caught:
+        rewrite_onnx(path, tmp_path / "out.onnx")
+    assert "please report" not in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - started < PATIENCE
+    assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_loop_without_end_is_not_run_for_ever() -> None:
+    started = time.monotonic()
+    result = rewrite_onnx(looping(2**62))
+    assert time.monotonic() - started < PATIENCE
+    assert any("takes longer than" in note for note in result.report.notes)
+    with pytest.raises(PolicyError, match="takes longer than"):
+        rewrite_onnx(looping(2**62), calibration={"x": noise(4)})
+
+
+def test_an_input_that_no_memory_holds_is_not_made_up() -> None:
+    model = made([node("Relu", ["x"], ["y"])], [value("x", 2**40)], [value("y", 2**40)])
+    result = rewrite_onnx(model)
+    assert any("is declared with" in note for note in result.report.notes)
+
+
+def test_arrays_that_no_input_takes_are_not_read(tmp_path: Path) -> None:
+    """A small archive may hold gigabytes: only headers of what fits are looked at."""
+    path = tmp_path / "in.npz"
+    np.savez(path, x=noise(4, 16))
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("more.npy", "w", force_zip64=True) as entry:
+        np.lib.format.write_array_header_1_0(entry, {"descr": "<f4", "fortran_order": False, "shape": (2**26,)})
+        for _ in range(2**8):
+            entry.write(bytes(2**20))
+    before = peak()
+    with pytest.raises(PolicyError, match="has x, more"):
+        rewrite_onnx(relu(), calibration=path)
+    assert peak() - before < 2**17, "all of it was read"
+
+
+def peak() -> int:
+    """The most memory that this process ever took, in kB."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# -- what used to fail -----------------------------------------------------------------------
+def test_nodes_in_any_order_are_put_in_order() -> None:
+    model = made([node("Relu", ["a"], ["y"]), node("Neg", ["x"], ["a"])], [value("x", 2, 8)], [value("y", 2, 8)], opset=13)
+    for dtype in ("fp16", "bf16"):
+        assert rewrite_onnx(model, dtype=dtype).report.valid
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_sequence_may_be_a_result(dtype: str) -> None:
+    nodes = [node("Relu", ["x"], ["y"]), node("SequenceConstruct", ["y", "x"], ["s"])]
+    model = made(nodes, [value("x", 2, 8)], [helper.make_tensor_sequence_value_info("s", F32, None)])
+    assert rewrite_onnx(model, dtype=dtype).report.strict_error is not None
+
+
+@pytest.mark.parametrize("opset", [13, 15])
+def test_branches_of_old_opsets_take_bf16_or_stay(opset: int) -> None:
+    then = graph([node("MatMul", ["x", "w"], ["a"])], "then", [], [value("a", 8, 8)])
+    other = graph([node("MatMul", ["w", "x"], ["b"])], "else", [], [value("b", 8, 8)])
+    nodes = [
+        node("ReduceSum", ["x"], ["sum"], keepdims=0), node("Greater", ["sum", "zero"], ["c"]),
+        node("If", ["c"], ["r"], then_branch=then, else_branch=other), node("MatMul", ["r", "w"], ["y"]),
+    ]  # fmt: skip
+    model = made(nodes, [value("x", 8, 8)], [value("y", 8, 8)], [weight("w", 8, 8), const("zero", 0.0)], opset=opset)
+    report = rewrite_onnx(model, dtype="bf16").report
+    assert report.valid and report.strict_error < 0.02
+
+
+def test_a_loop_may_have_its_own_fp16() -> None:
+    half = numpy_helper.from_array(np.float16(0.5), "half")
+    body = graph(
+        [
+            node("Cast", ["s"], ["a"], to=F16), node("Constant", [], ["k"], value=half), node("Add", ["a", "k"], ["b"]),
+            node("Cast", ["b"], ["d"], to=F32), node("Tanh", ["d"], ["e"]), node("Identity", ["c"], ["keep"]),
+        ],
+        "body", [value("i", dtype=I64), value("c", dtype=BOOL), value("s", 2, 8)], [value("keep", dtype=BOOL), value("e", 2, 8)],
+    )  # fmt: skip
+    nodes = [node("Loop", ["n", "yes", "x"], ["y"], body=body), node("MatMul", ["x", "w"], ["z"])]
+    inits = [const("n", 3, np.int64), const("yes", True, np.bool_), weight("w", 8, 8)]
+    report = rewrite_onnx(made(nodes, [value("x", 2, 8)], [value("y", 2, 8), value("z", 2, 8)], inits)).report
+    assert report.valid and report.strict_error < 2e-3
+
+
+def test_bf16_inputs_and_outputs_are_no_error() -> None:
+    model = made([node("Identity", ["x"], ["y"])], [value("x", 2, 8)], [value("y", 2, 8)], opset=21)
+    result = rewrite_onnx(model, dtype="bf16", keep_io=False)
+    assert result.report.valid and result.report.strict_error is not None
+    assert {each.type.tensor_type.elem_type for each in result.model.graph.output} <= {F32, BF16}
+
+
+def test_an_error_of_the_callers_own_samples_says_so() -> None:
+    def samples():
+        yield {"x": noise(4, 16)}
+        raise KeyError("label")
+
+    with pytest.raises(PolicyError, match="calibration= raised KeyError: 'label'"):
+        rewrite_onnx(relu(), calibration=samples())
+
+
+# -- damage ------------------------------------------------------------------------------------
+def damaged(count: int, seed: int) -> None:
+    """Flip bits of a model and of samples: a result or an AmpRewriteError, never anything else, and never our fault."""
+    whole, rng = gemm_chain(node("Softmax", ["h"], ["mid"], name="act")).model.SerializeToString(), random.Random(seed)
+    for _ in range(count):
+        content = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            place = rng.randrange(len(content)) if rng.random() < 0.5 else rng.choice(structure(whole))
+            content[place] ^= 1 << rng.randrange(8)
+        started = time.monotonic()
+        try:
+            model = onnx.ModelProto.FromString(bytes(content))
+        except Exception:
+            continue
+        try:
+            rewrite_onnx(model)
+        except PassError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        except (AmpRewriteError, EmitError):
+            pass
+        assert time.monotonic() - started < PATIENCE
+
+
+def structure(whole: bytes) -> list[int]:
+    """Bytes of the file that are no weights: flips there change what is asked."""
+    return [*range(400), *range(len(whole) - 200, len(whole))]
+
+
+def test_flipped_bits_of_a_model() -> None:
+    damaged(40, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_many_flipped_bits_of_a_model(seed: int) -> None:
+    damaged(100, seed)
