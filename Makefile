@@ -1,5 +1,7 @@
 # Everything runs in .venv, made once from the pinned versions of constraints.txt.
-PYTHON ?= python3.11
+# Any Python from 3.11 on makes it; python3.11 first, whose versions are pinned.
+PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13; do \
+	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 VENV ?= .venv
 JOBS ?= 2
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -31,6 +33,8 @@ clean: ## remove .venv and what tools left behind
 
 # torch comes first and pinned: a CPU build at hand is taken, and the constraints keep it where it is.
 $(VENV)/.demo: constraints.txt pyproject.toml
+	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
+	{ echo "no Python 3.11 or newer with venv was found: install one, or name it with make PYTHON=..." >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(PIP) install --quiet -c constraints.txt "$$(grep '^setuptools==' constraints.txt)" scikit-learn -e .

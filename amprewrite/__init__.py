@@ -1,6 +1,13 @@
 """Automatic mixed precision as a graph-rewrite compiler pass for PyTorch."""
 
+from __future__ import annotations
+
+import sys as _sys
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 # In a checkout `passes/` stands beside this folder; an installed wheel holds it as amprewrite/passes.
@@ -8,35 +15,81 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").is_file():
     __path__.append(str(_root))
 
-from amprewrite.calibrate import calibrate  # noqa: E402
-from amprewrite.debug import debug  # noqa: E402
-from amprewrite.errors import (  # noqa: E402
-    AccuracyError,
-    AmpRewriteError,
-    AmpRewriteWarning,
-    CalibrationError,
-    CaptureError,
-    EmitError,
-    OpListError,
-    PassError,
-    PlanError,
-    PolicyError,
-    StaleWeightsError,
-)
-from amprewrite.loss_scale import (  # noqa: E402
-    DynamicLossScale,
-    LossScale,
-    LossScaleError,
-    NoLossScale,
-    StaticLossScale,
-)
-from amprewrite.oplists import OpLists  # noqa: E402
-from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped  # noqa: E402
-from amprewrite.ranges import Calibration  # noqa: E402
-from amprewrite.rewrite import plan, rewrite  # noqa: E402
-from amprewrite.rewritten import onnx_road as _onnx_road  # noqa: E402
-from amprewrite.sensitivity import sensitivity  # noqa: E402
-from amprewrite.verify import verify  # noqa: E402
+if _TYPE_CHECKING:
+    from amprewrite.calibrate import calibrate
+    from amprewrite.debug import debug
+    from amprewrite.errors import (
+        AccuracyError,
+        AmpRewriteError,
+        AmpRewriteWarning,
+        CalibrationError,
+        CaptureError,
+        EmitError,
+        OpListError,
+        PassError,
+        PlanError,
+        PolicyError,
+        StaleWeightsError,
+    )
+    from amprewrite.loss_scale import (
+        DynamicLossScale,
+        LossScale,
+        LossScaleError,
+        NoLossScale,
+        StaticLossScale,
+    )
+    from amprewrite.oplists import OpLists
+    from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped
+    from amprewrite.ranges import Calibration
+    from amprewrite.rewrite import plan, rewrite
+    from amprewrite.sensitivity import sensitivity
+    from amprewrite.verify import verify
+
+_HOMES = {
+    "amprewrite.calibrate": ("calibrate",),
+    "amprewrite.debug": ("debug",),
+    "amprewrite.errors": (
+        "AccuracyError", "AmpRewriteError", "AmpRewriteWarning", "CalibrationError", "CaptureError", "EmitError", "OpListError",
+        "PassError", "PlanError", "PolicyError", "StaleWeightsError",
+    ),
+    "amprewrite.loss_scale": ("DynamicLossScale", "LossScale", "LossScaleError", "NoLossScale", "StaticLossScale"),
+    "amprewrite.oplists": ("OpLists",),
+    "amprewrite.plan": ("Cast", "CastPlan", "NodePlan", "RegionPlan", "Skipped"),
+    "amprewrite.ranges": ("Calibration",),
+    "amprewrite.rewrite": ("plan", "rewrite"),
+    "amprewrite.sensitivity": ("sensitivity",),
+    "amprewrite.verify": ("verify",),
+}  # fmt: skip
+"""Where each public name comes from: its file is imported when the name is first used, and Dynamo, scipy and the rest with it."""
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+class _Face(_ModuleType):
+    """This package. Public names and submodules are imported on first use.
+
+    Some functions bear the name of their submodule: `amprewrite.verify` stays the function, which importing the submodule
+    would replace.
+    """
+
+    def __getattr__(self, name: str) -> _Any:
+        if name in _HOME:
+            value = getattr(_import_module(_HOME[name]), name)
+        elif not name.startswith("_") and _find_spec(f"{self.__name__}.{name}") is not None:
+            value = _import_module(f"{self.__name__}.{name}")
+        else:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: _Any) -> None:
+        if not (name in _HOME and isinstance(value, _ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOME})
+
+
+_sys.modules[__name__].__class__ = _Face
 
 
 def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
@@ -44,7 +97,7 @@ def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
 
     EmitError where the onnx extra is not installed.
     """
-    return _onnx_road().rewrite_onnx(model, out, **options)
+    return _import_module("amprewrite.rewritten").onnx_road().rewrite_onnx(model, out, **options)
 
 
 __version__ = "0.1.0"

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,6 +29,8 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
 RECURRENT = "Attempted to wrap RNN"
 """How Dynamo's reason begins where such a module breaks a graph."""
+ONE_EXPORT = threading.RLock()
+"""Held while torch.export or torch.onnx.export runs: they keep state that all threads share, so that two at once fail."""
 
 
 def compile_afresh(
@@ -154,11 +157,14 @@ def refuse_ambient_autocast() -> None:
 
 
 def refuse_tracers() -> None:
-    """CaptureError where somebody else's tracer would record the graph instead of running it."""
+    """CaptureError where somebody else's tracer would record the graph instead of running it.
+
+    That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
+    """
     modes = {type(mode).__name__ for mode in user_modes()} if torch._C._len_torch_dispatch_stack() else ()
     if torch._C._is_tracing():
         tracer = "torch.jit.trace"
-    elif torch.compiler.is_exporting():
+    elif torch.compiler.is_exporting() and (modes or torch._guards.TracingContext.try_get() is not None):
         tracer = "torch.export"
     elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
         tracer = "make_fx"

@@ -3,10 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+
+
+class _Outermost:
+    """The random state before the first of the blocks that are running, in all threads: PyTorch has one state for them all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running = 0
+        self.state: torch.Tensor | None = None
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.running:
+                self.state = torch.get_rng_state()
+            self.running += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.running -= 1
+            if not self.running and self.state is not None:
+                torch.set_rng_state(self.state)
+                self.state = None
+
+
+_OUTERMOST = _Outermost()
+
+
+@contextlib.contextmanager
+def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
+    """Random state is afterwards what it was before.
+
+    Blocks of several threads overlap: one that began in the middle of another would restore what that one drew. So the last
+    to end restores what was before the first.
+    """
+    _OUTERMOST.enter()
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        _OUTERMOST.leave()
 
 
 @contextlib.contextmanager
@@ -15,7 +56,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=devices):
+        with random_state_kept(devices):
             yield
     finally:
         with torch.no_grad():

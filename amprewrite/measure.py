@@ -9,12 +9,9 @@ What cannot be called by itself (its arguments are no tensors, or it refuses the
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,16 +25,12 @@ from amprewrite.cost import moves_nothing
 from amprewrite.formats import FP32, Format
 from amprewrite.frontends.fx_facts import example_value, hint
 from amprewrite.op_graph import OpNode
+from amprewrite.price_cache import Prices, cache_file, read_prices, write_prices
 from amprewrite.program import Program
 
 RUN = 2e-3
 """Seconds that one run of calls takes at least; the best of `RUNS` counts."""
 RUNS = 3
-
-
-def cache_file() -> Path:
-    """Where measurements are kept: `amprewrite/timings.json` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amprewrite" / "timings.json"
 
 
 @dataclass
@@ -62,8 +55,7 @@ class Measured:
 
 def measure(program: Program) -> Measured:
     """Time the ops and casts of `program`, or read what was timed before."""
-    known = _read()
-    before = len(known)
+    known, new = read_prices(), Prices()
     found, place = Measured(), _place(program.device)
     tasks = list(_tasks(program))
     console = Console(stderr=True)
@@ -71,16 +63,16 @@ def measure(program: Program) -> Measured:
         for where, key, make in progress.track(tasks, description=f"timing {program.name}"):
             whole = f"{place}|{key}"
             if whole not in known:
-                known[whole] = _seconds(make, program.device)
+                known[whole] = new[whole] = _seconds(make, program.device)
             seconds = known[whole]
             found.refused += seconds is None
             if seconds is not None and isinstance(where, tuple):
                 found.ops[where] = seconds
             elif seconds is not None and isinstance(where, int):
                 found.casts[where] = seconds
-    found.fresh = len(known) - before
-    if found.fresh:
-        _write(known)
+    found.fresh = len(new)
+    if new:
+        write_prices(new)
     return found
 
 
@@ -184,22 +176,4 @@ def _place(device: str) -> str:
     return f"{name}|torch {torch.__version__}"
 
 
-def _read() -> dict[str, float | None]:
-    """What was measured before; nothing where the file is missing or damaged."""
-    try:
-        found = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _write(known: dict[str, float | None]) -> None:
-    """Keep the measurements; a cache folder that cannot be written keeps nothing."""
-    path = cache_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(known, indent=0, sort_keys=True))
-        fresh.replace(path)
-    except OSError:
-        return
+__all__ = ["Measured", "cache_file", "measure"]

@@ -31,6 +31,7 @@ FAST = {
     "benchmarks/fusion.py": ["--quick", "--only", "lstm,odd_mlp", "--lone"],
     "benchmarks/padding.py": ["--quick"],
     "benchmarks/accumulation.py": ["--micro", "2", "--only", "bert", "--rounds", "1"],
+    "benchmarks/import_time.py": ["1"],
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite import PolicyError, devices
+from amprewrite import AmpRewriteWarning, PolicyError, devices
 from amprewrite import measure as measuring
 from amprewrite.devices import DEVICES, H100, NAMED, fp32_rate, named_device
 
@@ -74,7 +75,9 @@ def test_a_damaged_cache_is_measured_anew(model: nn.Module, tmp_path: Path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measuring.cache_file().parent.mkdir()
     measuring.cache_file().write_text("{")
-    assert planned(model, dtype="bf16", measure=True).regions[0].priced_on.endswith("(measured)")
+    with pytest.warns(AmpRewriteWarning, match=r"timings\.json is damaged"):
+        assert planned(model, dtype="bf16", measure=True).regions[0].priced_on.endswith("(measured)")
+    assert json.loads(measuring.cache_file().read_text())
 
 
 def test_what_cannot_be_called_alone_has_no_measurement() -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -171,7 +172,7 @@ def _version() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Errors go to stderr in one line."""
     options = parser().parse_args(arguments)
-    warnings.showwarning = _warning
+    folders = list(sys.path)
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -189,6 +190,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         return _fail(f"{type(error).__name__}: {first_line(error)} (--debug shows where)")
+    finally:
+        _leave(folders)
+
+
+def _leave(folders: list[str]) -> None:
+    """Take off the import path what finding a MODEL put in front."""
+    for folder, times in (Counter(sys.path) - Counter(folders)).items():
+        for _ in range(times):
+            sys.path.remove(folder)
 
 
 def _one_line(said: str) -> str:
@@ -207,5 +217,6 @@ def _warning(message: Any, category: type[Warning], filename: str, lineno: int, 
 
 
 def run() -> NoReturn:
-    """The console script."""
+    """The console script, whose process is its own: warnings are shown as it shows errors."""
+    warnings.showwarning = _warning
     sys.exit(main())

@@ -15,8 +15,10 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amprewrite.dynamo import ONE_EXPORT
 from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32
+from amprewrite.kept_state import state_kept
 from amprewrite.onnx_run import has_runtime, is_large, session
 from amprewrite.onnx_samples import Feed
 from amprewrite.plan import CastPlan
@@ -29,8 +31,6 @@ _TALKATIVE = (
     "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
 )  # fmt: skip
 """Loggers of the exporter that print advice on what is checked here anyway."""
-_ONE_EXPORT = threading.Lock()
-"""torch.onnx.export keeps state that all threads share, so that two at once fail."""
 AGREES = 1e-2
 """Relative L2 error beyond which an fp32 export is wrong."""
 
@@ -98,7 +98,7 @@ def _export(
     optimize: bool = True,
 ) -> ir.Model:
     try:
-        with _ONE_EXPORT, _advice_dropped(), torch.no_grad():
+        with ONE_EXPORT, _advice_dropped(), torch.no_grad():
             program = torch.onnx.export(
                 plain,
                 args,
@@ -151,7 +151,7 @@ def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any
         return True
     try:
         got = session(ir.to_proto(model), 0).run(None, feed)
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), state_kept(plain):
             wanted = tree_leaves(copy.deepcopy(plain)(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     except Exception:
         return True

@@ -19,7 +19,7 @@ import torch.fx
 from torch import nn
 from torch.fx.node import map_arg
 
-from amprewrite.dynamo import parameter_names, refuse_ambient_autocast
+from amprewrite.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, CaptureError
 from amprewrite.given_plan import match_region
 from amprewrite.plan import CastPlan
@@ -82,7 +82,8 @@ def _export(
     module: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Mapping[str, Any]
 ) -> torch.export.ExportedProgram:
     try:
-        return torch.export.export(module, args, kwargs, **{"strict": False, **options})
+        with ONE_EXPORT:
+            return torch.export.export(module, args, kwargs, **{"strict": False, **options})
     except AmpRewriteError:
         raise
     except Exception as error:

@@ -1,0 +1,61 @@
+"""`import amprewrite` costs nothing that is not used, and its names are what they are called whatever was imported before."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amprewrite
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch._dynamo", "torch._inductor", "scipy", "networkx", "sympy", "rich", "onnx", "onnx_ir", "transformers")
+
+
+def said(code: str) -> str:
+    """What `code` prints in a fresh process."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_loads_nothing_heavy_that_torch_does_not_load():
+    count = f"print(sorted(name for name in {HEAVY} if name in sys.modules))"
+    assert said(f"import sys, torch, amprewrite; {count}") == said(f"import sys, torch; {count}")
+
+
+def test_import_changes_no_warning_filter():
+    code = "import warnings, torch; before = list(warnings.filters); import amprewrite; print(before == warnings.filters)"
+    assert said(code) == "True"
+
+
+def test_the_table_of_names_is_what_type_checkers_see():
+    tree = ast.parse((ROOT / "amprewrite" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "_TYPE_CHECKING"]
+    seen = {node.module: tuple(alias.name for alias in node.names) for node in block.body if isinstance(node, ast.ImportFrom)}
+    assert seen == amprewrite._HOMES
+    assert {*amprewrite._HOME, "rewrite_onnx"} == set(amprewrite.__all__) <= set(dir(amprewrite))
+
+
+@pytest.mark.parametrize("first", ["import amprewrite.{0}", "import amprewrite; amprewrite.{0}"])
+def test_functions_stay_functions_beside_submodules_of_their_names(first):
+    names = ("calibrate", "debug", "plan", "rewrite", "sensitivity", "verify")
+    lines = [first.format(name) for name in names]
+    for name in names:
+        home = "rewrite" if name == "plan" else name
+        lines.append(f"import amprewrite.{name}, sys")
+        lines.append(f"from amprewrite import {name}")
+        lines.append(f"from amprewrite.{home} import {name} as inner")
+        lines.append(f"assert amprewrite.{name} is {name} is inner and callable(inner), {name!r}")
+    said("\n".join(lines))
+
+
+def test_submodules_are_there_by_name():
+    assert said("import amprewrite; print('h100' in amprewrite.devices.NAMED, amprewrite.passes.DECIDE[0].name)").startswith("True ")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_here'"):
+        _ = amprewrite.nothing_here  # type: ignore[attr-defined]
