@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import signal
@@ -60,6 +61,8 @@ def examine(kind: Kind, seed: int, shrunk: dict[tuple[str, str], int], seconds: 
 
 def work(options: argparse.Namespace, worker: int) -> int:
     """One process: every JOBS-th seed of each kind, until time or cases are up. Returns how many findings count."""
+    gc.collect()
+    gc.freeze()  # what torch made at import need not be looked through again and again
     folder, end, start = Folder(options.out), time.monotonic() + 60 * options.minutes, time.monotonic()
     progress = options.out / f"progress-{worker}-of-{options.jobs}-from-{options.seed}.json"
     at = {name: options.seed + worker for name in options.kinds}
