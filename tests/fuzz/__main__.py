@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import signal
@@ -13,16 +14,16 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-from tests.fuzz.findings import Finding, Folder
+from tests.fuzz.findings import Finding, Folder, foreign
 from tests.fuzz.kinds import KINDS, Kind
 from tests.fuzz.oracle import Problem
 from tests.fuzz.shrink import shrink
 
 CASE_SECONDS = 90
-SHRINK_SECONDS = 15
+SHRINK_SECONDS = 8
 SHRUNK_EACH = 2
 """Findings of one coarse signature (kind of failure and place) that are cut down; the next ones are only counted."""
-BLOCK = 20
+BLOCK = 10
 """Cases of one kind before the next kind's turn."""
 
 
@@ -50,7 +51,7 @@ def examine(kind: Kind, seed: int, shrunk: dict[tuple[str, str], int], seconds: 
         return None
     coarse = (problem.kind, problem.where)
     shrunk[coarse] = shrunk.get(coarse, 0) + 1
-    if problem.kind != "slow" and shrunk[coarse] <= SHRUNK_EACH and seconds:
+    if problem.kind != "slow" and not foreign(problem.kind) and shrunk[coarse] <= SHRUNK_EACH and seconds:
         case, problem = shrink(kind.cut(case, problem), problem, kind.check, kind.smaller, seconds)
         tags = f" · {' '.join(kind.tags(case))}"
     else:
@@ -60,13 +61,16 @@ def examine(kind: Kind, seed: int, shrunk: dict[tuple[str, str], int], seconds: 
 
 def work(options: argparse.Namespace, worker: int) -> int:
     """One process: every JOBS-th seed of each kind, until time or cases are up. Returns how many findings count."""
+    gc.collect()
+    gc.freeze()  # what torch made at import need not be looked through again and again
     folder, end, start = Folder(options.out), time.monotonic() + 60 * options.minutes, time.monotonic()
     progress = options.out / f"progress-{worker}-of-{options.jobs}-from-{options.seed}.json"
     at = {name: options.seed + worker for name in options.kinds}
     if progress.exists() and options.resume:
         at |= json.loads(progress.read_text())
     shrunk: dict[tuple[str, str], int] = {}
-    done, counted, turn = 0, 0, 0
+    done, counted = 0, 0
+    turn = sum(at.values()) // options.jobs  # a run that goes on goes on with the kind that was at work
     while time.monotonic() < end and (options.cases is None or done < options.cases):
         name = options.kinds[turn // BLOCK % len(options.kinds)]
         turn += 1

@@ -30,7 +30,12 @@ class Finding:
     @property
     def foreign(self) -> bool:
         """Whether it is no fault of this library's, or rounding that the oracle can explain."""
-        return self.signature.startswith(("PyTorch alone", "rounding"))
+        return foreign(self.signature)
+
+
+def foreign(kind: str) -> bool:
+    """Whether a kind of failure is PyTorch's own, or rounding."""
+    return kind.startswith(("PyTorch alone", "rounding"))
 
 
 class Folder:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz import program_case, programs, states
+from tests.fuzz import onnx_files, option_sets, program_case, programs, states
 from tests.fuzz.oracle import Problem
 
 
@@ -28,4 +28,6 @@ class Kind:
 KINDS = {
     "programs": Kind("programs", programs.generate, program_case.check, programs.smaller, program_case.shown, programs.Program.tags),
     "states": Kind("states", states.generate, states.check, states.smaller, states.shown, states.Sequence.tags, states.cut),
+    "options": Kind("options", option_sets.generate, option_sets.check, option_sets.smaller, option_sets.shown, option_sets.OptionSet.tags),
+    "files": Kind("files", onnx_files.generate, onnx_files.check, onnx_files.smaller, onnx_files.shown, onnx_files.File.tags),
 }

@@ -82,6 +82,8 @@ class Rounded(TorchDispatchMode):
         return tree_map(lambda each: self._round(each) if isinstance(each, torch.Tensor) and each.dtype == torch.float32 else each, result)
 
     def _round(self, value: torch.Tensor) -> torch.Tensor:
+        if value._is_zerotensor():  # has no memory; the derivative of sgn gives one
+            return value
         rounded = value.to(self.low).to(value.dtype)
         if self.exact and not torch.equal(rounded, value):
             self.exact = False

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 SHAPES = ((2, 4), (2, 4), (3, 4), (2, 3, 4), (2, 4, 4), (4, 4), (1, 4), (2, 4, 4, 4))
 STRUCTURES = ("bare", "bare", "tuple", "tuple", "list", "dict", "nested", "dataclass", "named")
 LOSSES = ("sum", "sum", "square", "mean", "first", "each", "each_reversed", "outputs", "inner")
-CALLS = (("grad",), ("grad",), ("grad", "grad"), ("no_grad",), ("no_grad", "grad"), ("eval", "grad"), ("grad", "inference"), ("grad", "wide"))
+CALLS = (("grad",),) * 8 + (("no_grad",), ("grad", "grad"), ("no_grad", "grad"), ("eval", "grad"), ("grad", "inference"), ("grad", "wide"))
 NUMBER = itertools.count()
 SPACE = compile(HEADER + "".join(code for code in HELPERS.values() if "autograd.Function" in code), "<names>", "exec")
 
@@ -347,7 +347,7 @@ def generate(seed: int) -> Program | None:
     kinds = list(THEMES)
     lean = choose.sample(kinds, 2)
     weights = [(6.0 if kind in lean else 0.7) + 2.0 * (kind in ("plain", "product")) for kind in kinds]
-    wanted = choose.randint(2, 9)
+    wanted = choose.randint(2, 7)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(60):

@@ -185,7 +185,7 @@ CONTROL = (
 
 CHECKPOINTS = (
     ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)", 1), ("checkpoint", "{v} = checkpoint(lambda t: torch.relu({lin}(t)), {x}, use_reentrant=False)", 1),
-    ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=True)", 1), ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, nn.ReLU()], 2, {x}, use_reentrant=False)", 1),
+    ("checkpoint", "{v} = checkpoint({lin}, {x} * {w}, use_reentrant=True)", 1), ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, nn.ReLU()], 2, {x}, use_reentrant=False)", 1),
     ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, {lin}], 2, {x}, use_reentrant=False)", 1), ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)\n{u} = {v}[..., 0]\n{u}.add_(2)", 1),
     ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)\n{v}.diagonal().add_(10)", 1), ("checkpoint", "def part{n}(t):\n    t = {lin}(t)\n    return t, t.relu()\n{v}, {u} = checkpoint(part{n}, {x}, use_reentrant=False)", 1),
 )  # fmt: skip

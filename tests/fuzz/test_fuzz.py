@@ -1,0 +1,115 @@
+"""A few hundred generated cases on every run of the tests: fixed seeds, no finding. `make fuzz MINUTES=60` runs more."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fuzz import vocabulary
+from tests.fuzz.findings import foreign
+from tests.fuzz.kinds import KINDS
+from tests.fuzz.oracle import Problem, Record, compare
+from tests.fuzz.programs import generate, smaller
+from tests.fuzz.shrink import shrink
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Generated programs warn and log as they like."""
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)
+    torch._dynamo.reset()
+
+
+def found(kind: str, seeds: range) -> list[str]:
+    """The findings among the cases of some seeds, each with the command that shows it."""
+    result = []
+    for seed in seeds:
+        case = KINDS[kind].generate(seed)
+        problem = None if case is None else KINDS[kind].check(case)
+        if problem is not None and not foreign(problem.kind):
+            result.append(f"python -m tests.fuzz --show {kind}:{seed}: {problem.kind} · {problem.where}: {problem.text}")
+    return result
+
+
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_programs_agree_with_fp32(start: int) -> None:
+    assert found("programs", range(start, start + 20)) == []
+
+
+@pytest.mark.parametrize("start", range(0, 6, 2))
+def test_sequences_on_one_model_never_use_old_state(start: int) -> None:
+    assert found("states", range(start, start + 2)) == []
+
+
+def test_sets_of_options_work_or_are_refused() -> None:
+    assert found("options", range(120)) == []
+
+
+def test_files_are_rewritten_or_refused() -> None:
+    assert found("files", range(30)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "start"), [(kind, start) for kind in KINDS for start in range(1000, 1400, 50)])
+def test_many_more(kind: str, start: int) -> None:
+    assert found(kind, range(start, start + 50)) == []
+
+
+# the fuzzer itself ----------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_makes_one_case() -> None:
+    for kind in KINDS.values():
+        assert kind.generate(11) == kind.generate(11)
+
+
+def test_programs_are_made_of_more_than_150_ops() -> None:
+    assert len({template.tag for templates in vocabulary.THEMES.values() for template in templates}) >= 150
+
+
+def test_a_difference_is_seen() -> None:
+    want, got = Record(), Record()
+    want.keep("0 result 0", torch.ones(3))
+    got.keep("0 result 0", torch.ones(3) * 1.5)
+    problem = compare(want, got, None, None, True, "bf16")
+    assert problem is not None
+    assert problem.kind == "wrong"
+
+
+def test_shrinking_keeps_what_fails() -> None:
+    """A made-up fault, any program with a linear layer in it, is cut down to a program of one statement."""
+    program = next(p for p in map(generate, range(50)) if p is not None and "linear" in p.tags() and len(p.body) > 3)
+
+    def check(candidate: object) -> Problem | None:
+        return Problem("made up", "linear", "") if "linear" in candidate.tags() else None  # type: ignore[attr-defined]
+
+    small, _ = shrink(program, Problem("made up", "linear", ""), check, smaller, 5.0)
+    assert [each.tag for each in small.body] == ["linear"]
+
+
+def test_nothing_else_knows_of_the_fuzzer() -> None:
+    own = Path(__file__).parent
+    for path in [*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        if own not in path.parents:
+            assert not re.search(r"\btests\.fuzz\b", path.read_text()), path
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    for path in Path(__file__).parent.glob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+        if path.stem not in ("__main__", "test_fuzz"):
+            importlib.import_module(f"tests.fuzz.{path.stem}".removesuffix(".__init__"))
