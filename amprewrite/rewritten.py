@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
@@ -111,6 +112,8 @@ class Rewritten(nn.Module):
     def train(self, mode: bool = True) -> Any:
         if is_rewritten(self) and any(module.training != mode for module in self.modules()):
             session_of(self).cache.clear()
+        if is_rewritten(self):
+            session_of(self).take_in()
         return super().train(mode)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,6 +128,7 @@ class Rewritten(nn.Module):
         session = session_of(self)
         session.cache.clear()
         applied = super()._apply(*args, **kwargs)
+        session.take_in()
         session.warn_once(lost_masters(self))
         return applied
 
@@ -317,23 +321,52 @@ def rewritten(model: nn.Module, options: Options, kind: type[Session] = Session)
     amp.__dict__[_SESSION] = session
     parts = part_paths(model, options.granularity)
     session.entries[""] = Entry(session, "", _take_forward(amp, cls), captured=not parts)
+    known: weakref.WeakSet[nn.Module] = weakref.WeakSet([amp])
+    for path, module in _modules_not_in(known, amp, session):
+        if is_rewritten(module):
+            _unwrap(module)
+        if path in parts:
+            session.entries[path] = Entry(session, path, _take_forward(module, type(module)))
+            module.__dict__["forward"] = PartForward(session, path)
+            module.__dict__[_REPLICATE] = PartReplicas(module)
+        elif not parts or _is_inside(path, parts):
+            _call_as_part(session, path, module)
+    session.take_in = lambda: _take_in(session, parts, known)
+    return amp
+
+
+def _modules_not_in(known: weakref.WeakSet[nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `amp` that are not `known` yet, each once, and from now on they are; TorchScript is listed as unreadable."""
     scripted = ""
     for path, module in amp.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            if not scripted or not path.startswith(scripted):
-                scripted = f"{path}."
-                session.cannot_read(path, "a TorchScript module hides its Python code; put in the module it was made from")
-        elif module is not amp:
-            if is_rewritten(module):
-                _unwrap(module)
-            if path in parts:
-                session.entries[path] = Entry(session, path, _take_forward(module, type(module)))
-                module.__dict__["forward"] = PartForward(session, path)
-                module.__dict__[_REPLICATE] = PartReplicas(module)
-            elif not parts or path.startswith(tuple(f"{part}." for part in parts)):
-                module._compiled_call_impl = part_call(session, path, module)
-                module.__dict__[_REPLICATE] = PartReplicas(module)
-    return amp
+        if module in known:
+            continue
+        known.add(module)
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield path, module
+        elif not scripted or not path.startswith(scripted):
+            scripted = f"{path}."
+            session.cannot_read(path, "a TorchScript module hides its Python code; put in the module it was made from")
+
+
+def _take_in(session: Session, parts: tuple[str, ...], known: weakref.WeakSet[nn.Module]) -> None:
+    """Rewrite the calls of modules that were put into the model after the rewrite, such as a new head."""
+    for path, module in _modules_not_in(known, session.root, session):
+        if module._compiled_call_impl is not None or is_rewritten(module):
+            continue  # compiled or rewritten by itself
+        if not parts or _is_inside(path, parts):
+            _call_as_part(session, path, module)
+        elif next(module.parameters(recurse=False), None) is not None:
+            session.cannot_read(path, "it was put in after the rewrite, which chose the parts of granularity=; rewrite the model again")
+
+
+def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
+    return path.startswith(tuple(f"{part}." for part in parts))
+
+
+def _call_as_part(session: Session, path: str, module: nn.Module) -> None:
+    module._compiled_call_impl = part_call(session, path, module)
+    module.__dict__[_REPLICATE] = PartReplicas(module)
 
 
 def _take_forward(module: nn.Module, cls: type[nn.Module]) -> Callable[..., Any]:
@@ -391,7 +424,8 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
         return module._call_impl(*args, **kwargs)
 
     def call_alone(*args: Any, **kwargs: Any) -> Any:
-        if path not in session.entries:
+        entry = session.entries.get(path)
+        if entry is None or entry.function is not call_part:  # another module may have stood there before
             session.entries[path] = Entry(session, path, call_part)
         return enter(session, path, args, kwargs)
 

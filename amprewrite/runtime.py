@@ -174,6 +174,10 @@ class Session:
     warned: set[str] = field(default_factory=set)
     cache: WeightCache = field(init=False)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    take_in: Callable[[], None] = field(default=lambda: None)
+    """Rewrites the calls of modules that were put in after the rewrite."""
+    children: tuple[nn.Module | None, ...] | None = None
+    """The root's, when new modules were looked for; None: look again after this call, which captured something."""
 
     def __post_init__(self) -> None:
         self.cache = WeightCache(until_step=self.options.cache_weights == "step")
@@ -210,6 +214,7 @@ class Session:
         nested = state.depth > 0
         if not nested:
             self.cache.look(self.weight_names)
+            self._look_for_new_modules()
         if torch.is_grad_enabled() and self.options.cache_weights != "step":
             self.cache.clear_idle()
         state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
@@ -227,6 +232,8 @@ class Session:
         finally:
             (state.ran, state.scales, state.failures), state.depth = outer, state.depth - 1
             state.captured -= captured
+        if not nested and self.children is None:
+            self._look_for_new_modules()
         if nested:
             state.ran.extend(ran)
         elif ran != self.last:
@@ -239,6 +246,13 @@ class Session:
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
                 self._not_all_ran(entry, ran, "; ".join(said))
         return result
+
+    def _look_for_new_modules(self) -> None:
+        """Take in modules that came since: at once for the root's own, after the capture that meets them for others."""
+        children = tuple(self.root._modules.values())
+        if self.children != children:
+            self.children = children
+            self.take_in()
 
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graphs = entry.graphs
@@ -392,6 +406,7 @@ class Session:
         """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
         refuse_ambient_autocast()
         self.warn_once(lost_masters(self.root))
+        self.children = None
         with self.lock:
             self._note_break(graphs, module)
             return self._rewritten(graphs, module, example_inputs)
