@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amprewrite.formats import Format
+from amprewrite.frontends.fx_facts import held_value
 from amprewrite.program import Program
 
 NARROW = 1e30
@@ -33,24 +34,28 @@ def fit(size: float, low: Format) -> Fit:
 
 
 def magnitudes(program: Program, inputs: Sequence[Any]) -> dict[str, float]:
-    """Largest magnitude of each fp32 parameter and buffer among the graph's `inputs`, by node; {} for a wide low format."""
+    """Largest magnitude of each fp32 parameter and buffer of the graph, by node; {} for a wide low format."""
     found = weights_among(program, inputs)
     return dict(zip(found, largest(list(found.values())), strict=True))
 
 
 def weights_among(program: Program, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """The fp32 parameters and buffers among the graph's `inputs`, by node; {} for a wide low format.
+    """The fp32 parameters and buffers that the graph takes among its `inputs` or reads from its module, by node.
+
+    {} for a wide low format.
 
     Tensors of other classes (distributed, fake) are left out: looking at them is not free.
     """
     if program.policy.low.max > NARROW or program.module is None:
         return {}
     by_node = {node: name for name, node in program.fx_nodes.items()}
+    placeholders = zip(program.module.graph.find_nodes(op="placeholder"), inputs, strict=False)
+    held = ((node, held_value(node)) for node in program.module.graph.find_nodes(op="get_attr"))
     found: dict[str, Tensor] = {}
-    for node, value in zip(program.module.graph.find_nodes(op="placeholder"), inputs, strict=False):
-        vertex = program.graph.nodes[by_node[node]]
+    for node, value in (*placeholders, *held):
+        vertex = program.graph.nodes.get(by_node.get(node, ""))
         plain = type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32 and value.layout == torch.strided
-        if plain and vertex.role in ("parameter", "buffer") and value.device.type != "meta" and value.numel():
+        if plain and vertex is not None and vertex.role in ("parameter", "buffer") and value.device.type != "meta" and value.numel():
             found[vertex.name] = value
     return found
 

@@ -10,8 +10,8 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,24 +30,23 @@ from amprewrite.formats import FP32
 from amprewrite.frontends.fx_facts import takes_gradients
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on, under_autocast
-from amprewrite.given_plan import match_region
 from amprewrite.half_parameters import frozen_note, lost_masters
 from amprewrite.hook_watch import HookWatch
 from amprewrite.loss_scale import LossScale, parse_loss_scale
-from amprewrite.magnitudes import magnitudes
 from amprewrite.modes_aside import modes_aside
 from amprewrite.options import Options
 from amprewrite.overflow_probe import OverflowProbe
+from amprewrite.pad_policy import PadPolicy
 from amprewrite.pass_base import failing_as_pass
 from amprewrite.plain_words import own_autocast
 from amprewrite.plan import CastPlan, RegionPlan, Skipped
 from amprewrite.policy import Policy
 from amprewrite.program import Program
 from amprewrite.ranges import Calibration, RegionRanges, parameters_fingerprint
+from amprewrite.read_problem import read_problem
 from amprewrite.region import Region, scale_device
-from amprewrite.rewrite_graph import _device, read_parts, read_program, rewrite_graph
+from amprewrite.rewrite_graph import _device, read_parts, rewrite_graph
 from amprewrite.step_gate import StepGate
-from amprewrite.tensor_hooks import restore_hooks
 from amprewrite.weight_cache import WeightCache
 from amprewrite.weight_watch import Known, Schedule, known_weights, look
 
@@ -272,10 +271,8 @@ class Session:
             if self.options.strict:
                 raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
             if has_begun(error, entry.function):
-                raise CaptureError(
-                    f"{entry.place} cannot be captured, and this call stopped half way: {dynamo.first_line(error)}; what it wrote "
-                    "before is written. Rewrite its parts instead, with granularity='blocks' or the paths of modules"
-                ) from error
+                what = f"{entry.place} cannot be captured, and this call stopped half way: {dynamo.first_line(error)}"
+                raise CaptureError(f"{what}; what it wrote stays written. Rewrite its parts with granularity='blocks'") from error
             return self._as_written(entry, args, kwargs, error)
 
     def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
@@ -426,32 +423,37 @@ class Session:
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Program:
         """The program of a captured graph, nothing decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
-        restore_hooks(module)
-        grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path
+        scale = torch.is_grad_enabled() and self.loss_scale.enabled
         with failing_as_pass(f"reading {name}"):
-            program = read_program(module, self.policy_for(_device(module)), name, path, grad, entry.names, self.options.pad)
+            program = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
         if under_autocast(module.graph, program.graph):
             self.warn_once(own_autocast(entry.place))
-        program.fold_masks = "any" if self.options.backend == "eager" else "fixed"
-        program.scale_loss = torch.is_grad_enabled() and self.loss_scale.enabled
         if program.scale_loss and takes_gradients(module.graph):
             program.scale_loss = False
             program.note("its gradients are not scaled: it takes gradients itself")
-        program.calibration, program.careful = self.calibration, self.options.careful
-        program.magnitudes = magnitudes(program, example_inputs)
         graphs.weights += known_weights(program, example_inputs)
         return program
+
+    def read(
+        self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
+        training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
+    ) -> Program:  # fmt: skip
+        """The program of a graph that somebody captured of this model, by this model's options."""
+        policy = self.policy_for(_device(module))
+        grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
+        return read_problem(
+            module, inputs, replace(policy, may_decline=policy.may_decline and may_decline), name=name, entry=entry, training=grad,
+            names=names, pad=pad, fold_masks="any" if self.options.backend == "eager" else "fixed", scale_loss=scale_loss,
+            calibration=self.calibration, careful=self.options.careful, given=self.options.given,
+        )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         entry = graphs.entry
         backend = lookup_backend(self.options.backend) if self.options.backend != "eager" and entry.compiles else None
         try:
             program = self.read_region(graphs, module, example_inputs)
-            if self.options.given is not None:
-                program.given = self._match_given(program)
-                program.match_given = self._match_given
             rewritten, plan = rewrite_graph(program)
             for left in plan.left:
                 graphs.left_out[left] = Skipped(plan.name, left)
@@ -505,10 +507,6 @@ class Session:
     def weight_names(self) -> dict[int, str]:
         """Names of the weights by id."""
         return {id(weight): name for name, weight in self.root.named_parameters(remove_duplicate=False)}
-
-    def _match_given(self, program: Program) -> RegionPlan:
-        assert self.options.given is not None
-        return match_region(self.options.given, program)
 
     def _row(self, device: str) -> Device:
         """The device to plan for, where the model is on `device`."""

@@ -23,14 +23,10 @@ from amprewrite.dynamo import compile_afresh, parameter_names, refuse_ambient_au
 from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_names import frame_path
-from amprewrite.frontends.fx_reader import turns_grad_on
-from amprewrite.given_plan import match_region
 from amprewrite.granularity import part_paths
 from amprewrite.kept_state import state_kept
-from amprewrite.magnitudes import magnitudes
-from amprewrite.plan import CastPlan, RegionPlan
-from amprewrite.program import Program
-from amprewrite.rewrite_graph import _device, read_program, rewrite_graph
+from amprewrite.plan import CastPlan
+from amprewrite.rewrite_graph import rewrite_graph
 from amprewrite.rewritten import Rewritten, plain_of, session_of
 from amprewrite.strict import Recording, Row, StrictInterpreter, StrictRegion, floats, relative_error
 
@@ -122,16 +118,9 @@ class StrictRun:
         return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
 
     def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
-        policy = self.session.policy_for(_device(module))
-        self.low = policy.low.name
-        grad = torch.is_grad_enabled() or turns_grad_on(module.graph)
         found = frame_path(module.graph, example_inputs, self.model)
-        program = read_program(module, policy, f"graph{len(self.regions)}", path if found is None else found, grad, names)
-        program.calibration, program.careful = self.session.calibration, self.session.options.careful
-        program.magnitudes = magnitudes(program, example_inputs)
-        if self.session.options.given is not None:
-            program.match_given = self._given
-            program.given = self._given(program)
+        program = self.session.read(module, example_inputs, f"graph{len(self.regions)}", path if found is None else found, names)
+        self.low = program.policy.low.name
         _, plan = rewrite_graph(program)
         region, number = StrictRegion.of(program, plan), len(self.regions)
         self.regions.append(region)
@@ -141,10 +130,6 @@ class StrictRun:
                 return self._run_region(number, region, inputs)
 
         return run
-
-    def _given(self, program: Program) -> RegionPlan:
-        assert self.session.options.given is not None
-        return match_region(self.session.options.given, program)
 
     # -- running --------------------------------------------------------------------------------
     def _run_region(self, number: int, region: StrictRegion, inputs: tuple[Any, ...]) -> Any:

@@ -142,7 +142,7 @@ def _role(node: torch.fx.Node, value: Any) -> str:
     if node.op not in ROLES:
         return "op"
     source = source_name(node)
-    held = _held(node) if node.op == "get_attr" else None
+    held = held_value(node) if node.op == "get_attr" else None
     if isinstance(value, torch.nn.Parameter) or isinstance(held, torch.nn.Parameter) or "_parameters[" in source:
         return "parameter"
     if "_buffers[" in source or (isinstance(held, torch.Tensor) and is_buffer(node)):
@@ -150,7 +150,7 @@ def _role(node: torch.fx.Node, value: Any) -> str:
     return "constant" if node.op == "get_attr" else "input"
 
 
-def _held(node: torch.fx.Node) -> Any:
+def held_value(node: torch.fx.Node) -> Any:
     """What a get_attr node reads."""
     held: Any = node.graph.owning_module
     for part in str(node.target).split("."):

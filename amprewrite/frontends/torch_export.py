@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from torch.fx.node import map_arg
 
 from amprewrite.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.errors import AmpRewriteError, CaptureError
-from amprewrite.given_plan import match_region
 from amprewrite.plan import CastPlan
-from amprewrite.rewrite_graph import _device, read_program, rewrite_graph
+from amprewrite.rewrite_graph import rewrite_graph
 from amprewrite.rewritten import Rewritten, plain_of, session_of
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
@@ -50,16 +48,15 @@ def export_with_plan(
     session = session_of(amp)
     plain = plain_of(amp)
     module = capture(plain, args, kwargs, **options)
-    policy = replace(session.policy_for(_device(module)), may_decline=False)  # it may run elsewhere
-    program = read_program(module, policy, "graph0", "", plain.training, parameter_names(plain.forward))
-    program.calibration, program.careful = session.calibration, session.options.careful
-    if session.options.given is not None:
-        program.given = match_region(session.options.given, program)
+    names = parameter_names(plain.forward)
+    program = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
     edited, region = rewrite_graph(program)
+    if region.left and session.options.strict:
+        raise CaptureError(region.left[0])
     _keep_out_of_state(edited, plain)
     exported = _export(edited, plain, args, kwargs, options)
     strip_checks(exported.graph_module)
-    plan = CastPlan(policy.low.name, (region,), notes=tuple(session.notes), lists=policy.lists_name)
+    plan = CastPlan(program.policy.low.name, region.flat("graph0"), notes=tuple(session.notes), lists=program.policy.lists_name)
     return exported, plan
 
 

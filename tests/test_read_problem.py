@@ -1,0 +1,79 @@
+"""One model, one plan: `rewrite`, `export_program` and `verify` decide alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runtime_help import data
+from torch import nn
+
+import amprewrite
+from amprewrite.frontends.torch_export import export_with_plan
+from amprewrite.strict_run import StrictRun
+from amprewrite.verify import verify
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+class Hooked(Two):
+    """Clamps a gradient inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return self.second(torch.relu(h))
+
+
+def heavy(plan: amprewrite.CastPlan) -> list[tuple[str, str]]:
+    return [(node.op, node.colour.value) for region in plan.regions for node in region.nodes if node.flops]
+
+
+def plans(model: nn.Module, x: torch.Tensor, **options: object) -> list[list[tuple[str, str]]]:
+    """Heavy ops with their colours, through every door."""
+    with torch.no_grad():
+        amp = amprewrite.rewrite(model, example_inputs=(x,), **options)
+        return [heavy(amp.plan), heavy(export_with_plan(amp, (x,))[1]), heavy(StrictRun(amp, (x,)).plan)]
+
+
+def scaled(factor: float) -> Two:
+    torch.manual_seed(0)
+    model = Two().eval()
+    with torch.no_grad():
+        model.second.weight.mul_(factor)
+    return model
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e8, 1e-12], ids=["ordinary", "huge", "tiny"])
+@pytest.mark.parametrize("options", [{}, {"overrides": {"module:first": "fp32"}}, {"lists": "autocast"}], ids=str)
+def test_every_door_decides_alike(factor, options):
+    found = plans(scaled(factor), data(4, 8), dtype="fp16", **options)
+    assert found[0] == found[1] == found[2] and found[0]
+
+
+def test_calibration_counts_at_every_door():
+    model, x = scaled(1.0), data(4, 8) * 1e6
+    found = plans(model, x, dtype="fp16", calibration=amprewrite.calibrate(model, [x]))
+    assert found[0] == found[1] == found[2] and ("linear", "high") in found[0]
+
+
+def test_an_exported_weight_beyond_fp16_is_no_infinity():
+    model, x = scaled(1e8), data(4, 8)
+    with torch.no_grad():
+        exported = amprewrite.rewrite(model, dtype="fp16").export_program((x,))
+        got, want = exported.module()(x), model(x)
+    assert got.isfinite().all() and float((got - want).norm() / want.norm()) < 1e-2
+
+
+def test_a_model_that_hooks_tensors_is_verified():
+    amp, x = amprewrite.rewrite(Hooked(), dtype="bf16"), data(4, 8)
+    amp(x)
+    report = verify(amp, (x,))
+    assert 0 < report.output_error < 2e-2
