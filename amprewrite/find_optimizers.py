@@ -1,7 +1,7 @@
 """Optimizers that exist already, and the parameters by which one is known to train a model.
 
 There is no list of optimizers in PyTorch, so the garbage collector's is read: by the classes of its objects, which runs no code
-of theirs. It takes 5 to 8 ms for a hundred thousand objects.
+of theirs. With transformers imported it took 140 ms of processor time, for 376,000 objects on a busy machine.
 """
 
 from __future__ import annotations
