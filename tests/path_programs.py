@@ -73,11 +73,6 @@ def _no_grad(model: Generated, a: Tensor, b: Tensor) -> Tensor:
         return F.linear(a, model.weight)
 
 
-def _break(model: Generated, a: Tensor, b: Tensor) -> Tensor:
-    torch._dynamo.graph_break()
-    return a
-
-
 VIEWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "view": lambda model, a, b: a.view(WIDTH // 2, WIDTH * 2).view(WIDTH, WIDTH),
     "transpose": lambda model, a, b: a.t(),
@@ -105,26 +100,29 @@ OTHERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "checkpoint_read_inside": _checkpoint_read_inside,
     "checkpoint_written": _checkpoint_written,
     "no_grad": _no_grad,
-    "break": _break,
 }
 OPS = {"linear": _linear, **VIEWS, **WRITES, **OTHERS}
 
 
 class Generated(nn.Module):
-    """Runs its steps and gives the values named in `returns`."""
+    """Runs its steps, captured in two graphs if it `breaks`, and gives the values named in `returns`."""
 
-    def __init__(self, steps: tuple[Step, ...], returns: tuple[str, ...]) -> None:
+    def __init__(self, steps: tuple[Step, ...], returns: tuple[str, ...], breaks: bool = False) -> None:
         super().__init__()
-        self.steps, self.returns = steps, returns
+        self.steps, self.returns, self.breaks = steps, returns, breaks
         self.weight, self.bias = nn.Parameter(integers(11)), nn.Parameter(integers(12)[0].clone())
         self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor, z: Tensor) -> list[Tensor]:
         self.kept = []
         values = {"x": x, "z": z}
-        for op, name, a, b in self.steps:
+        for op, name, a, b in self.steps[:2]:
             values[name] = OPS[op](self, values[a], values[b])
-        return [*(values[name] for name in self.returns), *self.kept]
+        if self.breaks:  # a break inside the loop would make Dynamo give it up
+            torch._dynamo.graph_break()
+        for op, name, a, b in self.steps[2:]:
+            values[name] = OPS[op](self, values[a], values[b])
+        return [values[name] for name in self.returns] + self.kept
 
 
 def integers(seed: int) -> Tensor:

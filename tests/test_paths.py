@@ -20,7 +20,7 @@ way = pytest.mark.parametrize("options", WAYS, ids=["bf16", "fp16 scaled", "bf16
 # -- generated programs ---------------------------------------------------------------------------
 def differs(seed: int, lists: str, grad: bool, options: dict[str, Any]) -> list[str] | None:
     """What of a generated program differs from fp32; None if fp32 itself cannot run it, or it leaves the exact integers."""
-    plain = Generated(*generate(seed))
+    plain = Generated(*generate(seed), breaks=seed % 3 == 0)
     model = copy.deepcopy(plain)
     try:
         want = observe(plain, plain, grad)
@@ -39,8 +39,8 @@ def differs(seed: int, lists: str, grad: bool, options: dict[str, Any]) -> list[
 @way
 def test_generated_programs_are_those_of_fp32(options: dict[str, Any], lists: str) -> None:
     first = 1000 * WAYS.index(options) + sum(map(ord, lists))
-    found = {seed: differs(seed, lists, seed % 5 != 0, options) for seed in range(first, first + 8)}
-    assert sum(different is not None for different in found.values()) >= 2
+    found = {seed: differs(seed, lists, seed % 5 != 0, options) for seed in range(first, first + 5)}
+    assert any(different is not None for different in found.values())
     assert not {seed: different for seed, different in found.items() if different}
 
 
