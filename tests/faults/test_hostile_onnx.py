@@ -237,12 +237,12 @@ def test_bf16_inputs_and_outputs_are_no_error() -> None:
     assert result.model.graph.output[0].type.tensor_type.elem_type == BF16
 
 
-def test_an_error_of_the_callers_own_samples_says_so() -> None:
+def test_an_error_of_the_callers_own_samples_is_handed_on() -> None:
     def samples():
         yield {"x": noise(4, 16)}
         raise KeyError("label")
 
-    with pytest.raises(PolicyError, match="calibration= raised KeyError: 'label'"):
+    with pytest.raises(KeyError, match="label"):
         rewrite_onnx(relu(), calibration=samples())
 
 
