@@ -20,7 +20,7 @@ from amprewrite.onnx_load import Source, load, name_of
 from amprewrite.onnx_ops import VOCABULARY
 from amprewrite.onnx_plans import REGION
 from amprewrite.onnx_run import runtime
-from amprewrite.onnx_samples import read_feeds
+from amprewrite.onnx_samples import CallersError, read_feeds
 from amprewrite.oplists import OpLists, find_op
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
@@ -141,6 +141,8 @@ def _blamed(source: Source) -> Iterator[None]:
         yield
     except AmpRewriteError:
         raise
+    except CallersError as error:
+        raise error.original from None
     except Exception as error:
         name, said = name_of(source), f"{type(error).__name__}: {one_line(error)}"
         problem = _source_problem(source)

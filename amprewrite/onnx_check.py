@@ -40,9 +40,9 @@ def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
 def check_constants(model: ir.Model, name: str, folder: Path) -> None:
     """CaptureError that names the first constant which is missing, cut off, elsewhere than in `folder`, or of another size."""
     for where, tensor in _constants(model, name):
-        dims = list(tensor.shape)
-        if any(not isinstance(dim, int) or dim < 0 for dim in dims):
-            raise CaptureError(f"{where} has the shape {dims}, which is none; export the model again")
+        dims = [dim for dim in tensor.shape if isinstance(dim, int)]
+        if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
+            raise CaptureError(f"{where} has the shape {list(tensor.shape)}, which is none; export the model again")
         if isinstance(tensor, ir.ExternalTensor):
             _check_external(tensor, where, folder)
         elif isinstance(tensor, ir.TensorProtoTensor):

@@ -33,6 +33,14 @@ KEPT_BYTES = 2**28
 TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of such"
 
 
+class CallersError(Exception):
+    """What the caller's own code raised while it made samples; it is handed on as it was."""
+
+    def __init__(self, original: Exception) -> None:
+        super().__init__(str(original))
+        self.original = original
+
+
 @dataclass(frozen=True)
 class Range:
     """Magnitudes seen at one value."""
@@ -88,11 +96,11 @@ def _each_checked(model: ir.Model, samples: Iterable[Any]) -> Iterator[Feed]:
 
 
 def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
-    """The caller's samples; an error of the caller's own code says that it is."""
+    """The caller's samples; an error of the caller's own code is told apart from those of parsers."""
     try:
         yield from samples
     except Exception as error:
-        raise PolicyError(f"calibration= raised {type(error).__name__}: {one_line(error)}") from error
+        raise CallersError(error) from error
 
 
 def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
@@ -106,7 +114,8 @@ def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
         with archive:
             if set(archive.files) != set(names):
                 return dict.fromkeys(archive.files)
-            size = sum(info.file_size for info in archive.zip.infolist())
+            entries = archive.zip.infolist() if archive.zip is not None else []
+            size = sum(entry.file_size for entry in entries)
             if size > memory() // 2:
                 raise ValueError(f"its arrays take {size:.3g} bytes, more than half of the memory that is free")
             return dict(archive)

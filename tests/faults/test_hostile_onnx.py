@@ -232,17 +232,17 @@ def test_a_loop_may_have_its_own_fp16() -> None:
 
 def test_bf16_inputs_and_outputs_are_no_error() -> None:
     model = made([node("Identity", ["x"], ["y"])], [value("x", 2, 8)], [value("y", 2, 8)], opset=21)
-    result = rewrite_onnx(model, dtype="bf16", keep_io=False)
-    assert result.report.valid and result.report.strict_error is not None
-    assert {each.type.tensor_type.elem_type for each in result.model.graph.output} <= {F32, BF16}
+    result = rewrite_onnx(model, dtype="bf16", keep_io=False, overrides={"Identity": "allow"})
+    assert result.report.valid and result.report.strict_error < 0.01 and result.report.runtime_error is None
+    assert result.model.graph.output[0].type.tensor_type.elem_type == BF16
 
 
-def test_an_error_of_the_callers_own_samples_says_so() -> None:
+def test_an_error_of_the_callers_own_samples_is_handed_on() -> None:
     def samples():
         yield {"x": noise(4, 16)}
         raise KeyError("label")
 
-    with pytest.raises(PolicyError, match="calibration= raised KeyError: 'label'"):
+    with pytest.raises(KeyError, match="label"):
         rewrite_onnx(relu(), calibration=samples())
 
 
