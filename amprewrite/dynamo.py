@@ -168,13 +168,22 @@ def refuse_tracers() -> None:
         tracer = "torch.export"
     elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
         tracer = "make_fx"
-    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing():
+    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing() and not _was_another_export():
         tracer = "make_fx" if modes else "torch.fx.symbolic_trace"
     elif "FakeTensorMode" in modes:
         tracer = "a FakeTensorMode"
     else:
         return
     raise CaptureError(traced(tracer))
+
+
+def _was_another_export() -> bool:
+    """Wait until no other thread exports; whether symbolic tracing ended with that.
+
+    That fx traces is one flag for all threads, and Dynamo runs nothing while it is set.
+    """
+    with ONE_EXPORT:
+        return not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
 def user_modes() -> list[Any]:

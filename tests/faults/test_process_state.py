@@ -100,7 +100,7 @@ def test_one_thread_leaves_the_process_as_it_was(name, tmp_path):
     assert not changes(before, process_state())
 
 
-@pytest.mark.parametrize("name", ["capture", "train", "export_onnx", "export"])
+@pytest.mark.parametrize("name", ["export", *(pytest.param(each, marks=pytest.mark.slow) for each in ("capture", "train", "export_onnx"))])
 def test_eight_threads_leave_the_process_as_it_was(name, tmp_path):
     run(WORK[name], tmp_path, "n8")
     before = process_state()

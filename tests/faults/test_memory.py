@@ -1,0 +1,94 @@
+"""Calls and training steps leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import amprewrite
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def kept() -> tuple[int, float]:
+    """Tensors alive, and the most memory so far in MiB."""
+    gc.collect()
+    tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+    return tensors, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def grown(work, times: int) -> tuple[int, float]:
+    """What `times` more calls of `work` add, once it is warm."""
+    for _ in range(50):
+        work()
+    before = kept()
+    for _ in range(times):
+        work()
+    after = kept()
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.mark.parametrize("times", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_leave_nothing(times, dtype, grad):
+    amp = amprewrite.rewrite(net(), dtype=dtype)
+
+    def work() -> None:
+        with torch.set_grad_enabled(grad):
+            amp(X)
+
+    tensors, memory = grown(work, times)
+    assert tensors <= 2 and memory < 8
+
+
+@pytest.mark.parametrize("times", [100, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_training_steps_leave_nothing(times, dtype):
+    amp = amprewrite.rewrite(net(), dtype=dtype)
+    optimizer = torch.optim.Adam(amp.parameters(), 1e-4)
+    turn = 0
+
+    def work() -> None:
+        nonlocal turn
+        turn += 1
+        big = 1e6 if dtype == "fp16" and turn % 20 == 0 else 1.0  # some steps overflow and are skipped
+        (amp(X).square().mean() * big).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    tensors, memory = grown(work, times)
+    assert tensors <= 2 and memory < 8
+
+
+@pytest.mark.parametrize("times", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_calls_beyond_the_limit_of_graphs_leave_nothing(times, monkeypatch):
+    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 2)
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, parts):
+            return sum(self.fc(part) for part in parts)
+
+    amp, turn = amprewrite.rewrite(Sums(), dtype="bf16"), 0
+
+    def work() -> None:
+        nonlocal turn
+        turn += 1
+        amp([X] * (1 + turn % 6)).sum().backward()
+
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="more than 2 graphs"):
+        tensors, memory = grown(work, times)
+    assert tensors <= 2 and memory < 8
