@@ -59,6 +59,13 @@ def examine(kind: Kind, seed: int, shrunk: dict[tuple[str, str], int], seconds: 
     return Finding(kind.name, seed, f"{problem.kind} · {problem.where}{tags}", problem.text, kind.shown(case) if case is not None else "")
 
 
+def _has(kind: Kind, seed: int, wanted: list[str]) -> bool:
+    """Whether each of the wanted words stands in the description of a seed's case."""
+    case = kind.generate(seed)
+    text = "" if case is None else f"{' '.join(kind.tags(case))} {case!r}"
+    return all(word in text for word in wanted)
+
+
 def work(options: argparse.Namespace, worker: int) -> int:
     """One process: every JOBS-th seed of each kind, until time or cases are up. Returns how many findings count."""
     gc.collect()
@@ -77,7 +84,10 @@ def work(options: argparse.Namespace, worker: int) -> int:
         seed = at[name]
         at[name] += options.jobs
         progress.write_text(json.dumps(at))  # before the case: one that ends the process is not run again
-        found = examine(KINDS[name], seed, shrunk)
+        skipped = options.having and not _has(KINDS[name], seed, options.having)
+        found = None if skipped else examine(KINDS[name], seed, shrunk)
+        if skipped:
+            continue
         done += 1
         if found is not None:
             found = Finding(found.kind, found.seed, found.signature, found.text, found.script, round(time.monotonic() - start, 1))
@@ -99,16 +109,31 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=",".join(KINDS))
     parser.add_argument("--out", type=Path, default=Path("fuzz-findings"))
     parser.add_argument("--show", help="kind:seed: print that case cut down, and what comes of it")
+    parser.add_argument("--bare", help="kind:seed: run that case and say nothing; the status is 1 where it is a finding")
+    parser.add_argument("--having", type=lambda text: text.split(";") if text else [], default=[], help="only cases with these words in them")
     parser.add_argument("--resume", action="store_true", help="go on at the seeds where a run into the same folder stopped")
     parser.add_argument("--first", action="store_true", help="stop at the first finding")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
+def hush() -> None:
+    """Keep torch's log off the screen. It is not switched off: the library listens to it."""
+    logging.lastResort = None
+    for name in ("torch", "torch._dynamo", "torch._subclasses.fake_tensor"):
+        log = logging.getLogger(name)
+        log.handlers[:] = [logging.NullHandler()]
+        log.propagate = False
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parsed(argv)
     warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
+    hush()
+    if options.bare:
+        name, _, seed = options.bare.partition(":")
+        found = examine(KINDS[name], int(seed), {}, seconds=0)
+        return int(found is not None and not found.foreign)
     if options.show:
         name, _, seed = options.show.partition(":")
         case = KINDS[name].generate(int(seed))
@@ -127,6 +152,7 @@ def _supervise(options: argparse.Namespace) -> int:
     end = time.monotonic() + 60 * options.minutes
     command = [sys.executable, "-m", "tests.fuzz", "--cases", str(options.cases or 10**9), "--seed", str(options.seed), "--jobs", str(options.jobs)]
     command += ["--kinds", ",".join(options.kinds), "--out", str(options.out)] + ["--first"] * options.first
+    command += ["--having", ";".join(options.having)]
 
     def start(worker: int, resume: bool) -> subprocess.Popen[bytes]:
         minutes = max(end - time.monotonic(), 0) / 60

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import amprewrite
-from tests.fuzz.oracle import Problem, failure
+from tests.fuzz.oracle import Problem, failure, start_clean
 
 LONGEST = 600
 
@@ -116,7 +116,7 @@ def generate(seed: int) -> OptionSet:
 
 
 def check(case: OptionSet) -> Problem | None:
-    torch._dynamo.reset()
+    start_clean()
     torch.manual_seed(0)
     model, x = Net(), _inputs()
     space: dict[str, Any] = {"torch": torch, "nn": nn, "np": np, "math": math, "model": model, "Net": Net, "x": x}

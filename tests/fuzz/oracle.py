@@ -103,6 +103,14 @@ class HeavyOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def start_clean() -> None:
+    """Forget what earlier cases left: captured code, and torch.func transforms that an error interrupted."""
+    torch._dynamo.reset()
+    torch.set_grad_enabled(True)
+    while torch._C._functorch.peek_interpreter_stack() is not None:
+        torch._C._functorch.pop_dynamic_layer_stack()
+
+
 def memory_of(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
     """Pairs of names whose tensors share memory; a pair that is one object says so."""
     names = list(tensors)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite.loss_scale import LossScaleError
 from tests.fuzz.nets import NETS, WIDTH
-from tests.fuzz.oracle import LOW, Problem, failure
+from tests.fuzz.oracle import LOW, Problem, failure, start_clean
 
 BAR = 0.05
 """Relative error of a result or gradient; old weights are much further off, and rounding is another part's business."""
@@ -32,6 +32,8 @@ WRITES = (
     "data", "data_assign", "data_copy", "no_grad", "copy_", "set_", "swap", "load", "load_assign", "vector", "foreach", "dlpack", "numpy",
     "detach", "inference", "index", "out",
 )  # fmt: skip
+UNCOUNTED = ("data", "data_assign", "data_copy", "dlpack", "numpy")
+"""Writes that PyTorch does not count: cache_weights="step" must be told of them."""
 
 
 class WrongError(Exception):
@@ -134,6 +136,10 @@ class Trial:
 
     def _batch(self, rows: int, hot: float = 1.0) -> Tensor:
         return hot * torch.randn(rows, WIDTH, generator=self.draws)
+
+    def _uncounted(self) -> None:
+        if self.options.get("cache_weights") == "step":
+            self.amp.weights_changed()
 
     # -- calls ----------------------------------------------------------------------------------------------------
     def call(self, mode: str, rows: int) -> None:
@@ -333,16 +339,20 @@ class Trial:
                     weight[:] = new
                 else:
                     torch.add(new, 0, out=weight)
+        if how in UNCOUNTED:
+            self._uncounted()
 
     def polyak(self, rate: float) -> None:
         """Move all weights towards others through `.data`, as target networks do."""
         for p in self.amp.parameters():
             p.data.mul_(1 - rate).add_(rate * torch.randn(p.shape, generator=self.draws) * 0.3)
+        self._uncounted()
 
     def merge(self) -> None:
         if hasattr(self.amp, "merge"):
             self.amp.merge()
             self.plain.merge()  # type: ignore[operator]
+            self._uncounted()
 
     def grow(self, name: str) -> None:
         """A weight becomes an ordinary one, whatever it was."""
@@ -461,7 +471,7 @@ def generate(seed: int) -> Sequence:
 
 def check(case: Sequence) -> Problem | None:
     """Run the sequence; the first thing that is wrong."""
-    torch._dynamo.reset()
+    start_clean()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trial = Trial(case.net, case.seed, case.tiny, dict(case.options))

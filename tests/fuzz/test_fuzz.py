@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -26,11 +25,9 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """Generated programs warn and log as they like."""
-    logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    logging.disable(logging.NOTSET)
     torch._dynamo.reset()
 
 

@@ -1,0 +1,204 @@
+"""Known bugs put back, one at a time, into a copy of the package: does the fuzzer report each?
+
+    python -m tests.fuzz.mutants --minutes 10            # all; a table, and mutants.jsonl in the folder of --out
+    python -m tests.fuzz.mutants --only stale-weights --minutes 3
+
+A mutant is a few replacements of text. One whose text is not in the code any more is an error, and has to be written anew. A finding
+counts if the same seed gives none with the code as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class MutantError(Exception):
+    """A mutant does not fit the code."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`edits` are (file, text, replacement); `kinds` of cases that can show it, the likeliest first.
+
+    With --likely only cases whose description has all the words of `having` are run: the same findings in less time.
+    """
+
+    name: str
+    bug: str
+    kinds: tuple[str, ...]
+    having: tuple[str, ...]
+    edits: tuple[tuple[str, str, str], ...]
+
+    def apply(self, root: Path) -> None:
+        """Edit the copy of the package at `root`. MutantError if a text is not there exactly once."""
+        for file, old, new in self.edits:
+            path = root / file
+            text = path.read_text() if path.exists() else ""
+            if text.count(old) != 1:
+                raise MutantError(f"{self.name}: {file} has {text.count(old)} times {old!r}; write this mutant for the code as it is now")
+            path.write_text(text.replace(old, new))
+
+
+MUTANTS = (
+    Mutant(
+        "stale-weights", "low copies outlive a call and trust version counters", ("states",), (),
+        (("amprewrite/weight_cache.py", "        return own or self._shared\n", '        return own or self._shared or self.__dict__.setdefault("forever", Block("mutant"))\n'),),
+    ),
+    Mutant(
+        "stale-step-copies", "cache_weights='step' does not hear of steps that count no version", ("states",), ("'cache_weights', 'step'",),
+        (("amprewrite/weight_cache.py", "    _LISTENING.stepped(optimizer)\n", "    pass\n"),
+         ("amprewrite/runtime.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
+    ),
+    Mutant(
+        "scale-without-optimizer", "a dynamic loss scale is used though no optimizer brings it down", ("programs",), ("'fp16'", "('grad',)"),
+        (("amprewrite/step_gate.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "if True:"),),
+    ),
+    Mutant(
+        "two-results-two-scales", "a gradient enters by an fp32 result with another scale than it is divided by", ("programs",), ("'loss_scale', 8",),
+        (("passes/scale_loss.py", "            if value in outside or value.op == \"get_attr\" or not differentiable(example_value(value)):",
+          "            if value in outside or value.op == \"get_attr\" or not differentiable(example_value(value)) or CAST not in value.meta:"),),
+    ),
+    Mutant(
+        "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value', True"),
+        (("amprewrite/step_gate.py", "            guard_of(optimizer).backward_ended(number)\n        if self._guarded or not self.adopt:\n            return\n",
+          "            pass\n        return\n"),),
+    ),
+    Mutant(
+        "closure-unguarded", "the first step of a closure loop is not guarded", ("states",), ('closure', "'fp16'"),
+        (("amprewrite/step_gate.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "_listen(self)\n        if True:"),
+         ("amprewrite/step_gate.py", "        if self.adopt and self.loss_scale.enabled:\n            _listen(self)\n", "")),
+    ),
+    Mutant(
+        "write-to-input-inside", "a write in place to an input is not on the path of its low readers", ("programs", "states"), ('inplace', 'break', "'fp16'"),
+        (("passes/scale_loss.py", "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook or writes:",
+          "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook:"),),
+    ),
+    Mutant(
+        "bodies-untold", "products in loops, conditions and autograd Functions stay fp32 without a word", ("programs",), ('while_loop', "'bf16'", 'heavy'),
+        (("amprewrite/rewrite_graph.py", "    for node, name in inner_graphs(program.module):\n        if name in bodies:\n            continue\n",
+          "    for node, name in ():\n"),),
+    ),
+    Mutant(
+        "returned-beside-path", "what is returned and read is an fp32 copy beside the path", ("programs",), (),
+        (("amprewrite/rewrite_graph.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", ""),),
+    ),
+    Mutant(
+        "results-lose-memory", "results that share memory leave by a cast each", ("programs",), ('write', 'linear'),
+        (("amprewrite/frontends/fx_leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:"),),
+    ),
+    Mutant(
+        "gradients-taken-inside", "torch.autograd.grad inside forward sees one of two copies", ("programs",), ('autograd_grad',),
+        (("amprewrite/frontends/fx_leaving.py", "for node in dict.fromkeys((*_results(graph), *asked)):", "for node in dict.fromkeys(_results(graph)):"),
+         ("amprewrite/runtime.py", "if program.scale_loss and takes_gradients(module.graph):", "if False:")),
+    ),
+    Mutant(
+        "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
+        (("amprewrite/dynamo.py", '        settings["suppress_errors"] = True\n', "        pass\n"),
+         ("amprewrite/runtime.py", "            if has_begun(error, entry.function):", "            if False:")),
+    ),
+    Mutant(
+        "old-decisions", "decisions from weights at capture outlive those weights", ("states",), ('tiny=True', "'fp16'"),
+        (("amprewrite/weight_watch.py", "        return now\n", "        return False\n"),),
+    ),
+    Mutant(
+        "bits-of-low-values", "x.view(torch.int32) reads the bits of a low value", ("programs",), ('bits', 'linear'),
+        (("amprewrite/frontends/fx_facts.py", 'BIT_VIEWS = {"view", "view_copy"}', "BIT_VIEWS: set[str] = set()"),),
+    ),
+    Mutant(
+        "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
+        (("amprewrite/runtime.py", "            self.state.scales = self.gate.snapshot(device)", "            self.state.scales = self.gate.snapshot(next(iter(self.root.parameters())).device)"),),
+    ),
+    Mutant(
+        "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
+        (("amprewrite/first_calls.py", "        if _inside_checkpoint():\n", "        if False:\n"),
+         ("amprewrite/first_calls.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
+    ),
+    Mutant(
+        "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
+        (("amprewrite/rewrite_graph.py", "    if not _written_outside(program, _results_of(program, node)):\n", "    if True:\n"),
+         ("amprewrite/frontends/fx_leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:")),
+    ),
+    Mutant(
+        "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),
+        (("amprewrite/frontends/fx_facts.py", "        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):\n            tensor = torch._C._functorch.get_unwrapped(tensor)\n", ""),),
+    ),
+)  # fmt: skip
+
+
+def copy_of_package(target: Path) -> None:
+    """The package, its passes and this fuzzer, as they are."""
+    for folder in ("amprewrite", "passes", "tests/fuzz"):
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def _run(root: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "tests.fuzz", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+
+def hunt(mutant: Mutant, minutes: float, seed: int, likely: bool) -> dict[str, object]:
+    """Fuzz one mutant until a finding that the code as it is does not have; what was found and after how long."""
+    start, end = time.monotonic(), time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as plain:
+        copy_of_package(Path(plain))
+        copy_of_package(Path(folder))
+        mutant.apply(Path(folder))
+        resume: list[str] = []
+        having = ["--having", ";".join(mutant.having)] if likely else []
+        while time.monotonic() < end:
+            left = (end - time.monotonic()) / 60
+            _run(Path(folder), ["--first", "--minutes", f"{left:.2f}", "--kinds", ",".join(mutant.kinds), "--seed", str(seed), "--out", "found", *having, *resume])
+            resume = ["--resume"]
+            found = _latest(Path(folder) / "found" / "findings.jsonl")
+            if found is None:
+                break
+            seconds = time.monotonic() - start
+            if _run(Path(plain), ["--bare", f"{found['kind']}:{found['seed']}"]).returncode == 0:
+                return {"mutant": mutant.name, "found": True, "seconds": round(seconds), "kind": found["kind"], "seed": found["seed"], "signature": found["signature"]}
+    return {"mutant": mutant.name, "found": False, "seconds": round(time.monotonic() - start)}
+
+
+def _latest(path: Path) -> dict[str, str] | None:
+    """The last finding that counts, if it was made just now."""
+    if not path.exists():
+        return None
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.unlink()
+    counted = [each for each in lines if not each["signature"].startswith(("PyTorch alone", "rounding"))]
+    return counted[-1] if counted else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.mutants", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10, help="for each mutant")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="names, with commas between")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--likely", action="store_true", help="run only cases that can show the bug")
+    parser.add_argument("--out", type=Path, default=Path("fuzz-findings"))
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    missed = 0
+    for mutant in MUTANTS:
+        if options.only is None or mutant.name in options.only:
+            result = hunt(mutant, options.minutes, options.seed, options.likely)
+            with (options.out / "mutants.jsonl").open("a") as lines:
+                lines.write(json.dumps(result) + "\n")
+            missed += not result["found"]
+            how = f"{result['kind']}:{result['seed']}  {result['signature']}" if result["found"] else "not found"
+            print(f"{result['seconds']:5} s  {mutant.name:26} {how}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
