@@ -68,8 +68,9 @@ class Rewritten(nn.Module):
         """Guard the steps of `optimizer`: one whose gradients overflowed is skipped, and the loss scale moves.
 
         PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
-        found at the first forward, or at their first step; attaching tells mistakes early. One that steps `copies` of the parameters, offloaded to
-        another device say, cannot be found: attach it. Of a wrapper, such as accelerate's, the torch optimizer inside is guarded.
+        found at the first forward, or at their first step; attaching tells mistakes early. One that steps `copies` of the
+        parameters, offloaded to another device say, cannot be found: attach it. Of a wrapper, such as
+        accelerate's, the torch optimizer inside is guarded.
         """
         session_of(self).attach(optimizer_inside(optimizer), copies)
 
