@@ -66,7 +66,8 @@ def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
 def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
     """The parameters that FSDP2's optimizers own; inside a forward the modules hold gathered ones."""
     for module in root.modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        ask: Any = getattr(module, "_get_fsdp_state", None)
+        state = ask() if ask is not None else None
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             for parameter in getattr(group, "fsdp_params", ()):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +17,11 @@ import torch.fx
 from torch import nn
 
 from amprewrite import dynamo
-from amprewrite.backends.nn_module import CompiledFn, emit
+from amprewrite.backends.nn_module import emit
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
-from amprewrite.dynamo_failures import Failure, has_begun, try_all_again
+from amprewrite.dynamo_failures import Failure, has_begun
+from amprewrite.entries import Entry, Graphs, past_the_limit
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.find_optimizers import parameters_of
 from amprewrite.first_calls import FirstCalls, worth_watching
@@ -31,7 +30,6 @@ from amprewrite.frontends.fx_facts import takes_gradients
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on, under_autocast
 from amprewrite.half_parameters import frozen_note, lost_masters
-from amprewrite.hook_watch import HookWatch
 from amprewrite.loss_scale import LossScale, parse_loss_scale
 from amprewrite.modes_aside import modes_aside
 from amprewrite.options import Options
@@ -48,100 +46,10 @@ from amprewrite.region import Region, scale_device
 from amprewrite.rewrite_graph import _device, read_parts, rewrite_graph
 from amprewrite.step_gate import StepGate
 from amprewrite.weight_cache import WeightCache
-from amprewrite.weight_watch import Known, Schedule, known_weights, look
+from amprewrite.weight_watch import Schedule, known_weights, look
 
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
-
-
-class Graphs:
-    """What an entry has captured since it last started afresh: its compiled function, and the regions Dynamo calls from it.
-
-    Dynamo keeps backends and compiled graphs until it is reset, so it gets weak references; a call in flight keeps its
-    `Graphs` alive.
-    """
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.regions: list[Region] = []
-        self.left_out: dict[str, Skipped] = {}
-        self.asleep = dynamo.disabled()
-        self.weights: list[Known] = []
-        """Weights whose sizes decisions rest on."""
-        self.outdated = False
-        """Decisions rest on weights as they no longer are."""
-        self.full = False
-        """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
-        self._captures: Counter[int | None] = Counter()
-        session = entry.session
-        self.compiled = entry.function
-        try_all_again()
-        if entry.captured:
-            self.compiled = dynamo.compile_afresh(
-                entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
-                recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed),
-            )  # fmt: skip
-
-    @property
-    def stale(self) -> bool:
-        """Whether the next call should start afresh."""
-        return self.outdated or (self.asleep and not dynamo.disabled())
-
-    def failed(self, failure: Failure) -> None:
-        """Dynamo cannot convert some code, which runs as written from here on."""
-        self.entry.session.state.failures.append(failure)
-
-    def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
-        """Dynamo's backend."""
-        region = self.entry.session.rewrite_region(self, module, example_inputs)
-        self.regions.append(region)
-        frame = dynamo.frame_id()
-        self._captures[frame] += 1
-        self.full = self.full or self._captures[frame] >= dynamo.RECOMPILE_LIMIT
-        return _weakly(region.call)
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, without keeping its object alive."""
-    found = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        method = found()
-        assert method is not None, "a call keeps the graphs it runs on alive"
-        return method(*args)
-
-    return call
-
-
-class Entry:
-    """A module that may be called from outside: the root, or a part of it that somebody calls by itself.
-
-    One that is not `captured` runs as it is written, around parts that are. Graphs of an LSTM's entry, whose `compiles` is
-    False, run eagerly whatever the backend.
-    """
-
-    def __init__(self, session: Session, path: str, function: Callable[..., Any], captured: bool = True) -> None:
-        self.session, self.path, self.function = session, path, function
-        self.compiles = not (session.recurrent_apart and isinstance(session.root.get_submodule(path), nn.RNNBase))
-        self.captured = self._to_capture = captured
-        self.names = parameter_names(function)
-        self.hooks = HookWatch(session.root)
-        self.fresh_starts = 0
-        self.graphs = Graphs(self)
-
-    def start_afresh(self, as_written: bool = False) -> None:
-        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are forgotten.
-
-        One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
-        """
-        self.captured = self._to_capture and not as_written
-        self.graphs = Graphs(self)
-        self.session.forget_calls()
-
-    @property
-    def place(self) -> str:
-        """What messages call it: "Bert" or "Bert.encoder"."""
-        return f"{type(self.session.root).__name__}{'.' * bool(self.path)}{self.path}"
 
 
 class _State(threading.local):
@@ -263,7 +171,7 @@ class Session:
         except Exception as error:
             failed = dynamo.is_capture_error(error)
             if failed and self.options.strict and entry.graphs.full:
-                raise CaptureError(_past_the_limit(entry)) from error
+                raise CaptureError(past_the_limit(entry)) from error
             if failed or isinstance(error, AmpRewriteError):
                 entry.start_afresh()
             if not failed or (type(error).__name__ in dynamo.ASKED_FOR and not self.options.strict):
@@ -362,7 +270,7 @@ class Session:
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
         if entry.graphs.full and not switched_off:
-            message = _past_the_limit(entry)
+            message = past_the_limit(entry)
             entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
             self.warn_fp32(message)
             return
@@ -555,15 +463,6 @@ class Session:
     def _device(self) -> str:
         tensors = (*self.root.parameters(), *self.root.buffers())
         return next((t.device.type for t in tensors), "cpu")
-
-
-def _past_the_limit(entry: Entry) -> str:
-    """What a call is told that would need one graph more than an entry may have."""
-    return (
-        f"{entry.place} needs more than {dynamo.RECOMPILE_LIMIT} graphs for the variants it is called in: calls that fit none of the "
-        "graphs it has run as they are written, in fp32; call it in fewer variants: pad lists to a few lengths, "
-        "torch._dynamo.mark_dynamic the sizes that vary, pass numbers that vary as tensors"
-    )
 
 
 _FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"

@@ -317,10 +317,12 @@ class StepGate:
         self._until_look = self.max_consecutive_skips or 0
         self._unguarded = 0
         """Forwards since an optimizer was known."""
-        self._unscaled = self._stepped = False
-        """Whether a forward did not use the scale, and whether an optimizer stepped since."""
+        self._unscaled: bool = False
+        """Whether a forward did not use the scale."""
+        self._stepped: bool = False
+        """Whether an optimizer stepped since."""
         self._ones: dict[torch.device, Tensor] = {}
-        self._early = Noted()
+        self._early: Noted = Noted()
         """What backwards left before an optimizer was known."""
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:

@@ -400,7 +400,7 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.numel() > WORDS_FROM and a.is_contiguous() and b.is_contiguous():
-        whole_words = not (a.numel() | a.storage_offset() | b.storage_offset()) % 4
+        whole_words = not any(int(count) % 4 for count in (a.numel(), a.storage_offset(), b.storage_offset()))
         if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):
             return True
     return torch.equal(a, b) or not bool(_differs(a, b))
