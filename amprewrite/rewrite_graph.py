@@ -183,7 +183,9 @@ def _read_inner_graph(program: Program, node: torch.fx.Node, name: str, policy: 
     part = read_program(body, policy, name, program.entry, program.training)
     part.calibration, part.careful = program.calibration, program.careful
     inside, outside = ({fx_node: name for name, fx_node in each.fx_nodes.items()} for each in (part, program))
-    known = {inside[inner]: program.magnitudes.get(outside.get(outer, "")) for inner, outer in given}
+    assert part.module is not None
+    copies = dict(zip(body.graph.find_nodes(op="placeholder"), part.module.graph.find_nodes(op="placeholder"), strict=True))
+    known = {inside[copies[inner]]: program.magnitudes.get(outside.get(outer, "")) for inner, outer in given}
     part.magnitudes = {name: size for name, size in known.items() if size is not None}
     part.match_given = program.match_given
     return part
