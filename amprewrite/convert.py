@@ -154,12 +154,15 @@ def _blamed(source: Source) -> Iterator[None]:
 
 
 def _source_problem(source: Source) -> str:
-    """What onnx.checker says against a source; "" if it passes."""
+    """What is wrong with a source: what onnx.checker says, or that it cannot be written again as it was read; "" if nothing is."""
     try:
-        found = ir.to_proto(source) if isinstance(source, ir.Model) else source
+        model = load(source)
+        if any(isinstance(word, bytes) for graph in model.graphs() for node in graph for word in (node.name, node.op_type, node.domain)):
+            return "a name in it is no UTF-8 text"
+        found = ir.to_proto(model)
     except Exception as error:
         return one_line(error)
-    return invalid(found)
+    return invalid(found if isinstance(source, ir.Model) else source)
 
 
 @dataclass(frozen=True)

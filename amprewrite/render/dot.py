@@ -26,7 +26,7 @@ def to_dot(plan: CastPlan, path: Any = None) -> str:
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11]; edge [color="#6b7686", arrowsize=0.7];',
         *_cluster(drawing, drawing.nest.count, 1),
     ]
-    casts = {(cast.value, cast.to): index for index, cast in enumerate(c for _, each in by_region(plan) for c in each) if not cast.weight}
+    casts = {(cast.value, cast.to): index for index, cast in enumerate(c for _, each in by_region(plan) for c in each)}
     drawn: set[int] = set()
     for edge in drawing.edges:
         source, target = f"n{edge.source}", f"n{edge.target}"
