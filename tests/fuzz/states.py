@@ -92,8 +92,9 @@ class Trial:
         self.options, self.low = options, str(options["dtype"])
         self.amp = amprewrite.rewrite(model, **options)
         self.optimizer: torch.optim.Optimizer | None = None
+        self.scaled = options.get("loss_scale", "auto") is not None
         self.known = False
-        """Whether the library may know the optimizer: it was attached, or has stepped."""
+        """Whether the library may know an optimizer: then it scales gradients, and an overflow is no fault."""
         self.overflowed = False
         self.draws = torch.Generator().manual_seed(seed)
         self.losses: Callable[[Tensor], Tensor] = lambda out: out.square().mean()
@@ -188,7 +189,7 @@ class Trial:
             self.losses(out.float()).backward()
             runs.append((out, given, dict(model.named_parameters())))
         (want, x0, mine), (got, x1, theirs), (auto, x2, others) = runs
-        guarded = self.low == "fp16" and self.known
+        guarded = self.low == "fp16" and self.known and self.scaled
         self._compare("result of a training call", want.detach(), got.detach(), auto.detach().float())
         if inputs:
             self._compare("gradient of the result", want.grad, got.grad, None if auto.grad is None else auto.grad.float())
@@ -234,7 +235,7 @@ class Trial:
             return
         flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {}}[way]
         self.optimizer = getattr(torch.optim, kind)(learning, lr=0.1, **flags)
-        self.known = attach
+        self.known = True  # if it is not attached, it is found among the objects of the process
         self.overflowed = any(p.grad is not None and not p.grad.isfinite().all() for p in learning)
         if attach:
             self.amp.attach(self.optimizer)
@@ -249,6 +250,8 @@ class Trial:
         if self.optimizer is None or not learning or not all(p.isfinite().all() for p in learning):
             return
         overflow = any(not p.grad.isfinite().all() for p in learning) or self.overflowed  # type: ignore[union-attr]
+        if overflow and not self.scaled:
+            return  # whoever wants no loss scale has nothing that skips steps
         if clip == "norm":
             nn.utils.clip_grad_norm_(learning, 1.0)
         elif clip == "value":
@@ -271,7 +274,7 @@ class Trial:
     def closure(self, kind: str, hot: bool) -> None:
         """An optimizer of its own whose step runs forward and backward."""
         learning = [p for p in self.amp.parameters() if p.requires_grad]
-        if not learning or not all(p.isfinite().all() for p in learning):
+        if not learning or not self.scaled or not all(p.isfinite().all() for p in learning):
             return
         optimizer = getattr(torch.optim, kind)(learning, lr=0.01)
         x = self._batch(4, 200.0 if hot else 1.0)
