@@ -4,11 +4,13 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13; do \
 	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 VENV ?= .venv
 JOBS ?= 2
+MINUTES ?= 10
+SEED ?= 0
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test fuzz lint bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +20,9 @@ demo: $(VENV)/.demo ## train a small model in mixed precision: its cast plan, an
 
 test: $(VENV)/.dev ## run the tests on JOBS=2 processes; ARGS= goes to pytest
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+fuzz: $(VENV)/.dev ## run MINUTES=10 of generated cases on JOBS=2 processes; findings go to fuzz-findings/, SEED= says where to begin
+	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --jobs $(JOBS) --seed $(SEED) --resume $(ARGS)
 
 lint: $(VENV)/.dev ## ruff here, mypy on a copy installed elsewhere
 	$(VENV)/bin/ruff check .

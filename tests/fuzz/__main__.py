@@ -72,7 +72,7 @@ def work(options: argparse.Namespace, worker: int) -> int:
     gc.freeze()  # what torch made at import need not be looked through again and again
     folder, end, start = Folder(options.out), time.monotonic() + 60 * options.minutes, time.monotonic()
     progress = options.out / f"progress-{worker}-of-{options.jobs}-from-{options.seed}.json"
-    at = {name: options.seed + worker for name in options.kinds}
+    at = dict.fromkeys(options.kinds, options.seed + worker)
     if progress.exists() and options.resume:
         at |= json.loads(progress.read_text())
     shrunk: dict[tuple[str, str], int] = {}
@@ -110,7 +110,9 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("fuzz-findings"))
     parser.add_argument("--show", help="kind:seed: print that case cut down, and what comes of it")
     parser.add_argument("--bare", help="kind:seed: run that case and say nothing; the status is 1 where it is a finding")
-    parser.add_argument("--having", type=lambda text: text.split(";") if text else [], default=[], help="only cases with these words in them")
+    parser.add_argument(
+        "--having", type=lambda text: text.split(";") if text else [], default=[], help="only cases with these words in them"
+    )
     parser.add_argument("--resume", action="store_true", help="go on at the seeds where a run into the same folder stopped")
     parser.add_argument("--first", action="store_true", help="stop at the first finding")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -150,7 +152,17 @@ def main(argv: list[str] | None = None) -> int:
 def _supervise(options: argparse.Namespace) -> int:
     """Keep JOBS processes at work; one that dies is a finding, and its place is taken from the next seed on."""
     end = time.monotonic() + 60 * options.minutes
-    command = [sys.executable, "-m", "tests.fuzz", "--cases", str(options.cases or 10**9), "--seed", str(options.seed), "--jobs", str(options.jobs)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz",
+        "--cases",
+        str(options.cases or 10**9),
+        "--seed",
+        str(options.seed),
+        "--jobs",
+        str(options.jobs),
+    ]
     command += ["--kinds", ",".join(options.kinds), "--out", str(options.out)] + ["--first"] * options.first
     command += ["--having", ";".join(options.having)]
 

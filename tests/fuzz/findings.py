@@ -50,7 +50,8 @@ class Folder:
         with (self.path / "findings.jsonl").open("a") as lines:
             lines.write(json.dumps(asdict(finding)) + "\n")
         target = self.path / f"{finding.name}.py"
-        text = f'"""{finding.signature}\n\n{finding.text}\n\npython -m tests.fuzz --show {finding.kind}:{finding.seed}\n"""\n\n{finding.script}'
+        again = f"python -m tests.fuzz --show {finding.kind}:{finding.seed}"
+        text = f'"""{finding.signature}\n\n{finding.text}\n\n{again}\n"""\n\n{finding.script}'
         if not target.exists() or len(target.read_text()) > len(text):
             target.write_text(text)
 
@@ -64,4 +65,6 @@ class Folder:
         for each in self.findings():
             groups.setdefault(f"{each.kind}: {each.signature}", []).append(each)
         rows = sorted(groups.items(), key=lambda pair: (pair[1][0].foreign, -len(pair[1])))
-        return "\n".join(f"{len(found):4}  {'(not ours) ' * found[0].foreign}{name}  seed {found[0].seed}  {found[0].name}.py" for name, found in rows)
+        return "\n".join(
+            f"{len(found):4}  {'(not ours) ' * found[0].foreign}{name}  seed {found[0].seed}  {found[0].name}.py" for name, found in rows
+        )

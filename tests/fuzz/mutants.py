@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (the replaced texts stand as they are in the code)
 """Known bugs put back, one at a time, into a copy of the package: does the fuzzer report each?
 
     python -m tests.fuzz.mutants --minutes 10            # all; a table, and mutants.jsonl in the folder of --out

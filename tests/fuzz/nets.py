@@ -60,8 +60,8 @@ class Adapter(Plain):
         out = self.second(x)
         if not self.merged:
             out = out + self.up(self.down(x))
-        out = self.head(torch.tanh(out))
-        return out
+        made: Tensor = self.head(torch.tanh(out))
+        return made
 
     def merge(self) -> None:
         self.second.weight.data += (-1.0 if self.merged else 1.0) * (self.up.weight.data @ self.down.weight.data)

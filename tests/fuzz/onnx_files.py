@@ -32,17 +32,104 @@ F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.
 SHAPE = [2, 8]
 SECONDS = 60
 LONGEST = 1500
-UNARY = (
-    "Relu Neg Abs Tanh Sigmoid Erf Softplus LeakyRelu Elu Selu HardSigmoid HardSwish Softsign Floor Ceil Sin Cos Identity Softmax LogSoftmax "
-    "Round Sign ThresholdedRelu Celu Mish Dropout"
-).split()
-BINARY = "Add Sub Mul Max Min Mean Sum".split()
-SPECIAL = (
-    "MatMul MatMul MatMul Gemm Exp Sqrt Log Reciprocal Div Pow Clip Where Transpose Reshape Concat Split Slice Gather Expand Tile Pad Cast CastLow "
-    "ReduceMean ReduceSum ReduceMax ArgMax TopK CumSum Einsum Squeeze Flatten LayerNorm BatchNorm InstanceNorm PRelu Conv Constant Shape If Loop Scan "
-    "Sequence SequenceLoop Function LSTM HalfWeight LoopHalf Shared Resize OneHot"
-).split()
-DAMAGES = ("bits", "bits", "cut", "type", "rename", "drop", "shape", "duplicate", "attribute", "opset", "initializer", "garbage", "domain", "outputs")
+UNARY = [
+    "Relu",
+    "Neg",
+    "Abs",
+    "Tanh",
+    "Sigmoid",
+    "Erf",
+    "Softplus",
+    "LeakyRelu",
+    "Elu",
+    "Selu",
+    "HardSigmoid",
+    "HardSwish",
+    "Softsign",
+    "Floor",
+    "Ceil",
+    "Sin",
+    "Cos",
+    "Identity",
+    "Softmax",
+    "LogSoftmax",
+    "Round",
+    "Sign",
+    "ThresholdedRelu",
+    "Celu",
+    "Mish",
+    "Dropout",
+]
+BINARY = ["Add", "Sub", "Mul", "Max", "Min", "Mean", "Sum"]
+SPECIAL = [
+    "MatMul",
+    "MatMul",
+    "MatMul",
+    "Gemm",
+    "Exp",
+    "Sqrt",
+    "Log",
+    "Reciprocal",
+    "Div",
+    "Pow",
+    "Clip",
+    "Where",
+    "Transpose",
+    "Reshape",
+    "Concat",
+    "Split",
+    "Slice",
+    "Gather",
+    "Expand",
+    "Tile",
+    "Pad",
+    "Cast",
+    "CastLow",
+    "ReduceMean",
+    "ReduceSum",
+    "ReduceMax",
+    "ArgMax",
+    "TopK",
+    "CumSum",
+    "Einsum",
+    "Squeeze",
+    "Flatten",
+    "LayerNorm",
+    "BatchNorm",
+    "InstanceNorm",
+    "PRelu",
+    "Conv",
+    "Constant",
+    "Shape",
+    "If",
+    "Loop",
+    "Scan",
+    "Sequence",
+    "SequenceLoop",
+    "Function",
+    "LSTM",
+    "HalfWeight",
+    "LoopHalf",
+    "Shared",
+    "Resize",
+    "OneHot",
+]
+DAMAGES = (
+    "bits",
+    "bits",
+    "cut",
+    "type",
+    "rename",
+    "drop",
+    "shape",
+    "duplicate",
+    "attribute",
+    "opset",
+    "initializer",
+    "garbage",
+    "domain",
+    "outputs",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +147,11 @@ class File:
     """Another output: the input itself, a sequence, or one without a shape."""
 
     def tags(self) -> tuple[str, ...]:
-        return tuple(each for each in (self.damage, self.low, f"opset {self.opset}", "unsorted" * self.shuffled, self.extra, *sorted(set(self.ops))) if each)
+        return tuple(
+            each
+            for each in (self.damage, self.low, f"opset {self.opset}", "unsorted" * self.shuffled, self.extra, *sorted(set(self.ops)))
+            if each
+        )
 
 
 @dataclass
@@ -100,11 +191,13 @@ def _info(name: str, kind: int = F32, shape: Any = SHAPE) -> onnx.ValueInfoProto
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def _body(chain: Chain, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto], nodes: list[onnx.NodeProto]) -> onnx.GraphProto:
+def _body(
+    chain: Chain, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto], nodes: list[onnx.NodeProto]
+) -> onnx.GraphProto:
     return helper.make_graph(nodes, name, inputs, outputs)
 
 
-def _add(chain: Chain, op: str) -> str:  # noqa: C901, PLR0911, PLR0912
+def _add(chain: Chain, op: str) -> str:
     """Append one op; the name of its result."""
     x, opset = chain.values[-1], chain.case.opset
     other = chain.values[int(chain.draws.integers(len(chain.values)))]
@@ -134,12 +227,20 @@ def _add(chain: Chain, op: str) -> str:  # noqa: C901, PLR0911, PLR0912
     if op == "Reshape":
         return chain.one("Reshape", chain.one("Reshape", x, chain.const([4, 4], np.int64)), chain.const([2, -1], np.int64))
     if op == "Concat":
-        return chain.one("Slice", chain.one("Concat", x, other, axis=1), chain.const([4], np.int64), chain.const([12], np.int64), chain.const([1], np.int64))
+        return chain.one(
+            "Slice",
+            chain.one("Concat", x, other, axis=1),
+            chain.const([4], np.int64),
+            chain.const([12], np.int64),
+            chain.const([1], np.int64),
+        )
     if op == "Split":
         parts = chain.put("Split", [x], 2, axis=1) if opset < 18 else chain.put("Split", [x], 2, axis=1, num_outputs=2)
         return chain.one("Concat", parts[1], parts[0], axis=1)
     if op == "Slice":
-        return chain.one("Concat", x, chain.one("Slice", x, chain.const([1], np.int64), chain.const([2], np.int64)), axis=0) and chain.one("Identity", x)
+        return chain.one("Concat", x, chain.one("Slice", x, chain.const([1], np.int64), chain.const([2], np.int64)), axis=0) and chain.one(
+            "Identity", x
+        )
     if op == "Gather":
         return chain.one("Gather", x, chain.const([1, 0], np.int64), axis=0)
     if op == "Expand":
@@ -147,7 +248,13 @@ def _add(chain: Chain, op: str) -> str:  # noqa: C901, PLR0911, PLR0912
     if op == "Tile":
         return chain.one("Add", x, chain.one("Tile", chain.weight(1, 8), chain.const([2, 1], np.int64)))
     if op == "Pad":
-        return chain.one("Slice", chain.one("Pad", x, chain.const([0, 1, 0, 1], np.int64)), chain.const([0], np.int64), chain.const([8], np.int64), chain.const([1], np.int64))
+        return chain.one(
+            "Slice",
+            chain.one("Pad", x, chain.const([0, 1, 0, 1], np.int64)),
+            chain.const([0], np.int64),
+            chain.const([8], np.int64),
+            chain.const([1], np.int64),
+        )
     if op == "Cast":
         return chain.one("Add", x, chain.one("Cast", chain.one("Cast", x, to=I64), to=F32))
     if op == "CastLow":
@@ -156,7 +263,9 @@ def _add(chain: Chain, op: str) -> str:  # noqa: C901, PLR0911, PLR0912
         reduced = chain.one(op, x, axes=[1], keepdims=1) if opset < 18 else chain.one(op, x, chain.const([1], np.int64), keepdims=1)
         return chain.one("Sub", x, reduced)
     if op == "ReduceSum":
-        return chain.one("Mul", x, chain.one("ReduceSum", x, keepdims=1, **axes(1)) if axes else chain.one("ReduceSum", x, chain.const([1], np.int64)))
+        return chain.one(
+            "Mul", x, chain.one("ReduceSum", x, keepdims=1, **axes(1)) if axes else chain.one("ReduceSum", x, chain.const([1], np.int64))
+        )
     if op == "ArgMax":
         return chain.one("Add", x, chain.one("Cast", chain.one("ArgMax", x, axis=1), to=F32))
     if op == "TopK":
@@ -177,12 +286,18 @@ def _add(chain: Chain, op: str) -> str:  # noqa: C901, PLR0911, PLR0912
         return chain.one("BatchNormalization", x, *(chain.const(np.full(8, each)) for each in (1.0, 0.1, 0.0, 1.0)))
     if op == "InstanceNorm":
         cube = chain.one("Reshape", x, chain.const([1, 2, 8], np.int64))
-        return chain.one("Reshape", chain.one("InstanceNormalization", cube, chain.const([1.0, 2.0]), chain.const([0.0, 1.0])), chain.const(SHAPE, np.int64))
+        return chain.one(
+            "Reshape",
+            chain.one("InstanceNormalization", cube, chain.const([1.0, 2.0]), chain.const([0.0, 1.0])),
+            chain.const(SHAPE, np.int64),
+        )
     if op == "PRelu":
         return chain.one("PRelu", x, chain.weight(8))
     if op == "Conv":
         cube = chain.one("Reshape", x, chain.const([1, 2, 8], np.int64))
-        return chain.one("Reshape", chain.one("Conv", cube, chain.weight(2, 2, 3), chain.weight(2), pads=[1, 1]), chain.const(SHAPE, np.int64))
+        return chain.one(
+            "Reshape", chain.one("Conv", cube, chain.weight(2, 2, 3), chain.weight(2), pads=[1, 1]), chain.const(SHAPE, np.int64)
+        )
     if op == "Constant":
         made = chain.one("Constant", value=numpy_helper.from_array(chain.draws.standard_normal((8, 8)).astype(np.float32)))
         return chain.one("MatMul", x, made)
@@ -200,8 +315,14 @@ def _add(chain: Chain, op: str) -> str:  # noqa: C901, PLR0911, PLR0912
         steps = [helper.make_node("MatMul", [s, w], [mid]), helper.make_node("Tanh", [mid], [out])]
         if op == "LoopHalf":
             half, h, back = chain.name("h"), chain.name("h"), chain.name("h")
-            steps = [helper.make_node("Cast", [s], [half], to=F16), helper.make_node("Constant", [], [h], value=numpy_helper.from_array(np.float16(0.5))),
-                     helper.make_node("Add", [half, h], [back]), helper.make_node("Cast", [back], [mid], to=F32), helper.make_node("Tanh", [mid], [out])]  # fmt: skip
+            value = numpy_helper.from_array(np.float16(0.5))
+            steps = [
+                helper.make_node("Cast", [s], [half], to=F16),
+                helper.make_node("Constant", [], [h], value=value),
+                helper.make_node("Add", [half, h], [back]),
+                helper.make_node("Cast", [back], [mid], to=F32),
+                helper.make_node("Tanh", [mid], [out]),
+            ]
         steps.append(helper.make_node("Identity", [c], [keep]))
         body = _body(chain, "body", [_info(i, I64, []), _info(c, BOOL, []), _info(s)], [_info(keep, BOOL, []), _info(out)], steps)
         return chain.one("Loop", chain.const(2, np.int64), chain.const(True, np.bool_), x, body=body)
@@ -234,7 +355,9 @@ def _add(chain: Chain, op: str) -> str:  # noqa: C901, PLR0911, PLR0912
     if op == "Resize":
         cube = chain.one("Reshape", x, chain.const([1, 1, 2, 8], np.int64))
         big = chain.one("Resize", cube, "", chain.const([1.0, 1.0, 2.0, 1.0]))
-        return chain.one("Slice", chain.one("Reshape", big, chain.const([4, 8], np.int64)), chain.const([0], np.int64), chain.const([2], np.int64))
+        return chain.one(
+            "Slice", chain.one("Reshape", big, chain.const([4, 8], np.int64)), chain.const([0], np.int64), chain.const([2], np.int64)
+        )
     hot = chain.one("OneHot", chain.one("ArgMax", x, axis=1, keepdims=0), chain.const(8, np.int64), chain.const([0.0, 1.0]))
     return chain.one("Mul", x, hot)
 
@@ -260,7 +383,7 @@ def build(case: File) -> bytes:
     return _damaged(case, model)
 
 
-def _damaged(case: File, model: onnx.ModelProto) -> bytes:  # noqa: C901
+def _damaged(case: File, model: onnx.ModelProto) -> bytes:
     choose = random.Random(case.seed + 1)
     graph = model.graph
     node = choose.choice(graph.node) if graph.node else None
@@ -275,7 +398,11 @@ def _damaged(case: File, model: onnx.ModelProto) -> bytes:  # noqa: C901
     elif case.damage == "duplicate" and node is not None:
         graph.node.append(node)
     elif case.damage == "attribute" and node is not None:
-        node.attribute.append(helper.make_attribute(choose.choice(("axis", "to", "perm", "nonsense", "equation")), choose.choice((99, -99, "a", [1, 2, 3], 0.5))))
+        node.attribute.append(
+            helper.make_attribute(
+                choose.choice(("axis", "to", "perm", "nonsense", "equation")), choose.choice((99, -99, "a", [1, 2, 3], 0.5))
+            )
+        )
     elif case.damage == "opset":
         model.opset_import[0].version = choose.choice((0, 1, 6, 99, -1))
     elif case.damage == "initializer" and graph.initializer:
@@ -345,7 +472,11 @@ def _run(path: Any, feed: dict[str, np.ndarray]) -> list[Any] | None:
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         kinds = {each.name: each.type for each in session.get_inputs()}
-        made = {name: value.astype(np.float16) if kinds.get(name) == "tensor(float16)" else value for name, value in feed.items() if name in kinds}
+        made = {
+            name: value.astype(np.float16) if kinds.get(name) == "tensor(float16)" else value
+            for name, value in feed.items()
+            if name in kinds
+        }
         found: list[Any] = session.run(None, made)
     except Exception:
         return None
@@ -401,7 +532,9 @@ class Server:
         process = self.process
         if process is None or process.poll() is not None:
             command = [sys.executable, "-m", "tests.fuzz.onnx_files"]
-            process = self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            process = self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()

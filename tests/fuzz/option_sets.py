@@ -57,7 +57,7 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("'adam'", "5", "[5]", "torch.optim.Adam", "torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)", "{'a': 1}"),
     ),
     "plan": (("None", "given"), ("'plan'", "{}", "5", "given.to_json()", "[given]")),
-    "calibration": (("None", "[x]", "[(x,)]", "measured"), ("5", "'ranges.json'", "[]", "[object()]", "[torch.randn(3, 3)]", "True", "['x']")),
+    "calibration": (("None", "[x]", "[(x,)]", "measured"), ("5", "'ranges.json'", "[]", "[object()]", "[torch.randn(3)]", "True")),
     "tolerance": (("None", "0.5"), ("-1", "'small'", "math.nan", "True", "[]", "math.inf", "-math.inf")),
     "accuracy": (("None", "'autocast'"), ("'best'", "5", "True", "'b' * 5000", "['autocast']")),
     "device": (("None", "'a100'", "'h100'", "'cpu'"), ("'gpu9000'", "5", "torch.device('cpu')", "'d' * 5000", "['a100']", "b'cpu'")),
@@ -68,7 +68,10 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("'auto'", "'dynamic'", "None", "8", "1024.0", "'torch'", "'tf'", "'none'"),
         ("'huge'", "-1", "0", "math.nan", "math.inf", "[]", "True", "'s' * 5000", "{}", "torch.optim"),
     ),
-    "pad": (("'auto'", "'always'", "'never'", "16", "{'module:first': 'always'}"), ("'sometimes'", "-8", "3.5", "{'module:zz': 'always'}", "[]", "None", "True", "{'module:first': 'p' * 5000}", "{3: 8}")),
+    "pad": (
+        ("'auto'", "'always'", "'never'", "16", "{'module:first': 'always'}"),
+        ("'sometimes'", "-8", "3.5", "{'module:zz': 'always'}", "[]", "None", "True", "{'module:first': 'p' * 5000}", "{3: 8}"),
+    ),
     "granularity": (("'model'", "['first', 'last']", "('fir*',)"), ("['nothing']", "5", "'layers'", "[3]", "None", "['g' * 5000]", "True")),
     "backend": (("'eager'", "lambda graph, inputs: graph"), ("'nonsense'", "5", "None", "['eager']", "'e' * 5000", "True")),
     "cache_weights": (("True", "False", "'step'"), ("'always'", "2", "None", "[]", "'c' * 5000")),
@@ -164,6 +167,8 @@ def _runs(case: OptionSet, model: nn.Module, amp: Any, x: torch.Tensor) -> Probl
             got, want = amp(x), model(x)
         text = str(amp.plan)
     except Exception as error:
+        if case.may_conflict and isinstance(error, amprewrite.AmpRewriteError):
+            return None
         return replace(failure(error), kind="raises when called")
     error = float((got - want).norm() / want.norm())
     if error > 0.05 or got.dtype != want.dtype or not text:
@@ -200,5 +205,3 @@ given, measured = amprewrite.plan(model, (x,), dtype="bf16"), amprewrite.calibra
 amp = amprewrite.rewrite({case.model}, {options})
 amp(x).sum().backward()
 """
-
-

@@ -25,7 +25,16 @@ import amprewrite
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
 HEAVY = frozenset(
-    "mm addmm bmm baddbmm convolution mkldnn_convolution convolution_overrideable _scaled_dot_product_flash_attention_for_cpu".split()
+    [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "mkldnn_convolution",
+        "convolution_overrideable",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ]
 )
 LIBRARY = Path(amprewrite.__file__).parent
 
@@ -135,14 +144,16 @@ def compare(want: Record, got: Record, autocast: Record | None, rounded: Record 
     for name in got.facts.keys() - want.facts.keys():
         return Problem("extra", _kind(name), f"{name}: {got.facts[name]} here, absent in fp32")
     for name, value in want.values.items():
-        problem = _compare_value(name, value, got.values[name], *(None if r is None else r.values.get(name) for r in (autocast, rounded)), exact, low)
+        problem = _compare_value(
+            name, value, got.values[name], *(None if r is None else r.values.get(name) for r in (autocast, rounded)), exact, low
+        )
         if problem is not None:
             return problem
     return None
 
 
 def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= 1e-2 * abs(b) + 1e-6) or a != a and b != b
+    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= 1e-2 * abs(b) + 1e-6) or (a != a and b != b)
 
 
 def _kind(name: str) -> str:
@@ -169,7 +180,9 @@ def _compare_value(
     if exact:
         if error <= 1e-6 * size:
             return None
-        return Problem("wrong", _kind(name), f"{name}, exact: {_shown(want)} in fp32, {_shown(got)} here, {error / max(size, 1e-30):.3g} off")
+        return Problem(
+            "wrong", _kind(name), f"{name}, exact: {_shown(want)} in fp32, {_shown(got)} here, {error / max(size, 1e-30):.3g} off"
+        )
     bar = FLOOR[low] * size + 1e-6
     if autocast is not None:
         bar = max(bar, 2 * float((autocast.double()[finite] - want).norm()))
@@ -180,7 +193,9 @@ def _compare_value(
         difference = rounded.double()[finite] - want
         noise = 3 * float(difference[difference.isfinite()].norm()) + 3 * FLOOR[low] * size * (not bool(difference.isfinite().all()))
     kind = "rounding" if error <= noise else "inexact"
-    said = f"{name}: {error / max(size, 1e-30):.3g} off, the bar is {bar / max(size, 1e-30):.3g}; {_shown(want)} in fp32, {_shown(got)} here"
+    said = (
+        f"{name}: {error / max(size, 1e-30):.3g} off, the bar is {bar / max(size, 1e-30):.3g}; {_shown(want)} in fp32, {_shown(got)} here"
+    )
     return Problem(kind, _kind(name), said)
 
 
@@ -190,7 +205,11 @@ def _shown(value: torch.Tensor) -> str:
 
 def failure(error: BaseException) -> Problem:
     """The problem that an exception is: its type, and the innermost line of the library that it passed."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if LIBRARY in Path(frame.filename).parents or "/passes/" in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if LIBRARY in Path(frame.filename).parents or "/passes/" in frame.filename
+    ]
     inner = getattr(error, "inner_exception", None)
     where = f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "outside the library"
     kind = type(error).__name__ if inner is None else f"{type(error).__name__} of {type(inner).__name__}"
@@ -205,4 +224,6 @@ def untold(amp: nn.Module, ran: Counter[torch.dtype], warned: list[str]) -> Prob
     high = [node.name for node in plan.nodes if node.flops and node.colour.value == "high"]
     if high:
         return None
-    return Problem("untold", "heavy ops in fp32", f"{ran[torch.float32]} heavy ops ran in fp32; the plan says: {plan.counts().splitlines()[-1]}")
+    return Problem(
+        "untold", "heavy ops in fp32", f"{ran[torch.float32]} heavy ops ran in fp32; the plan says: {plan.counts().splitlines()[-1]}"
+    )

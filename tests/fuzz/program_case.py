@@ -32,7 +32,10 @@ def check(program: Program) -> Problem | None:
         mode = Rounded(low)
         rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode))
         exact = rounded is not None and mode.exact and not program.huge
-        autocast = None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low)))
+        autocast = (
+            None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low)))
+        )
+
     def judged(got: Record) -> Problem | None:
         return compare(want, got, autocast, rounded, exact, program.dtype)
 
@@ -127,7 +130,9 @@ def _exported(program: Program, amp: nn.Module, got: Record) -> Problem | None:
             if not other.isfinite().all():
                 return Problem("export", "not finite", f"result {index}: finite rewritten, not finite exported")
             if float((one - other).norm()) > 0.1 * float(one.norm()) + 1e-3:
-                return Problem("export", "differs", f"result {index}: {one.flatten()[:4].tolist()} rewritten, {other.flatten()[:4].tolist()} exported")
+                return Problem(
+                    "export", "differs", f"result {index}: {one.flatten()[:4].tolist()} rewritten, {other.flatten()[:4].tolist()} exported"
+                )
     return None
 
 
@@ -249,13 +254,16 @@ def _quiet() -> Iterator[None]:
 
 def shown(program: Program) -> str:
     """The program as a script that prints results and gradients in fp32 and rewritten."""
-    inputs = ", ".join(f"torch.{'randint(-2, 3, ' + str(each.shape) + ').float()' if program.exact else 'randn(' + str(each.shape) + ')'}" for each in program.inputs)
+    inputs = ", ".join(
+        f"torch.{'randint(-2, 3, ' + str(each.shape) + ').float()' if program.exact else 'randn(' + str(each.shape) + ')'}"
+        for each in program.inputs
+    )
     options = ", ".join(f"{name}={value!r}" for name, value in program.options)
     integers = "    [p.data.copy_(torch.randint(-1, 2, p.shape)) for p in model.parameters()]\n" if program.exact else ""
     grads = [each.grad for each in program.inputs]
     return f"""{program.source()}
 
-# loss {program.loss}, calls {program.calls}, also looked at {program.checks}, inputs that need gradients {grads}, huge weight {program.huge}
+# loss {program.loss}, calls {program.calls}, also looked at {program.checks}, inputs with gradients {grads}, huge weight {program.huge}
 if __name__ == "__main__":
     import amprewrite
 

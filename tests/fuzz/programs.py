@@ -380,10 +380,20 @@ def _results(choose: random.Random, builder: Builder) -> tuple[str, ...]:
         elif kind < 0.7:
             found.append(choose.choice(builder.names))
         elif kind < 0.85:
-            found.append(choose.choice(("{}.view(-1)", "{}.mT", "{}[..., :1]", "{}.detach()", "{}.view_as({})")).replace("{}", choose.choice(builder.names)))
+            found.append(
+                choose.choice(("{}.view(-1)", "{}.mT", "{}[..., :1]", "{}.detach()", "{}.view_as({})")).replace(
+                    "{}", choose.choice(builder.names)
+                )
+            )
         else:
-            found.append(choose.choice(("None", "3", "True", "len({})", "{}.shape", "{}.argmax()", "{} > 0")).replace("{}", choose.choice(builder.names)))
-    tensors = [name for name in found if isinstance(builder.value(name), torch.Tensor)] if all(_runs(builder, name) for name in found) else [last]
+            found.append(
+                choose.choice(("None", "3", "True", "len({})", "{}.shape", "{}.argmax()", "{} > 0")).replace(
+                    "{}", choose.choice(builder.names)
+                )
+            )
+    tensors = (
+        [name for name in found if isinstance(builder.value(name), torch.Tensor)] if all(_runs(builder, name) for name in found) else [last]
+    )
     found = [name for name in found if _runs(builder, name)]
     return tuple(found) if tensors else (last,)
 
@@ -442,7 +452,7 @@ def _without(program: Program, start: int, end: int) -> Program | None:
     stands: dict[str, str] = {}
     for each in gone:
         source = next((stands.get(name, name) for name in each.reads), program.inputs[0].name)
-        stands |= {name: source for name in each.defines}
+        stands |= dict.fromkeys(each.defines, source)
 
     def renamed(text: str) -> str:
         return re.sub(r"\bv\d+\b", lambda found: stands.get(found[0], found[0]), text)

@@ -32,6 +32,11 @@ WRITES = (
     "data", "data_assign", "data_copy", "no_grad", "copy_", "set_", "swap", "load", "load_assign", "vector", "foreach", "dlpack", "numpy",
     "detach", "inference", "index", "out",
 )  # fmt: skip
+COSTLY = (
+    "part", "backward", "input_gradient", "through", "closure", "mode", "freeze", "replace_layer", "hook", "parameter_hook",
+    "duplicate", "merge",
+)  # fmt: skip
+"""Operations that have the model captured anew; a sequence has two of these kinds, so that it takes a second and not ten."""
 UNCOUNTED = ("data", "data_assign", "data_copy", "dlpack", "numpy")
 """Writes that PyTorch does not count: cache_weights="step" must be told of them."""
 
@@ -87,8 +92,9 @@ class Trial:
         self.options, self.low = options, str(options["dtype"])
         self.amp = amprewrite.rewrite(model, **options)
         self.optimizer: torch.optim.Optimizer | None = None
+        self.scaled = options.get("loss_scale", "auto") is not None
         self.known = False
-        """Whether the library may know the optimizer: it was attached, or has stepped."""
+        """Whether the library may know an optimizer: then it scales gradients, and an overflow is no fault."""
         self.overflowed = False
         self.draws = torch.Generator().manual_seed(seed)
         self.losses: Callable[[Tensor], Tensor] = lambda out: out.square().mean()
@@ -132,7 +138,9 @@ class Trial:
         if beside is not None and beside.isfinite().all():
             allowed = max(allowed, 3 * float((beside - want).norm()))
         if error > allowed:
-            raise WrongError(Problem("wrong", what, f"{what} is {error / max(size, 1e-30):.3g} off, the bar is {allowed / max(size, 1e-30):.3g}"))
+            raise WrongError(
+                Problem("wrong", what, f"{what} is {error / max(size, 1e-30):.3g} off, the bar is {allowed / max(size, 1e-30):.3g}")
+            )
 
     def _batch(self, rows: int, hot: float = 1.0) -> Tensor:
         return hot * torch.randn(rows, WIDTH, generator=self.draws)
@@ -181,7 +189,7 @@ class Trial:
             self.losses(out.float()).backward()
             runs.append((out, given, dict(model.named_parameters())))
         (want, x0, mine), (got, x1, theirs), (auto, x2, others) = runs
-        guarded = self.low == "fp16" and self.known
+        guarded = self.low == "fp16" and self.known and self.scaled
         self._compare("result of a training call", want.detach(), got.detach(), auto.detach().float())
         if inputs:
             self._compare("gradient of the result", want.grad, got.grad, None if auto.grad is None else auto.grad.float())
@@ -227,7 +235,7 @@ class Trial:
             return
         flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {}}[way]
         self.optimizer = getattr(torch.optim, kind)(learning, lr=0.1, **flags)
-        self.known = attach
+        self.known = True  # if it is not attached, it is found among the objects of the process
         self.overflowed = any(p.grad is not None and not p.grad.isfinite().all() for p in learning)
         if attach:
             self.amp.attach(self.optimizer)
@@ -242,6 +250,8 @@ class Trial:
         if self.optimizer is None or not learning or not all(p.isfinite().all() for p in learning):
             return
         overflow = any(not p.grad.isfinite().all() for p in learning) or self.overflowed  # type: ignore[union-attr]
+        if overflow and not self.scaled:
+            return  # whoever wants no loss scale has nothing that skips steps
         if clip == "norm":
             nn.utils.clip_grad_norm_(learning, 1.0)
         elif clip == "value":
@@ -264,7 +274,7 @@ class Trial:
     def closure(self, kind: str, hot: bool) -> None:
         """An optimizer of its own whose step runs forward and backward."""
         learning = [p for p in self.amp.parameters() if p.requires_grad]
-        if not learning or not all(p.isfinite().all() for p in learning):
+        if not learning or not self.scaled or not all(p.isfinite().all() for p in learning):
             return
         optimizer = getattr(torch.optim, kind)(learning, lr=0.01)
         x = self._batch(4, 200.0 if hot else 1.0)
@@ -428,19 +438,24 @@ def generate(seed: int) -> Sequence:
     if options["dtype"] == "fp16" and choose.random() < 0.3:
         options["loss_scale"] = choose.choice(("torch", 1024, None))
     layer = lambda: choose.choice(("first", "second", "head"))  # noqa: E731
-    rows = lambda: choose.choice((4, 4, 4, 6))  # noqa: E731
+    sizes = (4,) if choose.random() < 0.85 else (4, 6)
+    rows = lambda: choose.choice(sizes)  # noqa: E731
+    modes = choose.sample(("grad", "no_grad", "no_grad", "inference", "eval"), 2)
+    with_inputs = choose.random() < 0.3
     clip = lambda: choose.choice(("", "", "norm", "value"))  # noqa: E731
     hot = lambda: choose.random() < 0.2  # noqa: E731
 
     def optimizer() -> tuple[Any, ...]:
         kind = choose.choice(OPTIMIZERS)
-        way = choose.choice(("fused", "fused", "foreach", "plain") if kind in FUSED else ("foreach", "plain") if kind != "Adafactor" else ("plain",))
+        way = choose.choice(
+            ("fused", "fused", "foreach", "plain") if kind in FUSED else ("foreach", "plain") if kind != "Adafactor" else ("plain",)
+        )
         return kind, way, choose.random() < 0.4
 
     table: tuple[tuple[str, float, Callable[[], tuple[Any, ...]]], ...] = (
-        ("call", 5, lambda: (choose.choice(("grad", "no_grad", "no_grad", "inference", "eval")), rows())),
+        ("call", 5, lambda: (choose.choice(modes), rows())),
         ("part", 0.7, lambda: (choose.choice(("first", "second")),)),
-        ("backward", 1, lambda: (rows(), hot(), choose.random() < 0.4)),
+        ("backward", 1, lambda: (rows(), hot(), with_inputs)),
         ("input_gradient", 0.7, lambda: (rows(),)),
         ("through", 0.7, lambda: (rows(),)),
         ("make_optimizer", 1.2, optimizer),
@@ -459,14 +474,15 @@ def generate(seed: int) -> Sequence:
         ("parameter_hook", 0.2, lambda: ()),
         ("duplicate", 0.4, lambda: (choose.choice(("deepcopy", "pickle")),)),
     )
-    names, weights = [row[0] for row in table], [row[1] for row in table]
+    left_out = set(choose.sample(COSTLY, len(COSTLY) - 2))
+    names, weights = [row[0] for row in table], [row[1] * (row[0] not in left_out) for row in table]
     makers = {row[0]: row[2] for row in table}
     tiny = choose.random() < 0.1
     operations = [("make_optimizer", optimizer())] if choose.random() < 0.5 else []
     operations += [(name, makers[name]()) for name in choose.choices(names, weights, k=choose.randint(15, 22))]
     if tiny:
         operations += [("grow", ("second",)), ("finish", ())]
-    return Sequence(seed, choose.choice(list(NETS)), tiny, tuple(options.items()), tuple(operations))
+    return Sequence(seed, choose.choice(["Plain", *NETS]), tiny, tuple(options.items()), tuple(operations))
 
 
 def check(case: Sequence) -> Problem | None:

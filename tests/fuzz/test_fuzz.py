@@ -100,7 +100,12 @@ def test_shrinking_keeps_what_fails() -> None:
 
 def test_nothing_else_knows_of_the_fuzzer() -> None:
     own = Path(__file__).parent
-    for path in [*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+    for path in [
+        *(ROOT / "amprewrite").rglob("*.py"),
+        *(ROOT / "passes").glob("*.py"),
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+    ]:
         if own not in path.parents:
             assert not re.search(r"\btests\.fuzz\b", path.read_text()), path
 

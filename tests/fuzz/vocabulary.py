@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (a table reads best with a row a line, and several short rows on one)
 """The statements that programs are made of: text with placeholders, over 200 ops in all the spellings that PyTorch offers.
 
 `{x}` is a value, `{y}` one that broadcasts with it, `{s}` one of the same shape, `{d}` a dim of x, `{k}` a small number, `{v}` and `{u}`
@@ -37,14 +38,8 @@ def _spelled(name: str, arguments: str = "") -> list[str]:
     return found
 
 
-EXACT_UNARY = (
-    "neg abs relu square sign sgn floor ceil round trunc relu6 clone contiguous positive detach hardtanh fliplr nan_to_num "
-    "ravel flatten atleast_3d"
-).split()
-SMOOTH_UNARY = (
-    "exp2 expm1 sin cos tanh sigmoid gelu silu mish elu selu celu softplus logsigmoid erf erfc atan asinh sinh cosh hardswish "
-    "hardsigmoid softsign tanhshrink sinc i0 frac arctan rad2deg"
-).split()
+EXACT_UNARY = ["neg", "abs", "relu", "square", "sign", "sgn", "floor", "ceil", "round", "trunc", "relu6", "clone", "contiguous", "positive", "detach", "hardtanh", "fliplr", "nan_to_num", "ravel", "flatten", "atleast_3d"]
+SMOOTH_UNARY = ["exp2", "expm1", "sin", "cos", "tanh", "sigmoid", "gelu", "silu", "mish", "elu", "selu", "celu", "softplus", "logsigmoid", "erf", "erfc", "atan", "asinh", "sinh", "cosh", "hardswish", "hardsigmoid", "softsign", "tanhshrink", "sinc", "i0", "frac", "arctan", "rad2deg"]
 GUARDED_UNARY = {
     "log": "{x}.abs() + 1", "log1p": "{x}.abs()", "log2": "{x}.abs() + 1", "log10": "{x}.abs() + 1", "sqrt": "{x}.abs() + 1",
     "rsqrt": "{x}.abs() + 1", "reciprocal": "{x}.abs() + 1", "lgamma": "{x}.abs() + 1", "digamma": "{x}.abs() + 1",
