@@ -120,6 +120,7 @@ class StepGate:
         self._facts: dict[str, bool | Tensor] = {}
         self._warned = False
         self._first = {id(p): weakref.ref(p) for p in self.parameters()}
+        self._unscaled = self._stepped = False
         self._forget_optimizers()
 
     def attach(self, optimizer: Optimizer, copies: bool = False) -> None:
@@ -150,10 +151,12 @@ class StepGate:
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """(scale, inverse) for one forward: 0-dim fp32 tensors. A dynamic scale is 1 until an optimizer is known."""
         if self.loss_scale.kind != "dynamic" or self._knows_optimizer():
-            self._unscaled = self._unscaled and not self._stepped
+            if self._stepped:
+                self._unscaled = False
             return self.loss_scale.snapshot(device)
         if torch.is_grad_enabled():
-            self._unscaled, self._stepped = True, False
+            self._unscaled = True
+            self._stepped = False
         one = self._ones.get(torch.device(device))
         if one is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -317,9 +320,9 @@ class StepGate:
         self._until_look = self.max_consecutive_skips or 0
         self._unguarded = 0
         """Forwards since an optimizer was known."""
-        self._unscaled: bool = False
+        self._unscaled = False
         """Whether a forward did not use the scale."""
-        self._stepped: bool = False
+        self._stepped = False
         """Whether an optimizer stepped since."""
         self._ones: dict[torch.device, Tensor] = {}
         self._early: Noted = Noted()
