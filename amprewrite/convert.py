@@ -15,11 +15,11 @@ from amprewrite.errors import AccuracyError, AmpRewriteError, CaptureError, Emit
 from amprewrite.files import resolved
 from amprewrite.formats import FP32, parse_format
 from amprewrite.onnx_check import invalid
-from amprewrite.onnx_job import Job, OnnxReport, OnnxResult, Order
+from amprewrite.onnx_job import Job, OnnxReport, OnnxResult, Order, Rejected
 from amprewrite.onnx_load import Source, load, name_of
 from amprewrite.onnx_ops import VOCABULARY
 from amprewrite.onnx_plans import REGION
-from amprewrite.onnx_run import runtime
+from amprewrite.onnx_run import TimeLimit, runtime
 from amprewrite.onnx_samples import CallersError, read_feeds
 from amprewrite.oplists import OpLists, find_op
 from amprewrite.plan import CastPlan
@@ -41,6 +41,7 @@ def rewrite_onnx(
     plan_path: str | Path | None = None,
     verify: bool = True,
     max_rel_err: float | None = None,
+    time_limit: TimeLimit = "auto",
 ) -> OnnxResult:
     """Rewrite an fp32 ONNX model into mixed precision, with the passes and lists of `rewrite`.
 
@@ -57,6 +58,8 @@ def rewrite_onnx(
         plan_path: write the plan there, too, as JSON.
         verify: full check, load and run in ONNX Runtime, and the error under true rounding.
         max_rel_err: an error under true rounding beyond this raises AccuracyError, and nothing is written.
+        time_limit: seconds that one sample run may take, four times that under true rounding; None: no limit. "auto": 5, and one
+            more for every 20 MB of weights.
 
     Raises:
         CaptureError: no ONNX model, or one that cannot be read. PolicyError: options that make no sense. PlanError: a plan
@@ -68,7 +71,7 @@ def rewrite_onnx(
     if low is FP32:
         raise PolicyError("dtype='fp32' leaves nothing to rewrite; use 'fp16' or 'bf16'")
     policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low))
-    order = _order(out, plan_path, external_data, verify, max_rel_err)
+    order = _order(out, plan_path, external_data, verify, max_rel_err, time_limit)
     if plan is not None and overrides:
         raise PolicyError("plan= and overrides= both say what runs where; put the overrides into the plan with plan.edit")
     if calibration is not None:
@@ -95,6 +98,7 @@ def export_onnx(
     calibration: Any = None,
     verify: bool = True,
     max_rel_err: float | None = None,
+    time_limit: TimeLimit = "auto",
 ) -> OnnxResult:
     """Write a rewritten model as an ONNX file: its plain fp32 twin goes through torch.onnx.export, the result through the passes.
 
@@ -115,7 +119,7 @@ def export_onnx(
 
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
-    order = _order(path, plan_path, external_data, verify, max_rel_err)
+    order = _order(path, plan_path, external_data, verify, max_rel_err, time_limit)
     model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes)
     job = Job(model, policy, keep_io, notes, exported=True)
     if plan is not None and plan.low != policy.low.name:
@@ -139,6 +143,11 @@ def _blamed(source: Source) -> Iterator[None]:
     """Errors of parsers and libraries as ours: CaptureError if the source itself is to blame, PassError if we are."""
     try:
         yield
+    except Rejected as error:
+        problem = _source_problem(source)
+        if problem:
+            raise CaptureError(f"{name_of(source)} is not valid ONNX: {problem}; export it again") from error
+        raise
     except AmpRewriteError:
         raise
     except CallersError as error:
@@ -196,10 +205,12 @@ def convert_file(source: str | Path, out: str | Path, **options: Any) -> Convers
         return Conversion(error.result, str(error))
 
 
-def _order(out: Any, plan_path: Any, external_data: bool | str, verify: bool, max_rel_err: float | None) -> Order:
+def _order(
+    out: Any, plan_path: Any, external_data: bool | str, verify: bool, max_rel_err: float | None, time_limit: TimeLimit
+) -> Order:
     if plan_path is not None and out is None:
         raise PolicyError("plan_path= goes with a file that is written: give out=, or save result.plan.to_json() yourself")
-    return Order(_target(out), _target(plan_path), external_data, verify, max_rel_err)
+    return Order(_target(out), _target(plan_path), external_data, verify, max_rel_err, time_limit)
 
 
 def _target(out: Any) -> Path | None:

@@ -204,7 +204,11 @@ def alone_in(folder: Path) -> Iterator[None]:
                 time.sleep(0.005)
             except OSError:  # a file system without locks
                 break
-        yield  # closing the handle gives the lock back
+        try:
+            yield
+        finally:  # closing the handle is not enough: a process forked meanwhile holds a copy
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 # -- scratch files -----------------------------------------------------------------------

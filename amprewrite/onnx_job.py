@@ -26,7 +26,7 @@ from amprewrite.given_plan import check_casts
 from amprewrite.onnx_load import make_ready
 from amprewrite.onnx_ops import constant_tensor, format_of, op_of
 from amprewrite.onnx_plans import REGION, carry_over, given_region
-from amprewrite.onnx_run import TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
+from amprewrite.onnx_run import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
 from amprewrite.onnx_samples import Feed, Samples, observe
 from amprewrite.onnx_weights import Loss
 from amprewrite.oplists import OpLists, op_lists
@@ -39,6 +39,12 @@ from amprewrite.strict_onnx import relative_error, strict_outputs
 
 TARGET = "meta"
 """Device whose lists and costs are used: no particular one, a file is made for any accelerator."""
+LONGEST = 1e6
+"""Seconds beyond which a time limit is none."""
+
+
+class Rejected(EmitError):
+    """A rewritten model fails a check. Whose fault it is, its source tells."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Order:
     external_data: bool | str = "auto"
     verify: bool = True
     max_rel_err: float | None = None
+    time_limit: TimeLimit = "auto"
 
     def __post_init__(self) -> None:
         if self.external_data not in (True, False, "auto"):
@@ -111,6 +118,11 @@ class Order:
         limit = self.max_rel_err
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf")):
             raise PolicyError(f"max_rel_err= takes a relative error such as 1e-2, not {limit!r}")
+        seconds = self.time_limit
+        if seconds not in (None, "auto") and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST
+        ):
+            raise PolicyError(f"time_limit= takes seconds up to {LONGEST:g}, None for no limit, or 'auto', not {seconds!r}")
         if limit is not None and not self.verify:
             raise PolicyError("max_rel_err= needs verify=True: without it no error is measured")
         if self.verify:
@@ -148,7 +160,7 @@ class Job:
 
     # -- 1 and 2. decide ------------------------------------------------------------------------
     def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:
-        samples = self.sample(feeds)
+        samples = self.sample(feeds, order.time_limit)
         if samples.invalid and (order.verify or feeds is not None):
             remedy = "export it again" if feeds is not None else "export it again, or pass verify=False to have it neither run nor checked"
             raise CaptureError(f"{self.name} is not valid ONNX: onnx.checker says {samples.invalid}; {remedy}")
@@ -167,10 +179,10 @@ class Job:
         )
         return self.emit(region, report, samples, order)
 
-    def sample(self, feeds: Iterable[Feed] | None) -> Samples:
+    def sample(self, feeds: Iterable[Feed] | None, limit: TimeLimit) -> Samples:
         wanted = [v for n in self.model.graph if n.op_type != "Constant" for v in n.outputs if v.name and format_of(v) == "fp32"]
         try:
-            samples = observe(self.model, feeds, wanted)
+            samples = observe(self.model, feeds, wanted, limit)
         except PolicyError as error:
             if not self.example_inputs:
                 raise
@@ -208,12 +220,15 @@ class Job:
         try:
             onnx.checker.check_model(file or proto, full_check=True)
         except Exception as error:
-            raise EmitError(f"the rewritten model fails onnx.checker: {one_line(error)}; please report this model") from error
-        loaded = self._run_here(file or proto, samples)
+            raise Rejected(f"the rewritten model fails onnx.checker: {one_line(error)}; please report this model") from error
         strict = None
-        if samples.feeds:
-            folder = made.path.parent if made is not None and outside else None
-            strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder))
+        try:
+            loaded = self._run_here(file or proto, samples, order.time_limit)
+            if samples.feeds:
+                folder = made.path.parent if made is not None and outside else None
+                strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
+        except TooSlow as error:
+            raise EmitError(f"the rewritten model is too slow to check: {error}, and smaller samples as calibration= take less") from error
         return replace(report, valid=True, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
@@ -229,7 +244,7 @@ class Job:
             found = f"the relative L2 error under strict rounding is {error:.3g}, more than {order.max_rel_err:g}"
             raise AccuracyError(f"{found}; nothing was written", result)
 
-    def _run_here(self, made: str | onnx.ModelProto, samples: Samples) -> float | None:
+    def _run_here(self, made: str | onnx.ModelProto, samples: Samples, limit: TimeLimit) -> float | None:
         try:
             runner = session(made)
         except Exception as error:
@@ -239,7 +254,7 @@ class Job:
             if samples.problem:
                 self.notes.append(f"ONNX Runtime loads neither the fp32 model nor this one: {one_line(error)}")
                 return None
-            raise EmitError(f"ONNX Runtime refuses the rewritten model: {one_line(error)}; please report this model") from error
+            raise Rejected(f"ONNX Runtime refuses the rewritten model: {one_line(error)}; please report this model") from error
         if not samples.feeds:
             return None
         if any(format_of(value) == "bf16" for value in (*self.model.graph.inputs, *self.model.graph.outputs)):
@@ -247,13 +262,13 @@ class Job:
             return None
         kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if v.dtype is not None}
         feeds = [{name: np.asarray(array, kinds[name]) for name, array in feed.items()} for feed in samples.feeds]
-        seconds = seconds_for(weight_bytes(self.model))
+        seconds = seconds_for(weight_bytes(self.model), limit)
         try:
             return relative_error(samples.outputs, [run_within(runner, None, feed, seconds) for feed in feeds])
-        except TooSlow as error:
-            raise EmitError(f"the rewritten model is too slow to check: {error}; pass smaller samples as calibration=") from error
+        except TooSlow:
+            raise
         except Exception as error:
-            raise EmitError(f"ONNX Runtime fails on the rewritten model: {one_line(error)}; please report this model") from error
+            raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}; please report this model") from error
 
     def unchanged(self, order: Order) -> OnnxResult:
         """Write the model as it is: its policy is fp32."""

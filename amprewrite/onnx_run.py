@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import onnx_ir as ir
@@ -21,6 +21,8 @@ MOST_BYTES = 1_500_000_000
 SECONDS = 5.0
 BYTES_A_SECOND = 2e7
 """A run may take SECONDS, and one second more for so many bytes of weights."""
+TimeLimit = float | None | Literal["auto"]
+"""Seconds that one run may take; None: any number; "auto": what the bytes of weights ask for."""
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
 NO_RUNTIME = (
     "ONNX Runtime is not installed, so nothing can be run or verified: pip install 'amprewrite[onnx]' for the CPU, "
@@ -63,15 +65,18 @@ class TooSlow(EmitError):
     """A run that took longer than models of its size do."""
 
 
-def seconds_for(weights: int) -> float:
-    """How long one run may take, by the bytes of weights: a file of no size that runs for ever is no model."""
-    return SECONDS + weights / BYTES_A_SECOND
+def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
+    """How long one run may take; None: as long as it likes. By itself a file of no size that runs for ever is no model."""
+    return SECONDS + weights / BYTES_A_SECOND if limit == "auto" else limit
 
 
-def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float) -> list[Any]:
+def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
     """Run a session. TooSlow if it takes longer than `seconds`; what ONNX Runtime raises passes through."""
     options = runtime().RunOptions()
     options.log_severity_level = 4
+    if seconds is None:
+        unlimited: list[Any] = runner.run(names, feed, options)
+        return unlimited
     late = threading.Event()
 
     def stop() -> None:
@@ -85,7 +90,7 @@ def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float) 
         found: list[Any] = runner.run(names, feed, options)
     except Exception as error:
         if late.is_set():
-            raise TooSlow(f"one run takes longer than {seconds:.0f} s") from error
+            raise TooSlow(f"one run takes longer than {seconds:g} s; time_limit= (--time-limit) allows more") from error
         raise
     finally:
         timer.cancel()
@@ -105,8 +110,8 @@ def is_large(model: ir.Model) -> bool:
 class Runnable:
     """A model that can be run with any of its values as outputs. Use as a context manager: a large one takes a folder on disk."""
 
-    def __init__(self, model: ir.Model) -> None:
-        self.seconds = seconds_for(weight_bytes(model))
+    def __init__(self, model: ir.Model, limit: TimeLimit = "auto") -> None:
+        self.seconds = seconds_for(weight_bytes(model), limit)
         """How long one run may take."""
         self.stack = contextlib.ExitStack()
         self.folder: Path | None = None

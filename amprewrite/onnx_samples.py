@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from amprewrite.errors import PolicyError, one_line
 from amprewrite.onnx_check import memory, too_large
-from amprewrite.onnx_run import Runnable, TooSlow, run_within
+from amprewrite.onnx_run import Runnable, TimeLimit, TooSlow, run_within
 from amprewrite.printable import printable
 
 Feed = dict[str, np.ndarray]
@@ -194,7 +194,7 @@ def _rows_indexed(value: ir.Value) -> int:
 
 
 # -- runs ------------------------------------------------------------------------------
-def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value]) -> Samples:
+def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto") -> Samples:
     """Run the fp32 model and keep the magnitudes of the `wanted` values. `feeds` None: on made-up inputs.
 
     PolicyError where the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
@@ -202,7 +202,7 @@ def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.V
     problem = too_large(model)
     if problem:
         return Samples(problem=problem)
-    with Runnable(model) as runnable:
+    with Runnable(model, limit) as runnable:
         invalid = runnable.invalid()
         if invalid:
             return Samples(problem=f"onnx.checker refuses the model: {invalid}", invalid=invalid)

@@ -6,18 +6,11 @@ import contextlib
 import json
 import math
 import os
-import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
-from amprewrite.errors import AmpRewriteWarning, one_line
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes that write at once keep the prices of one of them
-    fcntl = None  # type: ignore[assignment]
+from amprewrite.errors import AmpRewriteWarning, EmitError, one_line
+from amprewrite.files import alone_in, write_text
 
 Prices = dict[str, float | None]
 """Seconds by call; None for a call that cannot be made alone."""
@@ -54,14 +47,14 @@ def write_prices(new: Prices) -> None:
     path = cache_file()
     if path is None:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, EmitError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with alone_in(path.parent):
             try:
                 known = _read(path)
             except (OSError, ValueError, RecursionError):
                 known = {}
-            _replace(path, json.dumps({**known, **_checked(new)}, indent=0, sort_keys=True))
+            write_text(path, json.dumps({**known, **_checked(new)}, indent=0, sort_keys=True))
 
 
 def _read(path: Path) -> Prices:
@@ -80,24 +73,3 @@ def _checked(prices: Prices) -> Prices:
 
 def _plausible(price: object) -> bool:
     return isinstance(price, int | float) and not isinstance(price, bool) and math.isfinite(price) and 0 < price <= LONGEST
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[IO[bytes]]:
-    """One writer at a time, among threads and processes; the lock of one that dies goes with it."""
-    with path.open("ab") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lock
-
-
-def _replace(path: Path, text: str) -> None:
-    """The new file is whole before it takes the old one's place; nothing else is left behind."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

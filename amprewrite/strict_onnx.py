@@ -20,7 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.onnx_ops import format_of
-from amprewrite.onnx_run import run_within, seconds_for, session_of, weight_bytes
+from amprewrite.onnx_run import TimeLimit, run_within, seconds_for, session_of, weight_bytes
 from amprewrite.onnx_samples import Feed
 
 LOW = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
@@ -34,15 +34,21 @@ _AIMED = {"Cast", "Constant", "ConstantOfShape"}
 
 
 def strict_outputs(
-    model: ir.Model, feeds: Sequence[Feed], proto: onnx.ModelProto | None = None, folder: Path | None = None
+    model: ir.Model,
+    feeds: Sequence[Feed],
+    proto: onnx.ModelProto | None = None,
+    folder: Path | None = None,
+    limit: TimeLimit = "auto",
 ) -> list[list[np.ndarray]]:
     """Outputs of the rewritten model under true rounding, one list a feed.
 
-    `proto` is the model as it was written, with its external data in `folder`; None: all of it is in memory.
+    `proto` is the model as it was written, with its external data in `folder`; None: all of it is in memory. TooSlow if a run
+    takes longer than ROUNDING times what `limit` allows an ordinary one.
     """
     strict, low_inputs = strict_model(model, ir.to_proto(model) if proto is None else proto)
     runner = session_of(strict, folder)
-    seconds = ROUNDING * seconds_for(weight_bytes(model))
+    ordinary = seconds_for(weight_bytes(model), limit)
+    seconds = None if ordinary is None else ROUNDING * ordinary
     raised = (dict(_raised(name, array, low_inputs) for name, array in feed.items()) for feed in feeds)
     return [run_within(runner, None, feed, seconds) for feed in raised]
 

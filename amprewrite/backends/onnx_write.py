@@ -2,8 +2,9 @@
 
 1. Weights outside the model go into a data file named by its content, `NAME.onnx.HASH.data`. It never changes once it is there.
 2. Model, data and plan are written and synced in a scratch folder beside the target, and checked there.
-3. The data file moves into place, then the plan, then the model. The model's move is the switch: it names the data it reads.
-4. What fails, or is interrupted, before the switch is undone. Data files that only the old model read are removed after it.
+3. The data file moves into place, then the model, then the plan. The model's move is the switch: it names the data it reads.
+   A plan is never ahead of its model.
+4. What fails, or is interrupted, during the moves is undone. Data files that only the old model read are removed after them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.errors import EmitError, one_line
-from amprewrite.files import alone_in, cannot_write, resolved, scratch_folder, scratch_path, sync_file, sync_folder, take_mode
+from amprewrite.files import alone_in, cannot_write, resolved, scratch_folder, scratch_path, sweep, sync_file, sync_folder, take_mode
 from amprewrite.files import write_scratch as write
 from amprewrite.onnx_run import is_large
 
@@ -58,20 +59,21 @@ class Written:
             for path in (self.path, *([self.data] if self.data else ())):
                 sync_file(path)
             for target, text in plans.items():
+                sweep(target.parent)
                 scratch.append(scratch_path(target.parent))
                 write(scratch[-1], text.encode("utf-8", errors="backslashreplace"))
                 sync_file(scratch[-1])
             with alone_in(real.parent):
                 old = _old_data(real)
                 take_mode(self.path, real)
-                moves = []
+                moves = [(self.path, real)]
                 if self.data and not _is_there(self.data, real.with_name(self.data.name)):
                     self.data.chmod((old[0] if old else self.path).stat().st_mode & 0o7777)
-                    moves.append((self.data, real.with_name(self.data.name)))
+                    moves.insert(0, (self.data, real.with_name(self.data.name)))
                 for source, target in zip(scratch, plans, strict=True):
                     take_mode(source, target)
                     moves.append((source, target))
-                _move_all([*moves, (self.path, real)], self.path.parent)
+                _move_all(moves, self.path.parent)
                 _remove(old, real, self.data.name if self.data else "")
             for folder in {real.parent, *(target.parent for target in plans)}:
                 sync_folder(folder)

@@ -150,7 +150,9 @@ def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> d
             with working("exporting"), torch.no_grad():
                 if out.suffix == ".pt2":
                     return _exported(amp, source, out, limit)
-                result = amp.export_onnx(out, source.args, source.kwargs, keep_io=not options.low_io, max_rel_err=limit)
+                result = amp.export_onnx(
+                    out, source.args, source.kwargs, keep_io=not options.low_io, max_rel_err=limit, time_limit=options.time_limit
+                )
     except AccuracyError as error:
         if error.result is None:
             raise
@@ -339,7 +341,7 @@ def _rewrite_options(options: Options) -> dict[str, Any]:
 
 
 def _onnx_options(options: Options) -> dict[str, Any]:
-    found = {"lists": options.lists, "overrides": _overrides(options), "calibration": options.calibration}
+    found = {"lists": options.lists, "overrides": _overrides(options), "calibration": options.calibration, "time_limit": options.time_limit}
     return found | ({"dtype": options.dtype} if options.dtype else {})
 
 

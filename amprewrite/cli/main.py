@@ -152,6 +152,8 @@ def _policy(made: argparse.ArgumentParser) -> None:
     group.add_argument("--override", action="append", default=[], metavar="KEY=KIND", help=kinds)
     ranges = "ranges.json of amprewrite calibrate; for an ONNX file an .npz of inputs by name"
     group.add_argument("--calibration", metavar="PATH", help=ranges)
+    limit = "seconds that one sample run of an ONNX file may take, 'none' for any; 5 and more by its size if left out"
+    group.add_argument("--time-limit", type=_seconds, default="auto", metavar="X", help=limit)
     group.add_argument("--train", action="store_true", help="training mode, with gradients")
     group.add_argument("--device", metavar="DEVICE", help="move model and inputs there first, such as cuda")
 
@@ -160,6 +162,15 @@ def _positive(word: str) -> float:
     value = float(word)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{word} is no error to allow; give a positive number")
+    return value
+
+
+def _seconds(word: str) -> float | None:
+    if word == "none":
+        return None
+    value = float(word)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{word} is no time to wait; give seconds, or 'none' for no limit")
     return value
 
 

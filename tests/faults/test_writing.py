@@ -20,6 +20,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx_help import gemm_chain, node, noise
+from tally import Tally
 from torch import nn
 
 import amprewrite
@@ -177,8 +178,11 @@ def test_a_kill_before_any_change_of_the_file_system(tmp_path: Path, writers: di
     raise AssertionError("the write never ended")
 
 
-def kill_at_random(folder: Path, kind: str, write: Write, times: int, seed: int) -> None:
-    rng, path = random.Random(seed), target(folder, kind)
+@pytest.mark.parametrize("times", [5, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kills_at_random_moments(tmp_path: Path, writers: dict[str, Write], tally: Tally, kind: str, times: int) -> None:
+    tally.data["row"] = f"kill -9: {kind}"
+    write, folder, rng, path = writers[kind], tmp_path, random.Random(times), target(tmp_path, kind)
     allowed = both(folder, kind, write)
 
     def work() -> None:
@@ -187,18 +191,8 @@ def kill_at_random(folder: Path, kind: str, write: Write, times: int, seed: int)
 
     for _ in range(times):
         assert in_child(work, rng.uniform(0.0, 0.05)) == signal.SIGKILL
-        assert_whole(folder, kind, write, allowed)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kills_at_random_moments(tmp_path: Path, writers: dict[str, Write], kind: str) -> None:
-    kill_at_random(tmp_path, kind, writers[kind], 10, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_kills_at_random_moments(tmp_path: Path, writers: dict[str, Write], kind: str) -> None:
-    kill_at_random(tmp_path, kind, writers[kind], 120, 1)
+        tally.kill(lambda: assert_whole(folder, kind, write, allowed))
+    tally.settle()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -406,8 +400,8 @@ def test_a_bar_that_is_missed_leaves_a_program_alone(tmp_path: Path, capsys: pyt
 
 # -- the house ---------------------------------------------------------------------------------------
 def test_one_file_writes_all_others() -> None:
-    """Nothing else opens a file to write it; logs are appended to, and the price cache heals itself."""
-    own = {"files.py", "training_log.py", "measure.py"}
+    """Nothing else opens a file to write it; logs are appended to."""
+    own = {"files.py", "training_log.py"}
     for path in [*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").glob("*.py")]:
         if path.name in own:
             continue
