@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from amprewrite.arguments import is_flag, is_word, shown
 from amprewrite.backends.onnx_file import apply_plan
 from amprewrite.backends.onnx_write import Written, written
 from amprewrite.colour import Colour
@@ -106,11 +107,11 @@ class Order:
     max_rel_err: float | None = None
 
     def __post_init__(self) -> None:
-        if self.external_data not in (True, False, "auto"):
-            raise PolicyError(f"external_data= takes True, False or 'auto', not {self.external_data!r}")
+        if not is_flag(self.external_data) and not is_word(self.external_data, "auto"):
+            raise PolicyError(f"external_data= takes True, False or 'auto', not {shown(self.external_data)}")
         limit = self.max_rel_err
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf")):
-            raise PolicyError(f"max_rel_err= takes a relative error such as 1e-2, not {limit!r}")
+            raise PolicyError(f"max_rel_err= takes a relative error such as 1e-2, not {shown(limit)}")
         if limit is not None and not self.verify:
             raise PolicyError("max_rel_err= needs verify=True: without it no error is measured")
         if self.verify:
