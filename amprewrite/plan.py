@@ -348,7 +348,7 @@ class CastPlan:
                 raise PlanError(f"{shown(name)}: colour {shown(word)} is neither 'low' nor 'high'")
             found = [node for node in self.find(name) if node.colour is not Colour.PLAIN and node.role == "op"]
             if not found:
-                raise PlanError(f"{shown(name)} holds no op with an fp32 value, so it has no colour to change; inputs and weights stay fp32")
+                raise PlanError(f"{shown(name)} holds no op with an fp32 value: it has no colour to change; inputs and weights stay fp32")
             new |= {node.name: Colour(word) for node in found}
 
         def repaint(region: RegionPlan) -> RegionPlan:

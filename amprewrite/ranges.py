@@ -210,7 +210,8 @@ class Calibration:
         if not isinstance(data, dict) or "regions" not in data or "parameters" not in data:
             raise CalibrationError("this is no calibration: the JSON has no 'regions'; write one with calibration.save(path)")
         if data.get("version") != SCHEMA:
-            raise CalibrationError(f"the calibration has version {shown(data.get('version'))}, this amprewrite reads {SCHEMA}; make it anew")
+            version = shown(data.get("version"))
+            raise CalibrationError(f"the calibration has version {version}, this amprewrite reads {SCHEMA}; make it anew")
         try:
             found: Calibration = build(cls, data)
             found._check_values()
