@@ -21,6 +21,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
+from amprewrite.arguments import is_word, shown
 from amprewrite.careful import Careful
 from amprewrite.colour import Colour
 from amprewrite.cost import TICK, price
@@ -118,7 +119,7 @@ def search(
     misses, and where there are no batches.
     """
     check_target(tolerance, accuracy)
-    asked = f"tolerance={tolerance:g}" if tolerance is not None else f"accuracy={accuracy!r}"
+    asked = f"tolerance={tolerance:g}" if tolerance is not None else f"accuracy={shown(accuracy)}"
     if not batches:
         raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
     trial = Trial(module, options, forward)
@@ -180,10 +181,10 @@ def check_target(tolerance: float | None, accuracy: str | None) -> None:
     """PolicyError where what is asked for makes no sense."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
-    if accuracy is not None and accuracy != "autocast":
-        raise PolicyError(f"accuracy={accuracy!r} is not known: 'autocast' is; for a number use tolerance=")
-    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
-        raise PolicyError(f"tolerance={tolerance!r} is no relative error: use a number between 0 and 1, such as 1e-3")
+    if accuracy is not None and not is_word(accuracy, "autocast"):
+        raise PolicyError(f"accuracy={shown(accuracy)} is not known: 'autocast' is; for a number use tolerance=")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1):
+        raise PolicyError(f"tolerance={shown(tolerance)} is no relative error: use a number between 0 and 1, such as 1e-3")
 
 
 def _low_of(trial: Trial) -> Format:

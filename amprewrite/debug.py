@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amprewrite.arguments import shown
 from amprewrite.colour import Colour
 from amprewrite.errors import AmpRewriteWarning, PolicyError
 from amprewrite.formats import FORMATS, FP32
@@ -130,7 +131,7 @@ class DebugReport:
         assert self.run is not None and self.amp is not None
         target = TOLERANCE * FORMATS[self.low].eps if max_rel_err is None else max_rel_err
         if not target > 0:
-            raise PolicyError(f"max_rel_err={max_rel_err!r} is no error to aim at; give a positive number")
+            raise PolicyError(f"max_rel_err={shown(max_rel_err)} is no error to aim at; give a positive number")
         return _suggest(self.run, self.amp, target, most_runs)
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amprewrite.arguments import shown
 from amprewrite.errors import PolicyError
 from amprewrite.formats import BF16, FP16, Format
 
@@ -71,9 +72,9 @@ def named_device(name: str) -> Device:
     """The row called `name`; PolicyError, which lists the known ones, for any other."""
     row = NAMED.get(name.lower()) if isinstance(name, str) else None
     if row is None:
-        near = difflib.get_close_matches(str(name).lower(), NAMED, 1)
+        near = difflib.get_close_matches(name.lower(), NAMED, 1) if isinstance(name, str) else []
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise PolicyError(f"device={name!r} is no device that amprewrite can plan for; it knows {', '.join(NAMED)}.{hint}")
+        raise PolicyError(f"device={shown(name)} is no device that amprewrite can plan for; it knows {', '.join(NAMED)}.{hint}")
     return row
 
 

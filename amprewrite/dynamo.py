@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -204,6 +205,15 @@ def at_work() -> bool:
 def kept_out() -> bool:
     """Whether Dynamo is on, but somebody keeps it from the frames that are called now, as checkpoint does for its body."""
     return not at_work() and not why_switched_off()
+
+
+def never_read(function: Callable[..., Any]) -> None:
+    """Have Dynamo run `function` as it is where it is called from code that runs as written: it asks what Dynamo is doing."""
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
+
+
+never_read(at_work)
+never_read(kept_out)
 
 
 # -- what Dynamo did not do --------------------------------------------------------------

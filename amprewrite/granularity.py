@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from amprewrite.arguments import is_word, shown
 from amprewrite.errors import PolicyError
 
 MODEL, BLOCKS = "model", "blocks"
@@ -28,17 +29,17 @@ Granularity = str | tuple[str, ...]
 
 def parse_granularity(granularity: Any, model: nn.Module) -> Granularity:
     """`granularity` checked against `model`: "model", "blocks", or patterns of module paths as a tuple."""
-    if granularity == MODEL:
+    if is_word(granularity, MODEL):
         return MODEL
     if isinstance(granularity, str) and granularity != BLOCKS:
-        raise PolicyError(f"granularity={granularity!r} means nothing; use 'model', 'blocks', or a list of module paths")
-    if granularity != BLOCKS:
+        raise PolicyError(f"granularity={shown(granularity)} means nothing; use 'model', 'blocks', or a list of module paths")
+    if not is_word(granularity, BLOCKS):
         if not isinstance(granularity, list | tuple) or not granularity or not all(isinstance(each, str) for each in granularity):
-            raise PolicyError(f"granularity= takes 'model', 'blocks', or a list of module paths, not {granularity!r}")
+            raise PolicyError(f"granularity= takes 'model', 'blocks', or a list of module paths, not {shown(granularity)}")
         granularity = tuple(granularity)
     if not block_paths(model, granularity):
         raise PolicyError(
-            f"granularity={granularity!r}: {type(model).__name__} has no list of blocks of one class; name them, as in "
+            f"granularity={shown(granularity)}: {type(model).__name__} has no list of blocks of one class; name them, as in "
             "granularity=['encoder.*', 'decoder.*'], or leave it out to rewrite the model whole"
         )
     return granularity  # type: ignore[no-any-return]
@@ -80,5 +81,5 @@ def _named(model: nn.Module, patterns: Granularity) -> Iterator[str]:
         hits = [path for path in paths if fnmatchcase(path, pattern)]
         if not hits:
             near = difflib.get_close_matches(pattern, paths, 3, 0.3)
-            raise PolicyError(f"granularity: no module is called {pattern!r}; near it are {', '.join(near) or 'none'}")
+            raise PolicyError(f"granularity: no module is called {shown(pattern)}; near it are {', '.join(near) or 'none'}")
         yield from hits

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from amprewrite.arguments import shown
 from amprewrite.cuda_graphs import EMPTY, Recorded, recording
 from amprewrite.errors import AmpRewriteError, PolicyError
 from amprewrite.formats import FP16, Format, parse_format
@@ -261,7 +262,7 @@ class NoLossScale(LossScale):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Ignore a scaler's state, as a disabled GradScaler does, so that an fp16 run can go on in bf16."""
-        if state != {}:
+        if not isinstance(state, Mapping) or len(state):
             check_state(state)
 
     def __repr__(self) -> str:
@@ -337,7 +338,7 @@ class DynamicLossScale(LossScale):
     def preset(cls, name: str) -> DynamicLossScale:
         """The schedule of another library, step for step: torch, tf, keras, keras3, apex, deepspeed or megatron."""
         if not isinstance(name, str) or name not in PRESETS:
-            raise PolicyError(f"there is no loss-scale preset {name!r}; use one of {', '.join(PRESETS)}")
+            raise PolicyError(f"there is no loss-scale preset {shown(name)}; use one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
 
     def _check(self) -> None:
@@ -350,13 +351,13 @@ class DynamicLossScale(LossScale):
         for name, least in (("growth_interval", 1), ("hysteresis", 1), ("rest", 0)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise PolicyError(f"{where}: {name}={number!r} counts steps; give a whole number, at least {least}")
+                raise PolicyError(f"{where}: {name}={shown(number)} counts steps; give a whole number, at least {least}")
         if self.search_interval is not None and (not isinstance(self.search_interval, int) or self.search_interval < 1):
             raise PolicyError(
-                f"{where}: search_interval={self.search_interval!r} counts steps; give a whole number above 0, or None"
+                f"{where}: search_interval={shown(self.search_interval)} counts steps; give a whole number above 0, or None"
             )
         if self.refill not in ("growth", "good"):
-            raise PolicyError(f"{where}: refill={self.refill!r} must be 'growth' or 'good', as after every good step")
+            raise PolicyError(f"{where}: refill={shown(self.refill)} must be 'growth' or 'good', as after every good step")
         if self.floor is not None:
             positive(where, "floor", self.floor)
         if self.cap is not None and not self.cap > 0:
@@ -500,7 +501,7 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
         if spec in PRESETS:
             return DynamicLossScale.preset(spec)
     raise PolicyError(
-        f"loss_scale={spec!r} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
+        f"loss_scale={shown(spec)} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
         "or a loss-scale object such as DynamicLossScale(init=2**14)"
     )
 

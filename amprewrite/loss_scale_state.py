@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from amprewrite.arguments import shown
 from amprewrite.errors import PolicyError
 
 _MAX = torch.finfo(torch.float32).max
@@ -53,7 +54,7 @@ class LossScaleReport:
 def positive(where: str, name: str, value: float) -> float:
     """`value` as a float that fp32 can hold and whose inverse it can hold; PolicyError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MAX <= value <= _MAX:
-        raise PolicyError(f"{where}: {name}={value!r} must be a positive number within fp32's range; a power of two is exact")
+        raise PolicyError(f"{where}: {name}={shown(value)} must be a positive number within fp32's range; a power of two is exact")
     return float(value)
 
 
@@ -80,10 +81,10 @@ def check_state(state: Any) -> None:
     _whole(where, "_growth_tracker", state["_growth_tracker"], -_MAX_INT32, _MAX_INT32)
     own = state.get(OWN_KEY, {})
     if not isinstance(own, Mapping):
-        raise PolicyError(f"{where}: {OWN_KEY!r} holds {own!r}, which is no state; leave it out to resume GradScaler's five keys")
+        raise PolicyError(f"{where}: {OWN_KEY!r} holds {shown(own)}, which is no state; leave it out to resume GradScaler's five keys")
     counters = own.get("counters", [0] * COUNTERS)
     if not isinstance(counters, list | tuple) or len(counters) != COUNTERS:
-        raise PolicyError(f"{where}: counters={counters!r} must be a list of {COUNTERS} counts of steps")
+        raise PolicyError(f"{where}: counters={shown(counters)} must be a list of {COUNTERS} counts of steps")
     for count in counters:
         _whole(where, "counters", count, 0, _MAX_INT64)
     for key in ("left", "searching"):
@@ -92,14 +93,14 @@ def check_state(state: Any) -> None:
     for key in ("floor", "cap"):
         value = own.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise PolicyError(f"{where}: {key}={value!r} must be a number, or None for no bound")
+            raise PolicyError(f"{where}: {key}={shown(value)} must be a number, or None for no bound")
     if not isinstance(own.get("raise_at_floor", False), bool):
-        raise PolicyError(f"{where}: raise_at_floor={own['raise_at_floor']!r} must be True or False")
+        raise PolicyError(f"{where}: raise_at_floor={shown(own['raise_at_floor'])} must be True or False")
 
 
 def _whole(where: str, name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise PolicyError(f"{where}: {name}={value!r} must be a whole number from {least} to {most}")
+        raise PolicyError(f"{where}: {name}={shown(value)} must be a whole number from {least} to {most}")
 
 
 __all__ = ["COUNTERS", "OWN_KEY", "LossScaleReport", "check_state", "positive"]

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from amprewrite.arguments import is_flag, is_word, shown
 from amprewrite.backends.onnx_file import apply_plan
 from amprewrite.backends.onnx_write import Written, written
 from amprewrite.colour import Colour
@@ -113,16 +114,16 @@ class Order:
     time_limit: TimeLimit = "auto"
 
     def __post_init__(self) -> None:
-        if self.external_data not in (True, False, "auto"):
-            raise PolicyError(f"external_data= takes True, False or 'auto', not {self.external_data!r}")
+        if not is_flag(self.external_data) and not is_word(self.external_data, "auto"):
+            raise PolicyError(f"external_data= takes True, False or 'auto', not {shown(self.external_data)}")
         limit = self.max_rel_err
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf")):
-            raise PolicyError(f"max_rel_err= takes a relative error such as 1e-2, not {limit!r}")
+            raise PolicyError(f"max_rel_err= takes a relative error such as 1e-2, not {shown(limit)}")
         seconds = self.time_limit
         if seconds not in (None, "auto") and (
             isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST
         ):
-            raise PolicyError(f"time_limit= takes seconds up to {LONGEST:g}, None for no limit, or 'auto', not {seconds!r}")
+            raise PolicyError(f"time_limit= takes seconds up to {LONGEST:g}, None for no limit, or 'auto', not {shown(seconds)}")
         if limit is not None and not self.verify:
             raise PolicyError("max_rel_err= needs verify=True: without it no error is measured")
         if self.verify:

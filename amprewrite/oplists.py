@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from amprewrite import presets
+from amprewrite.arguments import shown
 from amprewrite.colour import OpKind
 from amprewrite.errors import OpListError
 from amprewrite.formats import Format
@@ -191,7 +192,7 @@ def _known(op: str) -> str:
         return row.name
     near = difflib.get_close_matches(op, _BY_WORD, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "amprewrite.oplists.OPS names all ops"
-    raise OpListError(f"there is no op named {op!r}; {hint}")
+    raise OpListError(f"there is no op named {shown(op)}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ class OpLists:
             for op in ops:
                 known = _known(op)
                 if kinds.get(known, kind) is not kind:
-                    spelled = f"{op!r}" if op == known else f"{op!r} (a spelling of {known!r})"
+                    spelled = f"{shown(op)}" if op == known else f"{shown(op)} (a spelling of {known!r})"
                     raise OpListError(
                         f"{spelled} stands on the {kinds[known].value}list and on the {kind.value}list of {name!r}; "
                         "keep one of the two"
@@ -294,5 +295,5 @@ def op_lists(preset: str | OpLists, fmt: Format, device: str) -> OpLists:
     if isinstance(preset, OpLists):
         return preset
     if preset not in PRESETS:
-        raise OpListError(f"lists={preset!r} is no preset; use one of {', '.join(PRESETS)}, or OpLists of your own")
+        raise OpListError(f"lists={shown(preset)} is no preset; use one of {', '.join(PRESETS)}, or OpLists of your own")
     return _preset(preset, fmt, "cpu" if device.partition(":")[0] == "cpu" else "cuda")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from amprewrite.arguments import is_flag, shown
 from amprewrite.errors import PolicyError
 from amprewrite.formats import FORMATS
 
@@ -57,7 +58,7 @@ class PadPolicy:
             if not any(rule.matches(path) for path in known):
                 near = difflib.get_close_matches(rule.pattern, known, 3, 0.4)
                 hint = f"; did you mean {', '.join('module:' + n for n in near)}?" if near else ""
-                raise PolicyError(f"pad['module:{rule.pattern}'] matches no module of the model{hint}")
+                raise PolicyError(f"pad[{shown('module:' + rule.pattern)}] matches no module of the model{hint}")
 
 
 def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
@@ -73,21 +74,21 @@ def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
     for key, asked in pad.items():
         scope, colon, pattern = str(key).partition(":")
         if not isinstance(key, str) or scope != "module" or not colon or not pattern:
-            raise PolicyError(f"pad[{key!r}]: keys are 'module:PATTERN', such as 'module:encoder.*'")
-        rules.append(_rule(asked, pattern, f"pad[{key!r}]", can_measure))
+            raise PolicyError(f"pad[{shown(key)}]: keys are 'module:PATTERN', such as 'module:encoder.*'")
+        rules.append(_rule(asked, pattern, f"pad[{shown(key)}]", can_measure))
     return PadPolicy(modules=tuple(rules))
 
 
 def _rule(asked: Any, pattern: str, where: str, can_measure: bool) -> PadRule:
-    if asked is None or asked is False:
+    if asked is None or (is_flag(asked) and not asked):
         return PadRule("never", None, pattern)
     if isinstance(asked, int) and not isinstance(asked, bool):
         if not 1 <= asked <= MOST:
-            raise PolicyError(f"{where} = {asked}: a multiple lies between 1 and {MOST}; Tensor Cores want 8 in fp16 and bf16")
+            raise PolicyError(f"{where} = {shown(asked)}: a multiple lies between 1 and {MOST}; Tensor Cores want 8 in fp16 and bf16")
         return PadRule("always", asked, pattern)
-    if asked not in MODES:
+    if not isinstance(asked, str) or asked not in MODES:
         modes = ", ".join(repr(mode) for mode in MODES)
-        raise PolicyError(f"{where} = {asked!r} is not understood; use {modes}, a multiple such as 8, or {{'module:PATTERN': …}}")
+        raise PolicyError(f"{where} = {shown(asked)} is not understood; use {modes}, a multiple such as 8, or {{'module:PATTERN': …}}")
     if asked == "measure" and not can_measure:
         raise PolicyError(f"{where} = 'measure' times kernels on a CUDA device, and there is none; use 'auto' or 'always'")
     return PadRule(str(asked), None, pattern)

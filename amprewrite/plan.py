@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from amprewrite.arguments import shown
 from amprewrite.colour import Colour, OpKind, Reason
 from amprewrite.errors import PlanError
 from amprewrite.formats import FORMATS
@@ -186,7 +187,7 @@ class CastPlan:
         known = {node.name for _, node in named} | {node.module for _, node in named}
         close = difflib.get_close_matches(name, sorted(known), 4, 0.4)
         hint = f"; did you mean {', '.join(close)}?" if close else "; print(plan) lists all nodes"
-        raise PlanError(f"no node and no module of the plan is called {name!r}{hint}")
+        raise PlanError(f"no node and no module of the plan is called {shown(name)}{hint}")
 
     def explain(self, name: str = "") -> str:
         """Sentences about a node ("linear_3"), a module ("encoder.layer.0") or, with no name, the whole plan.
@@ -316,7 +317,7 @@ class CastPlan:
         if not isinstance(data, dict) or "regions" not in data:
             raise PlanError("this is no cast plan: the JSON has no 'regions'; write one with plan.to_json()")
         if data.get("version") != SCHEMA:
-            raise PlanError(f"the plan has version {data.get('version')!r}, this amprewrite reads {SCHEMA}; make the plan anew")
+            raise PlanError(f"the plan has version {shown(data.get('version'))}, this amprewrite reads {SCHEMA}; make the plan anew")
         try:
             return _decode_plan(data)
         except BadData as error:
@@ -344,10 +345,10 @@ class CastPlan:
         new: dict[str, Colour] = {}
         for name, word in colours.items():
             if word not in ("low", "high"):
-                raise PlanError(f"{name!r}: colour {word!r} is neither 'low' nor 'high'")
+                raise PlanError(f"{shown(name)}: colour {shown(word)} is neither 'low' nor 'high'")
             found = [node for node in self.find(name) if node.colour is not Colour.PLAIN and node.role == "op"]
             if not found:
-                raise PlanError(f"{name!r} holds no op with an fp32 value, so it has no colour to change; inputs and weights stay fp32")
+                raise PlanError(f"{shown(name)} holds no op with an fp32 value: it has no colour to change; inputs and weights stay fp32")
             new |= {node.name: Colour(word) for node in found}
 
         def repaint(region: RegionPlan) -> RegionPlan:
@@ -446,7 +447,7 @@ def _decode_plan(data: dict[str, Any]) -> CastPlan:
         formats += [(f"{here}.casts[{number}].to", cast.to) for number, cast in enumerate(region.casts)]
     for where, name in formats:
         if name not in FORMATS:
-            raise BadData(f"{where} is {name!r}, which is none of {', '.join(FORMATS)}")
+            raise BadData(f"{where} is {shown(name)}, which is none of {', '.join(FORMATS)}")
     return plan
 
 

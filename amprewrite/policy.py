@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from amprewrite.arguments import shown
 from amprewrite.colour import OpKind
 from amprewrite.errors import PolicyError
 from amprewrite.formats import FP32, LOW_FORMATS, Format
@@ -46,30 +47,30 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
     Raises PolicyError for unknown ops (with near misses), unknown words and contradictions between op entries.
     """
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
-        raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {overrides!r}")
+        raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {shown(overrides)}")
     parsed: list[Override] = []
     for key, asked in overrides.items():
         scope, colon, pattern = key.partition(":")
         if not colon:
             scope, pattern = "op", key
         if scope not in ("op", "module", "node"):
-            raise PolicyError(f"overrides[{key!r}]: {scope!r} is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'")
-        word = _WORDS.get(str(asked).lower())
+            raise PolicyError(f"overrides[{shown(key)}]: {shown(scope)} is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'")
+        word = _WORDS.get(asked.lower()) if isinstance(asked, str) else None
         allowed = sorted(_WORDS) if scope == "op" else ["fp32", "high", "low"]
         if word is None or (scope != "op" and word not in ("high", "low")):
-            raise PolicyError(f"overrides[{key!r}] = {asked!r} is not understood; use one of {', '.join(allowed)}")
-        if str(asked).lower() in ("fp16", "bf16") and asked.lower() != low.name:
-            raise PolicyError(f"overrides[{key!r}] asks for {asked}, but this rewrite's low format is {low.name}")
+            raise PolicyError(f"overrides[{shown(key)}] = {shown(asked)} is not understood; use one of {', '.join(allowed)}")
+        if asked.lower() in ("fp16", "bf16") and asked.lower() != low.name:
+            raise PolicyError(f"overrides[{shown(key)}] asks for {asked}, but this rewrite's low format is {low.name}")
         if scope == "op":
             op = find_op(pattern)
             if op is None:
                 near = difflib.get_close_matches(pattern, sorted(OPS), 3, 0.5)
                 hint = f"; did you mean {', '.join(near)}?" if near else "; `amprewrite.oplists.OPS` lists all ops"
-                raise PolicyError(f"overrides[{key!r}]: there is no op {pattern!r}{hint}")
+                raise PolicyError(f"overrides[{shown(key)}]: there is no op {shown(pattern)}{hint}")
             pattern, word = op.name, {"high": "deny", "low": "allow"}.get(word, word)
             for other in parsed:
                 if other.scope == "op" and other.pattern == pattern and other.word != word:
-                    raise PolicyError(f"overrides[{key!r}] says {word}, overrides[{other.key!r}] says {other.word}: keep one")
+                    raise PolicyError(f"overrides[{shown(key)}] says {word}, overrides[{shown(other.key)}] says {other.word}: keep one")
         parsed.append(Override(key, scope, pattern, word))  # type: ignore[arg-type]
     return tuple(parsed)
 
@@ -125,7 +126,7 @@ class Policy:
             for other in hits[1:]:
                 if other.word != first.word and (first.scope == "node" or len(other.pattern) == len(first.pattern)):
                     raise PolicyError(
-                        f"overrides[{first.key!r}] says {first.word} and overrides[{other.key!r}] says {other.word} for node "
+                        f"overrides[{shown(first.key)}] says {first.word} and overrides[{shown(other.key)}] says {other.word} for node "
                         f"{name} in module {module or 'the root'}: make one of them narrower"
                     )
             return first
@@ -138,7 +139,7 @@ class Policy:
             if override.scope == "module" and not any(override.matches_module(path) for path in known):
                 near = difflib.get_close_matches(override.pattern, known, 3, 0.4)
                 hint = f"; did you mean {', '.join('module:' + n for n in near)}?" if near else ""
-                raise PolicyError(f"overrides[{override.key!r}] matches no module of the model{hint}")
+                raise PolicyError(f"overrides[{shown(override.key)}] matches no module of the model{hint}")
 
     def check_nodes(self, names: Iterable[str]) -> None:
         """Every node pattern must match a node of the captured graphs; PolicyError with near misses otherwise."""
@@ -147,4 +148,4 @@ class Policy:
             if override.scope == "node" and not any(override.matches_node(name) for name in known):
                 near = difflib.get_close_matches(override.pattern, known, 3, 0.4)
                 hint = f"; did you mean {', '.join('node:' + n for n in near)}?" if near else "; print(amp.plan) lists them"
-                raise PolicyError(f"overrides[{override.key!r}] matches no node of the captured graphs{hint}")
+                raise PolicyError(f"overrides[{shown(override.key)}] matches no node of the captured graphs{hint}")

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from amprewrite.arguments import shown
 from amprewrite.errors import CalibrationError
 from amprewrite.files import read_text, write_text
 from amprewrite.formats import FORMATS, Format
@@ -209,7 +210,8 @@ class Calibration:
         if not isinstance(data, dict) or "regions" not in data or "parameters" not in data:
             raise CalibrationError("this is no calibration: the JSON has no 'regions'; write one with calibration.save(path)")
         if data.get("version") != SCHEMA:
-            raise CalibrationError(f"the calibration has version {data.get('version')!r}, this amprewrite reads {SCHEMA}; make it anew")
+            version = shown(data.get("version"))
+            raise CalibrationError(f"the calibration has version {version}, this amprewrite reads {SCHEMA}; make it anew")
         try:
             found: Calibration = build(cls, data)
             found._check_values()

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from amprewrite.accuracy import check_target, search
+from amprewrite.arguments import flag, is_flag, is_word, keywords, shown
 from amprewrite.calibrate import calibrate
 from amprewrite.devices import named_device
-from amprewrite.errors import OpListError, PolicyError
+from amprewrite.errors import OpListError, PlanError, PolicyError
 from amprewrite.find_optimizers import optimizer_inside
 from amprewrite.formats import FP32, LOW_FORMATS, Format, parse_format
 from amprewrite.granularity import MODEL, parse_granularity
@@ -108,13 +109,14 @@ def rewrite(
     module = module_of(model)
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
+    example_kwargs = None if example_kwargs is None else keywords("example_kwargs", example_kwargs)
     options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
     options = replace(
         options,
         loss_scale=_checked_scale(loss_scale, options.low),
         granularity=parse_granularity(granularity, module),
-        device=_checked_device(device, measure),
-        measure=measure,
+        device=_checked_device(device, flag("measure", measure)),
+        measure=bool(measure),
         memory=_checked_memory(memory),
         pad=parse_pad(pad, torch.cuda.is_available()),
     )
@@ -160,7 +162,7 @@ def evidence(
 
 def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:
     """The plan that `rewrite(model, **options)` would run for these inputs, without rewriting anything."""
-    amp = rewrite(model, example_inputs=tuple(args), example_kwargs=kwargs, **options)
+    amp = rewrite(model, example_inputs=args, example_kwargs=kwargs, **options)
     found: CastPlan = amp.plan
     return found
 
@@ -182,26 +184,30 @@ def _options(
     strict: bool,
 ) -> Options:
     refuse_trainable(module)
-    if not isinstance(cache_weights, bool) and cache_weights != "step":
-        raise PolicyError(f"cache_weights={cache_weights!r} is not understood: use True, False or 'step'")
+    if not is_flag(cache_weights) and not is_word(cache_weights, "step"):
+        raise PolicyError(f"cache_weights={shown(cache_weights)} is not understood: use True, False or 'step'")
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     if plan is not None:
         dtype = plan.low if dtype is None else dtype
-        lists = plan.lists if lists == "default" and plan.lists in PRESETS else lists  # they decide what is one op
+        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists  # they decide what is one op
+    cache_weights = cache_weights if isinstance(cache_weights, str) else bool(cache_weights)
+    strict = flag("strict", strict)
     low = None if dtype is None else parse_format(dtype)
-    checked = parse_overrides(overrides or {}, low or LOW_FORMATS[1])
+    if plan is not None and low is not None and plan.regions and plan.low != low.name:
+        raise PlanError(f"the plan is for low = {plan.low}, dtype= asks for {low.name}; leave dtype= out, or make a plan for {low.name}")
+    checked = parse_overrides({} if overrides is None else overrides, low or LOW_FORMATS[1])
     if not isinstance(lists, str | OpLists):
-        raise OpListError(f"lists={lists!r} is no preset; use the name of one, or an OpLists value")
+        raise OpListError(f"lists={shown(lists)} is no preset; use the name of one, or an OpLists value")
     op_lists(lists, low or LOW_FORMATS[1], "cpu")
     if not (isinstance(backend, str) or callable(backend)):
         raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
-    if backend != "eager":
+    if not is_word(backend, "eager"):
         try:
             lookup_backend(backend)
         except Exception as error:
             known = ", ".join(torch._dynamo.list_backends())
-            raise PolicyError(f"backend={backend!r} is no torch.compile backend; there are eager, {known}") from error
+            raise PolicyError(f"backend={shown(backend)} is no torch.compile backend; there are eager, {known}") from error
     options = Options(low, lists, checked, backend, cache_weights, strict, plan)
     if low is FP32 and plan is None:
         options = Options(low, op_lists("default", LOW_FORMATS[1], "cpu"), checked, backend, cache_weights, strict, plan)
@@ -217,14 +223,12 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
     return loss_scale
 
 
-def _checked_device(device: Any, measure: Any) -> str:
+def _checked_device(device: Any, measure: bool) -> str:
     """The name of the device to plan for, "" for the one at hand."""
-    if not isinstance(measure, bool):
-        raise PolicyError(f"measure= takes True or False, not {measure!r}")
     if device is None:
         return ""
     if measure:
-        raise PolicyError(f"measure=True times the device at hand, device={device!r} plans for another: choose one")
+        raise PolicyError(f"measure=True times the device at hand, device={shown(device)} plans for another: choose one")
     named_device(device)
     return str(device)
 
@@ -232,18 +236,18 @@ def _checked_device(device: Any, measure: Any) -> str:
 def _checked_memory(memory: Any) -> float:
     """Seconds a byte."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
-        raise PolicyError(f"memory={memory!r} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
+        raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9
 
 
 def _check_high(high: Any) -> None:
-    if high == "tf32":
+    if is_word(high, "tf32"):
         raise PolicyError(
             "high='tf32' cannot be done by region: PyTorch has one TF32 switch for the whole process; "
             "torch.set_float32_matmul_precision('high') sets it, and the planner prices fp32 by it"
         )
-    if high != "fp32":
-        raise PolicyError(f"high={high!r} is not understood: what is not low runs in 'fp32'")
+    if not is_word(high, "fp32"):
+        raise PolicyError(f"high={shown(high)} is not understood: what is not low runs in 'fp32'")
 
 
 def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:

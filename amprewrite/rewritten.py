@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from amprewrite.dynamo import fresh_code, kept_out
+from amprewrite.dynamo import fresh_code, kept_out, never_read
 from amprewrite.errors import CaptureError, EmitError, PlanError, PolicyError
 from amprewrite.find_optimizers import optimizer_inside
 from amprewrite.granularity import part_paths
@@ -412,6 +412,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
     def inside() -> bool:
         return session.state.captured > 0 and not kept_out()
 
+    never_read(inside)
     recurrent = isinstance(module, nn.RNNBase)
     @torch._dynamo.disable(recursive=False, reason=OUR_DOOR)  # type: ignore[misc]
     def call_unread(why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -57,6 +57,8 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
+        self.transformed = 0
+        """How many calls inside a torch.func transform are in flight."""
         self.captured = 0
         """How many of these calls run what was captured."""
         self.ran: list[Region] = []
@@ -108,8 +110,7 @@ class Session:
         refuse_ambient_autocast()
         dynamo.refuse_tracers()
         if dynamo.under_functorch():
-            self.warn_fp32(f"{entry.place} ran in fp32: {_FUNCTORCH}")
-            return entry.function(*args, **kwargs)
+            return self._transformed(entry, args, kwargs)
         if self.state.depth == 0 and self.schedule.look_now(self.root.training):
             self.look_at_weights()
         if entry.hooks.changed() or entry.graphs.stale:
@@ -153,6 +154,18 @@ class Session:
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
                 self._not_all_ran(entry, ran, "; ".join(said))
         return result
+
+    def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call inside a torch.func transform as it is written. Of calls within each other the outermost is listed."""
+        if not self.state.transformed:
+            message = f"{entry.place} ran in fp32: {_FUNCTORCH}"
+            entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
+            self.warn_fp32(message, _FUNCTORCH)
+        self.state.transformed += 1
+        try:
+            return entry.function(*args, **kwargs)
+        finally:
+            self.state.transformed -= 1
 
     def _look_for_new_modules(self) -> None:
         """Take in modules that came since: at once for the root's own, after the capture that meets them for others."""
@@ -258,7 +271,7 @@ class Session:
             where = f" ({failure.place})" if failure.place else ""
             message = f"{entry.place} {what}: {one_line(failure.why)}{where}"
             entry.graphs.left_out[message] = Skipped(failure.place or entry.path or "the model", message)
-            self.warn_fp32(message)
+            self.warn_fp32(message, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
@@ -276,12 +289,13 @@ class Session:
             return
         why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
-        message = f"{entry.place} {what}: {why}{self._sharded_inside(entry)}"
+        sharded = self._sharded_inside(entry)
+        message = f"{entry.place} {what}: {why}{sharded}"
         if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
             entry.start_afresh()
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
-        self.warn_fp32(message)
+        self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
 
     def _sharded_inside(self, entry: Entry) -> str:
         """What to do where FSDP2 gathers weights inside a captured model, which breaks its graph there."""
@@ -289,16 +303,16 @@ class Session:
         sharded = [path for path, module in parts if path and any(base.__name__ == "FSDPModule" for base in type(module).__mro__)]
         return f"; {sharded[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if sharded else ""
 
-    def warn_fp32(self, message: str) -> None:
-        """Raise under strict, else warn once."""
+    def warn_fp32(self, message: str, cause: str = "") -> None:
+        """Raise under strict, else warn once for each cause: what else it concerns is in `plan.skipped`."""
         if self.options.strict:
             raise CaptureError(message)
-        self.warn_once(message)
+        self.warn_once(message, cause)
 
-    def warn_once(self, message: str) -> None:
-        """Warn if there is something to say that was not said before."""
-        if message and message not in self.warned:
-            self.warned.add(message)
+    def warn_once(self, message: str, cause: str = "") -> None:
+        """Warn if there is something to say that was not said before; a cause of its own is said once for all modules."""
+        if message and (cause or message) not in self.warned:
+            self.warned.add(cause or message)
             warnings.warn(message, AmpRewriteWarning, stacklevel=2)
 
     def forget_calls(self) -> None:
@@ -337,7 +351,7 @@ class Session:
         with failing_as_pass(f"reading {name}"):
             program = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
         if under_autocast(module.graph, program.graph):
-            self.warn_once(own_autocast(entry.place))
+            self.warn_once(own_autocast(entry.place), own_autocast.__name__)
         if program.scale_loss and takes_gradients(module.graph):
             program.scale_loss = False
             program.note("its gradients are not scaled: it takes gradients itself")
@@ -442,7 +456,7 @@ class Session:
         """A part that no capture can ever read."""
         if Skipped(path, why) not in self.unreadable:
             self.unreadable.append(Skipped(path, why))
-        self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}")
+        self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)
 
     # -- plan ---------------------------------------------------------------------------
     @property

@@ -24,6 +24,7 @@ import torch.fx
 from rich.table import Table
 from torch import nn
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amprewrite.errors import CalibrationError
 from amprewrite.formats import Format, parse_format
@@ -39,6 +40,9 @@ from amprewrite.watch import inside_transform
 
 PROBES = 4
 """Draws of z a batch. An edge sums over many elements, so few draws do."""
+
+_NO_DERIVATIVE = "is not differentiable with respect to argument"
+"""What PyTorch says of an operand that must not ask for a gradient."""
 
 Edges = dict[tuple[str, str], float]
 """(value, reader) of one graph: squared relative output error of rounding the value for this reader."""
@@ -196,12 +200,43 @@ class _Prober(torch.fx.Interpreter):
             return args[0]
         if is_checkpoint(n):
             return self.probe(self.program.parts[n], args[1:])
-        return getattr(self, n.op)(n.target, args, kwargs)
+        try:
+            return getattr(self, n.op)(n.target, args, kwargs)
+        except RuntimeError as error:
+            if _NO_DERIVATIVE not in str(error):
+                raise
+            return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
+
+    def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operands, copies instead of those for which the op has no derivative: running statistics, class weights.
+
+        Each is tried as the only one with a gradient. The op may write what it reads, and the model's buffers get their old
+        values back before backward: hence the copies.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        kept = [_copy(leaf) for leaf in leaves]
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                copies = [_copy(each) for each in leaves]
+                copies[index].requires_grad_()
+                copied_args, copied_kwargs = tree_unflatten(copies, spec)
+                try:
+                    getattr(self, n.op)(n.target, copied_args, copied_kwargs)
+                    kept[index] = leaf
+                except RuntimeError as error:
+                    if _NO_DERIVATIVE not in str(error):
+                        raise
+        return tree_unflatten(kept, spec)
 
     def _unweighed(self, node: torch.fx.Node) -> bool:
         """Masks saturate, and what they hide causes no error; what is inside a torch.func transform is never rounded."""
         vertex = self.program.graph.nodes.get(self.names.get(node, ""))
         return vertex is not None and (vertex.huge or inside_transform(vertex))
+
+
+def _copy(value: Any) -> Any:
+    """A tensor's copy, which takes no gradient; anything else as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 __all__ = ["Cause", "Edges", "Sensitivity", "measure_edges", "sensitivity"]

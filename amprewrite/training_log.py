@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from amprewrite.arguments import shown
 from amprewrite.errors import EmitError, PolicyError
 from amprewrite.files import cannot_write
 from amprewrite.printable import printable
@@ -38,7 +39,7 @@ class TrainingLog:
         if path is None and writer is None:
             raise PolicyError("TrainingLog has nothing to write to; give a path, or writer=SummaryWriter(...)")
         if not isinstance(every, int) or every < 1:
-            raise PolicyError(f"every={every!r} counts steps; give a whole number, at least 1")
+            raise PolicyError(f"every={shown(every)} counts steps; give a whole number, at least 1")
         self._scale, self._writer, self._every, self._calls = session_of(amp).loss_scale, writer, every, 0
         self._path = path
         self._file = None if path is None else _opened(path)

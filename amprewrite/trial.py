@@ -49,7 +49,7 @@ class _TrialSession(Session):
 
         return Region(graphs.entry, plan, run)
 
-    def warn_fp32(self, message: str) -> None:
+    def warn_fp32(self, message: str, cause: str = "") -> None:
         """What is left out is told when the model is rewritten."""
 
 
@@ -97,6 +97,11 @@ class Trial:
             raise CalibrationError(f"nothing of {self.name} could be captured, so nothing can be measured: {why}")
 
 
+def _is_no_list(batches: Any) -> bool:
+    """Whether this is one batch, or nothing that batches can be taken from."""
+    return isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__") or not isinstance(batches, Iterable)
+
+
 # -- batches --------------------------------------------------------------------------------
 def call_on(model: nn.Module, batch: Any) -> Any:
     """A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument."""
@@ -113,7 +118,7 @@ class Batches:
     """Batches as a DataLoader gives them, each checked before it is handed on. CalibrationError says which is wrong, and how."""
 
     def __init__(self, batches: Any, model: nn.Module, own_forward: bool) -> None:
-        if isinstance(batches, torch.Tensor | Mapping | str | bytes) or not isinstance(batches, Iterable):
+        if _is_no_list(batches):
             raise CalibrationError(
                 f"batches= takes an iterable of batches, such as a DataLoader or a list, not one {type(batches).__name__}; "
                 "a single batch goes into a list"
@@ -173,7 +178,7 @@ MOST_KEPT = 8
 
 def kept(batches: Any, into: list[Any]) -> Any:
     """`batches` as they are, of which the first MOST_KEPT end up in `into` too once they are gone through."""
-    if isinstance(batches, torch.Tensor | Mapping | str | bytes) or not isinstance(batches, Iterable):
+    if _is_no_list(batches):
         return batches  # whoever goes through them says what is wrong
 
     def each() -> Iterator[Any]:

@@ -113,6 +113,38 @@ def test_models_without_a_floating_output_have_no_error() -> None:
         amprewrite.sensitivity(Index(), [])
 
 
+class WeighedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.register_buffer("weight", torch.rand(4) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.linear(x)
+        return nn.functional.cross_entropy(scores, scores.detach().argmin(-1), self.weight * 2)  # type: ignore[operator]
+
+
+def normed(kind: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (4, 4)), kind(4, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("make", [lambda: normed(nn.BatchNorm1d), lambda: normed(nn.InstanceNorm1d), WeighedLoss])
+def test_operands_without_a_derivative_are_constants(make: Any, training: bool) -> None:
+    """Running statistics and class weights take no gradient; all else that such an op reads still counts."""
+    torch.manual_seed(0)
+    model = make().train(training)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    causes = {cause.op: cause for cause in amprewrite.sensitivity(model, data(2)).causes}
+    norm = next(cause for op, cause in causes.items() if op in ("batch_norm", "instance_norm", "cross_entropy"))
+    assert norm.operands > 0
+    assert causes["linear"].error > 0
+    amp = amprewrite.rewrite(model, dtype="bf16", accuracy="autocast", calibration=data(2))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    amp(data(1)[0])
+    assert amp.plan.regions  # type: ignore[attr-defined]
+
+
 # nested plans ---------------------------------------------------------------------------------------------------------
 
 

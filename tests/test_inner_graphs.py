@@ -10,6 +10,7 @@ from runtime_help import data
 from torch import nn
 from torch._higher_order_ops import map as map_op
 from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.associative_scan import associative_scan
 
 import amprewrite
 from amprewrite.errors import AmpRewriteWarning, CaptureError
@@ -62,6 +63,10 @@ class Inside(nn.Module):
         return Product.apply(x, self.linear.weight)
 
 
+    def associative(self, x):
+        return associative_scan(lambda a, b: torch.tanh(a @ self.linear.weight) + b, x, 0, combine_mode="generic")
+
+
 KINDS = ("cond", "loop", "scan", "map", "nested", "function")
 
 
@@ -94,6 +99,24 @@ def test_bodies_run_low_and_gradients_stay_right(kind, grad):
         for name, p in model.named_parameters():
             if p.grad is not None:
                 assert error(grads[name], p.grad) < 2e-2, name
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize("kind", ["associative", "function"])
+def test_fp16_gradients_of_bodies_are_finite_and_unscaled(kind, optimizer):
+    """The loss scale never reaches what is read after the first forward, with an optimizer or none."""
+    torch.manual_seed(0)
+    model, x = Inside(kind), data(6, 8)
+    model(x).square().sum().backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)} if optimizer else {}
+    amp = amprewrite.rewrite(model, dtype="fp16", **options)
+    for _ in range(2):
+        model.zero_grad()
+        amp(x).square().sum().backward()
+        assert want
+        for name, exact in want.items():
+            assert error(model.get_parameter(name).grad, exact) < 2e-3, name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import amprewrite
 from amprewrite import AmpRewriteWarning, CaptureError
 
 
@@ -137,6 +139,50 @@ def test_func_transforms_run_fp32_and_say_so(transform):
     with pytest.raises(CaptureError, match=r"torch\.func"):
         transform(low(model, strict=True), x)
     assert ran_low(amp(x), model(x))
+
+
+def test_one_warning_for_all_layers_of_a_transformed_model():
+    """Of calls within each other the plan lists the outermost; layers that are called one by one are listed one by one."""
+    amp, x = amprewrite.rewrite(nn.Sequential(*[nn.Linear(4, 4) for _ in range(7)]), dtype="bf16"), torch.randn(3, 4)
+    with pytest.warns(AmpRewriteWarning) as caught:
+        torch.vmap(amp)(x)
+        torch.func.vmap(torch.func.grad(lambda row: amp(row).sum()))(x)
+        assert [part.where for part in amp.plan.skipped] == ["the model"]
+        for layer in amp:
+            torch.vmap(layer)(x)
+    assert len(caught) == 1
+    assert [part.where for part in amp.plan.skipped] == ["the model", *"0123456"]
+
+
+def test_one_warning_for_layers_that_share_a_cause():
+    class Back(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x.permute(*range(x.dim())[::-1]).permute(1, 0))  # Dynamo cannot trace this slice
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.GRU(4, 4, batch_first=True) for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x, _ = layer(x)
+            return x.data
+
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    for model, x, says in ((nn.Sequential(Back(), Back(), Back()), torch.randn(3, 4), "permute"), (Packed(), packed, "packed")):
+        amp = amprewrite.rewrite(model, dtype="bf16")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            amp(x)
+            amp(x)
+        assert len([each for each in caught if says in str(each.message)]) == 1
+        assert not [each for each in caught if each.category is not AmpRewriteWarning]
+        assert amp.plan.skipped
 
 
 def test_functional_call_runs_low_with_the_tensors_it_is_given():

@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amprewrite.arguments import shown
 from amprewrite.dynamo import ONE_EXPORT
 from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32
@@ -54,7 +55,7 @@ def exported(
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
     policy = replace(policy, overrides=tuple(o for o in policy.overrides if o.scope != "node"))  # torch_plan has those
     if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
-        raise PolicyError(f"opset= takes a number such as 20, not {opset!r}")
+        raise PolicyError(f"opset= takes a number such as 20, not {shown(opset)}")
     model = _export(plain, args, kwargs, opset, dynamic_shapes)
     written = model.opset_imports.get("", 0)
     if opset is not None and written != opset:
