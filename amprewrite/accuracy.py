@@ -25,7 +25,7 @@ from amprewrite.careful import Careful
 from amprewrite.colour import Colour
 from amprewrite.cost import TICK, price
 from amprewrite.error_cut import Chain
-from amprewrite.errors import AccuracyError, PolicyError
+from amprewrite.errors import AccuracyError, PolicyError, shown
 from amprewrite.formats import Format
 from amprewrite.options import Options
 from amprewrite.program import Program
@@ -181,9 +181,9 @@ def check_target(tolerance: float | None, accuracy: str | None) -> None:
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and accuracy != "autocast":
-        raise PolicyError(f"accuracy={accuracy!r} is not known: 'autocast' is; for a number use tolerance=")
+        raise PolicyError(f"accuracy={shown(accuracy)} is not known: 'autocast' is; for a number use tolerance=")
     if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
-        raise PolicyError(f"tolerance={tolerance!r} is no relative error: use a number between 0 and 1, such as 1e-3")
+        raise PolicyError(f"tolerance={shown(tolerance)} is no relative error: use a number between 0 and 1, such as 1e-3")
 
 
 def _low_of(trial: Trial) -> Format:

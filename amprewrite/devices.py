@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from amprewrite.errors import PolicyError
+from amprewrite.errors import PolicyError, shown
 from amprewrite.formats import BF16, FP16, Format
 
 
@@ -73,7 +73,7 @@ def named_device(name: str) -> Device:
     if row is None:
         near = difflib.get_close_matches(str(name).lower(), NAMED, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise PolicyError(f"device={name!r} is no device that amprewrite can plan for; it knows {', '.join(NAMED)}.{hint}")
+        raise PolicyError(f"device={shown(name)} is no device that amprewrite can plan for; it knows {', '.join(NAMED)}.{hint}")
     return row
 
 

@@ -56,3 +56,9 @@ class AmpRewriteWarning(UserWarning):
 def one_line(error: object, most: int = 300) -> str:
     """What a foreign error says, on one line of at most `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def shown(value: object, most: int = 120) -> str:
+    """How a message shows a value that was given: its repr, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from amprewrite.errors import PolicyError
+from amprewrite.errors import PolicyError, shown
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def parse_format(dtype: str | torch.dtype | Format) -> Format:
         name = _SPELLINGS.get(name, name)
         if name in FORMATS:
             return FORMATS[name]
-    raise PolicyError(f"dtype={dtype!r} is not a format amprewrite knows; use one of {', '.join(FORMATS)}, or their torch dtypes")
+    raise PolicyError(f"dtype={shown(dtype)} is not a format amprewrite knows; use one of {', '.join(FORMATS)}, or their torch dtypes")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

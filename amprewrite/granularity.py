@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from amprewrite.errors import PolicyError
+from amprewrite.errors import PolicyError, shown
 
 MODEL, BLOCKS = "model", "blocks"
 Granularity = str | tuple[str, ...]
@@ -31,10 +31,10 @@ def parse_granularity(granularity: Any, model: nn.Module) -> Granularity:
     if granularity == MODEL:
         return MODEL
     if isinstance(granularity, str) and granularity != BLOCKS:
-        raise PolicyError(f"granularity={granularity!r} means nothing; use 'model', 'blocks', or a list of module paths")
+        raise PolicyError(f"granularity={shown(granularity)} means nothing; use 'model', 'blocks', or a list of module paths")
     if granularity != BLOCKS:
         if not isinstance(granularity, list | tuple) or not granularity or not all(isinstance(each, str) for each in granularity):
-            raise PolicyError(f"granularity= takes 'model', 'blocks', or a list of module paths, not {granularity!r}")
+            raise PolicyError(f"granularity= takes 'model', 'blocks', or a list of module paths, not {shown(granularity)}")
         granularity = tuple(granularity)
     if not block_paths(model, granularity):
         raise PolicyError(
@@ -80,5 +80,5 @@ def _named(model: nn.Module, patterns: Granularity) -> Iterator[str]:
         hits = [path for path in paths if fnmatchcase(path, pattern)]
         if not hits:
             near = difflib.get_close_matches(pattern, paths, 3, 0.3)
-            raise PolicyError(f"granularity: no module is called {pattern!r}; near it are {', '.join(near) or 'none'}")
+            raise PolicyError(f"granularity: no module is called {shown(pattern)}; near it are {', '.join(near) or 'none'}")
         yield from hits

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.cuda_graphs import EMPTY, Recorded, recording
-from amprewrite.errors import AmpRewriteError, PolicyError
+from amprewrite.errors import AmpRewriteError, PolicyError, shown
 from amprewrite.formats import FP16, Format, parse_format
 from amprewrite.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, positive
 
@@ -500,7 +500,7 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
         if spec in PRESETS:
             return DynamicLossScale.preset(spec)
     raise PolicyError(
-        f"loss_scale={spec!r} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
+        f"loss_scale={shown(spec)} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
         "or a loss-scale object such as DynamicLossScale(init=2**14)"
     )
 

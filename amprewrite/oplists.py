@@ -16,7 +16,7 @@ import torch
 
 from amprewrite import presets
 from amprewrite.colour import OpKind
-from amprewrite.errors import OpListError
+from amprewrite.errors import OpListError, shown
 from amprewrite.formats import Format
 from amprewrite.op_table import ROWS, Op
 
@@ -191,7 +191,7 @@ def _known(op: str) -> str:
         return row.name
     near = difflib.get_close_matches(op, _BY_WORD, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "amprewrite.oplists.OPS names all ops"
-    raise OpListError(f"there is no op named {op!r}; {hint}")
+    raise OpListError(f"there is no op named {shown(op)}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -294,5 +294,5 @@ def op_lists(preset: str | OpLists, fmt: Format, device: str) -> OpLists:
     if isinstance(preset, OpLists):
         return preset
     if preset not in PRESETS:
-        raise OpListError(f"lists={preset!r} is no preset; use one of {', '.join(PRESETS)}, or OpLists of your own")
+        raise OpListError(f"lists={shown(preset)} is no preset; use one of {', '.join(PRESETS)}, or OpLists of your own")
     return _preset(preset, fmt, "cpu" if device.partition(":")[0] == "cpu" else "cuda")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from amprewrite.errors import PolicyError
+from amprewrite.errors import PolicyError, shown
 from amprewrite.formats import FORMATS
 
 MODES = ("auto", "always", "never", "measure")
@@ -73,8 +73,8 @@ def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
     for key, asked in pad.items():
         scope, colon, pattern = str(key).partition(":")
         if not isinstance(key, str) or scope != "module" or not colon or not pattern:
-            raise PolicyError(f"pad[{key!r}]: keys are 'module:PATTERN', such as 'module:encoder.*'")
-        rules.append(_rule(asked, pattern, f"pad[{key!r}]", can_measure))
+            raise PolicyError(f"pad[{shown(key)}]: keys are 'module:PATTERN', such as 'module:encoder.*'")
+        rules.append(_rule(asked, pattern, f"pad[{shown(key)}]", can_measure))
     return PadPolicy(modules=tuple(rules))
 
 
@@ -87,7 +87,7 @@ def _rule(asked: Any, pattern: str, where: str, can_measure: bool) -> PadRule:
         return PadRule("always", asked, pattern)
     if asked not in MODES:
         modes = ", ".join(repr(mode) for mode in MODES)
-        raise PolicyError(f"{where} = {asked!r} is not understood; use {modes}, a multiple such as 8, or {{'module:PATTERN': …}}")
+        raise PolicyError(f"{where} = {shown(asked)} is not understood; use {modes}, a multiple such as 8, or {{'module:PATTERN': …}}")
     if asked == "measure" and not can_measure:
         raise PolicyError(f"{where} = 'measure' times kernels on a CUDA device, and there is none; use 'auto' or 'always'")
     return PadRule(str(asked), None, pattern)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from amprewrite.colour import OpKind
-from amprewrite.errors import PolicyError
+from amprewrite.errors import PolicyError, shown
 from amprewrite.formats import FP32, LOW_FORMATS, Format
 from amprewrite.oplists import OPS, OpLists, find_op
 
@@ -46,30 +46,30 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
     Raises PolicyError for unknown ops (with near misses), unknown words and contradictions between op entries.
     """
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
-        raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {overrides!r}")
+        raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {shown(overrides)}")
     parsed: list[Override] = []
     for key, asked in overrides.items():
         scope, colon, pattern = key.partition(":")
         if not colon:
             scope, pattern = "op", key
         if scope not in ("op", "module", "node"):
-            raise PolicyError(f"overrides[{key!r}]: {scope!r} is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'")
+            raise PolicyError(f"overrides[{shown(key)}]: {shown(scope)} is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'")
         word = _WORDS.get(str(asked).lower())
         allowed = sorted(_WORDS) if scope == "op" else ["fp32", "high", "low"]
         if word is None or (scope != "op" and word not in ("high", "low")):
-            raise PolicyError(f"overrides[{key!r}] = {asked!r} is not understood; use one of {', '.join(allowed)}")
+            raise PolicyError(f"overrides[{shown(key)}] = {shown(asked)} is not understood; use one of {', '.join(allowed)}")
         if str(asked).lower() in ("fp16", "bf16") and asked.lower() != low.name:
-            raise PolicyError(f"overrides[{key!r}] asks for {asked}, but this rewrite's low format is {low.name}")
+            raise PolicyError(f"overrides[{shown(key)}] asks for {asked}, but this rewrite's low format is {low.name}")
         if scope == "op":
             op = find_op(pattern)
             if op is None:
                 near = difflib.get_close_matches(pattern, sorted(OPS), 3, 0.5)
                 hint = f"; did you mean {', '.join(near)}?" if near else "; `amprewrite.oplists.OPS` lists all ops"
-                raise PolicyError(f"overrides[{key!r}]: there is no op {pattern!r}{hint}")
+                raise PolicyError(f"overrides[{shown(key)}]: there is no op {shown(pattern)}{hint}")
             pattern, word = op.name, {"high": "deny", "low": "allow"}.get(word, word)
             for other in parsed:
                 if other.scope == "op" and other.pattern == pattern and other.word != word:
-                    raise PolicyError(f"overrides[{key!r}] says {word}, overrides[{other.key!r}] says {other.word}: keep one")
+                    raise PolicyError(f"overrides[{shown(key)}] says {word}, overrides[{other.key!r}] says {other.word}: keep one")
         parsed.append(Override(key, scope, pattern, word))  # type: ignore[arg-type]
     return tuple(parsed)
 

@@ -13,7 +13,7 @@ from torch import nn
 from amprewrite.accuracy import check_target, search
 from amprewrite.calibrate import calibrate
 from amprewrite.devices import named_device
-from amprewrite.errors import OpListError, PolicyError
+from amprewrite.errors import OpListError, PolicyError, shown
 from amprewrite.find_optimizers import optimizer_inside
 from amprewrite.formats import FP32, LOW_FORMATS, Format, parse_format
 from amprewrite.granularity import MODEL, parse_granularity
@@ -108,6 +108,10 @@ def rewrite(
     module = module_of(model)
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
+    if example_kwargs is not None and not (isinstance(example_kwargs, Mapping) and all(isinstance(name, str) for name in example_kwargs)):
+        raise PolicyError(f"example_kwargs= takes a dict of keyword arguments, such as {{'mask': mask}}, not {shown(type(example_kwargs))}")
+    if not isinstance(strict, bool):
+        raise PolicyError(f"strict= takes True or False, not {shown(strict)}")
     options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
     options = replace(
         options,
@@ -183,7 +187,7 @@ def _options(
 ) -> Options:
     refuse_trainable(module)
     if not isinstance(cache_weights, bool) and cache_weights != "step":
-        raise PolicyError(f"cache_weights={cache_weights!r} is not understood: use True, False or 'step'")
+        raise PolicyError(f"cache_weights={shown(cache_weights)} is not understood: use True, False or 'step'")
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     if plan is not None:
@@ -192,7 +196,7 @@ def _options(
     low = None if dtype is None else parse_format(dtype)
     checked = parse_overrides(overrides or {}, low or LOW_FORMATS[1])
     if not isinstance(lists, str | OpLists):
-        raise OpListError(f"lists={lists!r} is no preset; use the name of one, or an OpLists value")
+        raise OpListError(f"lists={shown(lists)} is no preset; use the name of one, or an OpLists value")
     op_lists(lists, low or LOW_FORMATS[1], "cpu")
     if not (isinstance(backend, str) or callable(backend)):
         raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
@@ -201,7 +205,7 @@ def _options(
             lookup_backend(backend)
         except Exception as error:
             known = ", ".join(torch._dynamo.list_backends())
-            raise PolicyError(f"backend={backend!r} is no torch.compile backend; there are eager, {known}") from error
+            raise PolicyError(f"backend={shown(backend)} is no torch.compile backend; there are eager, {known}") from error
     options = Options(low, lists, checked, backend, cache_weights, strict, plan)
     if low is FP32 and plan is None:
         options = Options(low, op_lists("default", LOW_FORMATS[1], "cpu"), checked, backend, cache_weights, strict, plan)
@@ -220,11 +224,11 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
 def _checked_device(device: Any, measure: Any) -> str:
     """The name of the device to plan for, "" for the one at hand."""
     if not isinstance(measure, bool):
-        raise PolicyError(f"measure= takes True or False, not {measure!r}")
+        raise PolicyError(f"measure= takes True or False, not {shown(measure)}")
     if device is None:
         return ""
     if measure:
-        raise PolicyError(f"measure=True times the device at hand, device={device!r} plans for another: choose one")
+        raise PolicyError(f"measure=True times the device at hand, device={shown(device)} plans for another: choose one")
     named_device(device)
     return str(device)
 
@@ -232,7 +236,7 @@ def _checked_device(device: Any, measure: Any) -> str:
 def _checked_memory(memory: Any) -> float:
     """Seconds a byte."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
-        raise PolicyError(f"memory={memory!r} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
+        raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9
 
 
@@ -243,7 +247,7 @@ def _check_high(high: Any) -> None:
             "torch.set_float32_matmul_precision('high') sets it, and the planner prices fp32 by it"
         )
     if high != "fp32":
-        raise PolicyError(f"high={high!r} is not understood: what is not low runs in 'fp32'")
+        raise PolicyError(f"high={shown(high)} is not understood: what is not low runs in 'fp32'")
 
 
 def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:

@@ -286,3 +286,24 @@ def test_an_op_on_two_lists_is_an_error_that_names_both() -> None:
         OpLists.from_sets("mine", allow=["linear"], deny=["linear"])
     with pytest.raises(OpListError, match="there is no op named 'liner'; did you mean linear"):
         OpLists.from_sets("mine", allow=["liner"])
+
+
+@pytest.mark.parametrize(
+    "name", ["dtype", "lists", "accuracy", "device", "loss_scale", "pad", "backend", "cache_weights", "strict", "high", "memory"]
+)
+def test_a_long_value_is_not_echoed_whole(name: str) -> None:
+    with pytest.raises(AmpRewriteError) as caught:
+        amprewrite.rewrite(nn.Linear(2, 2), **{"dtype": "bf16", name: "x" * 5000})
+    assert len(str(caught.value)) <= 600
+
+
+@pytest.mark.parametrize("value", [None, 2, "yes", []], ids=repr)
+def test_strict_is_true_or_false(value: object) -> None:
+    with pytest.raises(PolicyError, match="strict= takes True or False"):
+        amprewrite.rewrite(nn.Linear(2, 2), dtype="bf16", strict=value)
+
+
+@pytest.mark.parametrize("value", [[1], "x", 5, {1: 2}, (1,)], ids=repr)
+def test_example_kwargs_is_a_dict_of_names(value: object) -> None:
+    with pytest.raises(PolicyError, match="example_kwargs= takes a dict"):
+        amprewrite.rewrite(nn.Linear(2, 2), dtype="bf16", example_kwargs=value)

@@ -71,7 +71,7 @@ MUTANTS = (
           "            if value in outside or value.op == \"get_attr\" or not differentiable(example_value(value)) or CAST not in value.meta:"),),
     ),
     Mutant(
-        "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value', True"),
+        "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value'", "net='Single'"),
         (("amprewrite/step_gate.py", "            guard_of(optimizer).backward_ended(number)\n        if self._guarded or not self.adopt:\n            return\n",
           "            pass\n        return\n"),),
     ),

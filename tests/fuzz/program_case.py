@@ -103,6 +103,11 @@ def _further(program: Program, amp: nn.Module, want: Record, got: Record) -> Pro
     if "verify" in program.checks and calls_are_pure:
         with _quiet():
             try:
+                with torch.no_grad():
+                    initialised(program)(*batch(program))
+            except RuntimeError:
+                return None  # it needs gradients, and verify runs without
+            try:
                 verify(amp, tuple(each + 0 for each in batch(program)))
             except amprewrite.CaptureError:
                 return None
