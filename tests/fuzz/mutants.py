@@ -95,7 +95,7 @@ MUTANTS = (
         (("amprewrite/rewrite_graph.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", ""),),
     ),
     Mutant(
-        "results-lose-memory", "results that share memory leave by a cast each", ("programs",), ('write', 'linear'),
+        "results-lose-memory", "results that share memory leave by a cast each", ("programs",), (".view", "linear"),
         (("amprewrite/frontends/fx_leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:"),),
     ),
     Mutant(
