@@ -71,7 +71,7 @@ MUTANTS = (
           "            if value in outside or value.op == \"get_attr\" or not differentiable(example_value(value)) or CAST not in value.meta:"),),
     ),
     Mutant(
-        "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value', True"),
+        "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value'", "net='Single'"),
         (("amprewrite/step_gate.py", "            guard_of(optimizer).backward_ended(number)\n        if self._guarded or not self.adopt:\n            return\n",
           "            pass\n        return\n"),),
     ),
@@ -95,7 +95,7 @@ MUTANTS = (
         (("amprewrite/rewrite_graph.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", ""),),
     ),
     Mutant(
-        "results-lose-memory", "results that share memory leave by a cast each", ("programs",), ('write', 'linear'),
+        "results-lose-memory", "results that share memory leave by a cast each", ("programs",), (".view", "linear"),
         (("amprewrite/frontends/fx_leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:"),),
     ),
     Mutant(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -100,16 +101,33 @@ class Rounded(TorchDispatchMode):
 
 
 class HeavyOps(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention by dtype."""
+    """Counts matrix products, convolutions and attention by dtype, in the bodies of loops and conditions, too."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.ran: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return self._bodies(func, args, kwargs or {})
         if func.overloadpacket.__name__ in HEAVY:
             self.ran[next(each.dtype for each in args if isinstance(each, torch.Tensor))] += 1
         return func(*args, **(kwargs or {}))
+
+    def _bodies(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        if func.name() == "while_loop":
+            test, body, carried, extra = args
+            with self:
+                while test(*carried, *extra):
+                    carried = body(*carried, *extra)
+            return carried
+        if func.name() == "cond":
+            predicate, yes, no, operands = args
+            with self:
+                return (yes if predicate else no)(*operands)
+        return func(*args, **kwargs)
 
 
 def start_clean() -> None:

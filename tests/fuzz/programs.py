@@ -375,16 +375,13 @@ def _results(choose: random.Random, builder: Builder) -> tuple[str, ...]:
     found = [last]
     for _ in range(choose.choice((0, 0, 1, 1, 2, 3))):
         kind = choose.random()
-        if kind < 0.6 and made:
+        if kind < 0.5 and made:
             found.append(choose.choice(made))
-        elif kind < 0.7:
+        elif kind < 0.6:
             found.append(choose.choice(builder.names))
         elif kind < 0.85:
-            found.append(
-                choose.choice(("{}.view(-1)", "{}.mT", "{}[..., :1]", "{}.detach()", "{}.view_as({})")).replace(
-                    "{}", choose.choice(builder.names)
-                )
-            )
+            view = choose.choice(("{}.view(-1)", "{}.mT", "{}[..., :1]", "{}.detach()", "{}.view_as({})"))
+            found.append(view.replace("{}", choose.choice((last, choose.choice(builder.names)))))
         else:
             found.append(
                 choose.choice(("None", "3", "True", "len({})", "{}.shape", "{}.argmax()", "{} > 0")).replace(
