@@ -1,7 +1,7 @@
 """Edit the fx graph as the plan says: insert the casts, aim dtype arguments at the colour of their node.
 
 1. For each planned cast: one copy before the first of its users, which all read it from then on. A result that was made with
-   gradients is copied before the model switches them off.
+   gradients is copied before the model switches them off. A value that a torch.func transform reads from outside is copied outside.
 2. In nodes that run low: dtype arguments that said fp32 say low, constants beyond the range become its ends.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) are told it instead.
 """
@@ -19,7 +19,7 @@ from amprewrite.colour import Colour
 from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FORMATS, FP32, Format
 from amprewrite.formats import saturate as saturate_value
-from amprewrite.frontends.fx_facts import CONVERSIONS, GRAD_SWITCHES, LEAVES, TAKES_SHAPE_ONLY, example_value, tensors
+from amprewrite.frontends.fx_facts import CONVERSIONS, GRAD_SWITCHES, LEAVES, TAKES_SHAPE_ONLY, example_value, tensors, transform_openings
 from amprewrite.oplists import op_name
 from amprewrite.pass_base import Pass
 from amprewrite.program import Program
@@ -42,17 +42,21 @@ class InsertCasts(Pass):
         for name, paint in program.paints.items():
             if paint.colour is not Colour.PLAIN and program.graph[name].role == "op":
                 aim_dtype(program.fx_nodes[name], low if paint.colour is Colour.LOW else FP32)
+        openings = transform_openings(program.module.graph)
         for cast in program.casts:
+            value = program.fx_nodes[cast.value]
             users = sorted((program.fx_nodes[name] for name in cast.users), key=order.__getitem__)
-            insert_cast(program.module.graph, program.fx_nodes[cast.value], FORMATS[cast.to], users, cast.saturate, cast.weight)
+            place = leave_with_gradients(value, users[0]) if value in openings else openings.get(users[0])
+            insert_cast(program.module.graph, value, FORMATS[cast.to], users, cast.saturate, cast.weight, place)
         return bool(program.casts)
 
 
 def insert_cast(
-    graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool
-) -> torch.fx.Node:
-    """A copy of `value` in format `to` before the first of `users`; they read it instead of `value`."""
-    with graph.inserting_before(leave_with_gradients(value, users[0])):
+    graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool,
+    place: torch.fx.Node | None = None,
+) -> torch.fx.Node:  # fmt: skip
+    """A copy of `value` in format `to` before `place`, or else before the first of `users`; they read it instead of `value`."""
+    with graph.inserting_before(place or leave_with_gradients(value, users[0])):
         source = value
         if saturate:
             source = graph.call_function(saturate_value, (value, to.max))

@@ -245,3 +245,21 @@ def test_gradients_that_the_model_takes(options: dict[str, Any], captured: bool)
             torch.testing.assert_close(b.grad, a.grad, rtol=0.05, atol=0.02)
     if captured and "loss_scale" in options:
         assert "takes gradients itself" in str(amp.plan)
+
+
+class Jacobian(nn.Module):
+    """Takes a Jacobian of an op on a low value, which is cast for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jacrev(lambda t: (t * t).sum(-1))(self.a(x)[0])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_value_that_a_transform_reads_from_outside_is_cast_outside(dtype: str) -> None:
+    model, x = Jacobian(), torch.randn(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(amprewrite.rewrite(model, dtype=dtype)(x), model(x), rtol=0, atol=2e-2)

@@ -282,6 +282,16 @@ def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return found
 
 
+def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For each node inside a torch.func transform, the node that opens the outermost one around it."""
+    inside, opening, found = transformed_nodes(graph), None, {}
+    for node in graph.nodes:
+        opening = (opening or node) if node in inside else None
+        if opening is not None:
+            found[node] = opening
+    return found
+
+
 def is_opaque(node: Any) -> bool:
     return isinstance(node, torch.fx.Node) and isinstance(node.target, torch._ops.HigherOrderOperator)
 
