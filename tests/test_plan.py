@@ -43,8 +43,8 @@ INPUTS = torch.randn(2, 8, 16), torch.ones(2, 8, 1)
 
 @pytest.fixture(scope="module")
 def plan() -> CastPlan:
-    """Without the notes, which tell of the machine."""
-    return replace(amprewrite.plan(Small(), INPUTS, dtype="bf16"), notes=())
+    """Planned for one device whatever is at hand, and without the notes, which tell of the machine."""
+    return replace(amprewrite.plan(Small(), INPUTS, dtype="bf16", device="cpu-bf16"), notes=())
 
 
 def pair() -> CastPlan:
