@@ -276,7 +276,7 @@ LINEAR = Other(nn.Linear(4, 4), nn.ReLU())
         pytest.param(Other(nn.Linear(4, 4)), None, {}, "another model.*a node relu where the model has output", id="an op more"),
         pytest.param(Other(nn.ReLU(), nn.Linear(4, 4)), None, {}, "for another model.*where the model has", id="another order"),
         pytest.param(
-            LINEAR, None, {"dtype": "fp16"}, "for low = bf16, this rewrite's is fp16; pass dtype='bf16'", id="another format"
+            LINEAR, None, {"dtype": "fp16"}, "the plan is for low = bf16, dtype= asks for fp16; leave dtype= out", id="another format"
         ),
         pytest.param(
             LINEAR, lambda p: replace(p, regions=()), {}, "the plan has no regions; make one with amprewrite.plan", id="nothing"
