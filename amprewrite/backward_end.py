@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amprewrite.uncaptured import uncaptured
+
 _ROUNDS = 3
 """How often the callback queues itself again: DDP with a static graph queues a callback that queues another."""
 _MOST = 64
@@ -35,6 +37,7 @@ class BackwardEnd:
             if isinstance(result, Tensor) and result.grad_fn is not None:  # a hook on a leaf would outlive this forward
                 result.register_hook(self._entered)
 
+    @uncaptured
     def _entered(self, gradient: Tensor) -> None:
         number = torch._C._current_graph_task_id()
         if number < 0 or number in self._under_way:
@@ -45,10 +48,12 @@ class BackwardEnd:
         self.began()
         self._queue(number, _ROUNDS)
 
+    @uncaptured
     def _queue(self, number: int, rounds: int) -> None:
         callback = functools.partial(self._queue, number, rounds - 1) if rounds else functools.partial(self._end, number)
         torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
+    @uncaptured
     def _end(self, number: int) -> None:
         self._under_way.discard(number)
         self.ended(number)

@@ -55,6 +55,8 @@ class Graphs:
         """Decisions rest on weights as they no longer are."""
         self.full = False
         """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
+        self.in_parts = not entry.captured
+        """Code of the model may run between its graphs."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
         self.compiled = entry.function
@@ -76,10 +78,12 @@ class Graphs:
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """Dynamo's backend."""
-        region = self.entry.session.rewrite_region(self, module, example_inputs)
-        self.regions.append(region)
         frame = dynamo.frame_id()
         self._captures[frame] += 1
+        reason = getattr(module, "compile_subgraph_reason", None)
+        self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
+        region = self.entry.session.rewrite_region(self, module, example_inputs)
+        self.regions.append(region)
         self.full = self.full or self._captures[frame] >= dynamo.RECOMPILE_LIMIT
         return _weakly(region.call)
 

@@ -30,6 +30,7 @@ from amprewrite.frontends.fx_facts import NODE, is_batched
 from amprewrite.passes.insert_casts import CAST
 from amprewrite.plan import NodePlan, RegionPlan
 from amprewrite.scale_ops import scale_gradient
+from amprewrite.uncaptured import uncaptured
 
 _INPUT, _PARAMETER, _ACTIVATION, _LOSS, _GRADIENT, _SEEN = "input", "parameter", "activation", "loss", "gradient", "seen"
 _KNOWN = {
@@ -210,6 +211,7 @@ class _Watched(torch.fx.Interpreter):
 
 
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
+    @uncaptured
     def look(gradient: Tensor | None) -> None:
         if gradient is None or probe.backward is not None or _finite(gradient):  # None: nothing depends on it
             return

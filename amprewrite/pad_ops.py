@@ -20,6 +20,7 @@ from torch.nn.parameter import Parameter
 from amprewrite.fused_copy import copy_many, is_plain
 from amprewrite.pad_plan import Layout, physical
 from amprewrite.scale_ops import cast_in, leaving, leaving_many
+from amprewrite.uncaptured import uncaptured
 
 
 # -- changes of size ---------------------------------------------------------------------------
@@ -194,6 +195,7 @@ class _PadCast(torch.autograd.Function):
         return _padded_copy(w, dtype, layout, pool)
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         inner = _narrowed(gradient, ctx.layout)
         inner = leaving(inner, ctx.inverse, ctx.dtype) if ctx.inverse is not None else inner.to(ctx.dtype)
@@ -215,6 +217,7 @@ class _PadCastMany(torch.autograd.Function):
         return made
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inner = [None if g is None else _narrowed(g, layout) for g, layout in zip(gradients, ctx.layouts, strict=True)]
         left = leaving_many(inner, ctx.factor, ctx.dtypes, ctx.needs_input_grad[4:])

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx
-from torch import Tensor
 
 from amprewrite.cuda_graphs import recording
 from amprewrite.first_calls import FirstCalls
+from amprewrite.forward_scale import ForwardScale
 from amprewrite.modes_aside import pushed, put_aside
 from amprewrite.overflow_probe import LatestInputs, OverflowProbe
 from amprewrite.plan import RegionPlan
@@ -26,7 +26,7 @@ class Run(Protocol):
     probe: OverflowProbe
     gate: StepGate
 
-    def scales(self, device: torch.device) -> tuple[Tensor, Tensor]: ...
+    def forward_scale(self, device: torch.device) -> ForwardScale: ...
 
 
 class Place(Protocol):
@@ -38,7 +38,7 @@ class Place(Protocol):
 
 def scale_device(graph: torch.fx.Graph) -> torch.device:
     """Where a scaled graph takes its scale: its last input says so."""
-    example: Tensor = graph.find_nodes(op="placeholder")[-1].meta["example_value"]
+    example: torch.Tensor = graph.find_nodes(op="placeholder")[-1].meta["example_value"]
     return example.device
 
 
@@ -69,7 +69,8 @@ class Region:
     def _call(self, inputs: tuple[Any, ...]) -> Any:
         run, scaled = self.run, self.latest
         if scaled is not None:
-            inputs = (*inputs, *self.session.scales(self.device))
+            forward = self.session.forward_scale(self.device)
+            inputs = (*inputs, *forward.on(self.device))
             scaled.keep(inputs)
             if self.session.probe.armed and not recording(self.device):
                 run = self._watched
@@ -80,7 +81,9 @@ class Region:
             with pushed(modes):
                 results = run(*inputs)
         if scaled is not None:
-            self.session.gate.await_backward(results if isinstance(results, tuple | list) else (results,))
+            watched = results if isinstance(results, tuple | list) else (results,)
+            forward.watch(watched)
+            self.session.gate.await_backward(watched)
         return results
 
     def _watched(self, *inputs: Any) -> Any:

@@ -20,12 +20,13 @@ from amprewrite import dynamo
 from amprewrite.backends.nn_module import emit
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
-from amprewrite.dynamo_failures import Failure, has_begun
+from amprewrite.dynamo_failures import UNHEARD, Failure, has_begun, unheard
 from amprewrite.entries import Entry, Graphs, past_the_limit
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.find_optimizers import parameters_of
 from amprewrite.first_calls import FirstCalls, worth_watching
 from amprewrite.formats import FP32
+from amprewrite.forward_scale import ForwardScale
 from amprewrite.frontends.fx_facts import takes_gradients
 from amprewrite.frontends.fx_names import frame_path
 from amprewrite.frontends.fx_reader import turns_grad_on, under_autocast
@@ -62,7 +63,11 @@ class _State(threading.local):
         self.captured = 0
         """How many of these calls run what was captured."""
         self.ran: list[Region] = []
-        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scale: ForwardScale | None = None
+        self.entry: Entry | None = None
+        """The outermost one under way."""
+        self.given_up = 0
+        """How many frames Dynamo had given up when it began."""
         self.failures: list[Failure] = []
         """Code of the call in flight that Dynamo failed on."""
 
@@ -118,18 +123,20 @@ class Session:
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
         state = self.state
-        outer = state.ran, state.scales, state.failures
+        outer = state.ran, state.failures
         nested = state.depth > 0
         if not nested:
             self.cache.look(self.weight_names)
             self._look_for_new_modules()
+            state.entry = entry
         if torch.is_grad_enabled() and self.options.cache_weights != "step":
             self.cache.clear_idle()
-        state.ran, state.scales, state.depth = [], state.scales if nested else None, state.depth + 1
+        state.ran, state.depth = [], state.depth + 1
         failures = state.failures = []
         captured = entry.captured
         state.captured += captured
         given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
+        state.given_up = state.given_up if nested else given_up
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
@@ -138,7 +145,9 @@ class Session:
                 entry.start_afresh()  # what made the call fail, such as a wrong input, may be what Dynamo failed on
             raise
         finally:
-            (state.ran, state.scales, state.failures), state.depth = outer, state.depth - 1
+            (state.ran, state.failures), state.depth = outer, state.depth - 1
+            if not nested:
+                self._end_forward()
             state.captured -= captured
         if not nested and self.children is None:
             self._look_for_new_modules()
@@ -221,14 +230,27 @@ class Session:
         given = self.options.given
         return given is None or any(isinstance(modules.get(region.entry), nn.RNNBase) for region in given.regions)
 
-    def scales(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss scale of this forward and its inverse on `device`, the same numbers for all of its graphs."""
-        if self.state.scales is None:
-            self.state.scales = self.gate.snapshot(device)
-        scale, inverse = self.state.scales
-        if scale.device == device:
-            return scale, inverse
-        return scale.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+    def forward_scale(self, device: torch.device) -> ForwardScale:
+        """The loss scale of this forward, the same for all of its graphs, made on `device` if it is the first that asks."""
+        state = self.state
+        if state.scale is None:
+            state.scale = ForwardScale(self.gate.snapshot(device), self._in_parts(), self.gate.took_gradients)
+        return state.scale
+
+    def _in_parts(self) -> bool:
+        """Whether code of the model may run between the graphs of this forward."""
+        state = self.state
+        if state.entry is None:
+            return True
+        graphs, capturing = state.entry.graphs, dynamo.frame_id() is not None
+        graphs.in_parts |= bool(state.failures) or dynamo.frames_given_up() - state.given_up > capturing
+        return state.depth > 1 or graphs.in_parts
+
+    def _end_forward(self) -> None:
+        """A gradient that enters a result from now on is that of a loss."""
+        if self.state.scale is not None:
+            self.state.scale.under_way = False
+        self.state.scale = self.state.entry = None
 
     def look_at_weights(self) -> bool:
         """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
@@ -278,7 +300,9 @@ class Session:
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if own and not (switched_off or said):
-            return  # another thread is capturing
+            if not unheard():
+                return  # another thread is capturing
+            said = UNHEARD
         if own and self.recurrent_apart and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
@@ -392,7 +416,7 @@ class Session:
         kept = (not grad or self.options.cache_weights == "step") and self.options.cache_weights and not self._sharded()
         cache = self.cache if kept else None
         if program.scale_loss:
-            example_inputs = [*example_inputs, *self.scales(scale_device(rewritten.graph))]
+            example_inputs = [*example_inputs, *self._scales(rewritten)]
         run = emit(rewritten, example_inputs, backend, cache, grad)
         region = Region(entry, plan, run, rewritten if program.scale_loss else None)
         if worth_watching(program):
@@ -400,13 +424,17 @@ class Session:
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(program)
-                    scales = self.scales(scale_device(rewritten.graph)) if program.scale_loss else ()
+                    scales = self._scales(rewritten) if program.scale_loss else ()
                     run = emit(rewritten, [*inputs, *scales], backend, cache, grad)
                     region.become(plan, run, rewritten if program.scale_loss else None)
 
             read_parts(program)
             region.first_calls = FirstCalls(program, self.learn, again, self.warn_fp32)
         return region
+
+    def _scales(self, scaled: torch.fx.GraphModule) -> tuple[torch.Tensor, torch.Tensor]:
+        device = scale_device(scaled.graph)
+        return self.forward_scale(device).on(device)
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
         """Add the ranges of a call that overflowed to what calibration says."""

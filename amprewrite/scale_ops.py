@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.fused_copy import ONE_PASS_FROM, copy_many, is_plain, unscale_many
+from amprewrite.uncaptured import uncaptured
 
 SMALL_WEIGHT = 1 << 16
 """Elements below which the 5 to 9 us of one autograd.Function are worth saving: casting so many takes about as long."""
@@ -172,6 +173,7 @@ class _Cross(torch.autograd.Function):
         return x.detach() if x.dtype == dtype else x.to(dtype)
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
             return _Times.apply(gradient, ctx.factor, ctx.dtype), None, None
@@ -188,6 +190,7 @@ class _Times(torch.autograd.Function):
         return _times(gradient, factor, dtype)
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
             return _Cross.apply(gradient, ctx.dtype, ctx.factor), None, None
@@ -207,6 +210,7 @@ class _CrossMany(torch.autograd.Function):
         return made
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return None, None, *leaving_many(gradients, ctx.factor, ctx.dtypes, ctx.needs_input_grad[2:])
 
@@ -222,5 +226,6 @@ class _Kept(torch.autograd.Function):
         return tuple(copy.detach() for copy in copies)
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return None, None, *leaving_many(gradients, ctx.factor, ctx.dtypes, ctx.needs_input_grad[2:])

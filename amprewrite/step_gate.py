@@ -163,6 +163,10 @@ class StepGate:
                 one = self._ones[torch.device(device)] = torch.ones((), dtype=torch.float32, device=device)
         return one, one
 
+    def took_gradients(self) -> None:
+        """The forward under way takes gradients itself: it does without the scale."""
+        self._unscaled, self._stepped = True, False
+
     def _knows_optimizer(self) -> bool:
         """Whether an optimizer is guarded; looks for one now and then."""
         if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():

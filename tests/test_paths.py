@@ -226,7 +226,6 @@ class Inner(nn.Module):
         return torch.autograd.grad(energy, h, create_graph=True)[0]
 
 
-@pytest.mark.filterwarnings("ignore:Inner has code that runs as it is written")  # torch.autograd.grad itself, between the graphs
 @pytest.mark.parametrize("captured", [False, True], ids=["between graphs", "in the graph"])
 @way
 def test_gradients_that_the_model_takes(options: dict[str, Any], captured: bool) -> None:

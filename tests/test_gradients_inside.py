@@ -1,0 +1,138 @@
+"""Models that take gradients themselves, between the graphs of one call, while an optimizer is known and the loss scale in use."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amprewrite
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Forces(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+class Penalty(Energy):
+    """A loss with the penalty of WGAN-GP in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.energy(x)
+        slope = torch.autograd.grad(score.sum(), x, create_graph=True)[0]
+        return score + (slope.norm(2, 1, keepdim=True) - 1).square()
+
+
+class Guided(Energy):
+    """Its gradient is a number like others: no compiler of torch's gives derivatives of those."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        score = self.energy(x)
+        return score, torch.autograd.grad(score.sum(), x, retain_graph=True)[0]
+
+
+def trained(kind: type[Energy], optimizer: type[torch.optim.Optimizer], steps: int, **options: Any) -> Any:
+    """(fp32 model, rewritten model, their optimizers), each trained on the same data."""
+    model, other = kind(), kind()
+    amp = amprewrite.rewrite(other, **options)
+    both = [(net, optimizer(net.parameters(), lr=1e-3)) for net in (model, amp)]
+    amp.attach(both[1][1])
+    data = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        x = torch.randn(8, 4, generator=data).requires_grad_()
+        results = []
+        for net, stepping in both:
+            stepping.zero_grad()
+            result = net(x)
+            score = result[0] if isinstance(result, tuple) else result
+            (score - 1).square().sum().backward()
+            results.append(result)
+        yield model, other, results, amp
+        for _, stepping in both:
+            stepping.step()
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("kind", [Forces, Penalty])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_what_it_returns_and_its_gradients_are_right(kind, optimizer, dtype):
+    bound = 2e-3 if dtype == "fp16" else 2e-2
+    for step, (model, other, (want, got), amp) in enumerate(trained(kind, optimizer, 20, dtype=dtype)):  # noqa: B007
+        assert error(got, want) < (bound if step == 0 else 10 * bound), step
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            if p.grad is not None:
+                assert q.grad.isfinite().all() and (step > 0 or error(q.grad, p.grad) < bound), step
+    if dtype == "fp16":
+        assert amp.loss_scale.value == 65536.0 and "0 of" in str(amp.loss_scale.report())
+
+
+@pytest.mark.filterwarnings("ignore:Guided has code that runs as it is written")  # AOTAutograd, which compiles in the backward
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_gradient_that_is_a_number(backend):
+    for model, other, (want, got), _ in trained(Guided, torch.optim.SGD, 2, dtype="fp16", backend=backend):
+        assert error(got[0], want[0]) < 2e-3 and error(got[1], want[1]) < 2e-3
+        assert all(error(q.grad, p.grad) < 2e-3 for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_what_the_library_does_in_a_backward_is_no_code_of_the_model():
+    """Its functions are not captured, planned or reported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amprewrite.AmpRewriteWarning)
+        *_, (_, _, _, amp) = trained(Forces, torch.optim.SGD, 2, dtype="fp16")
+    assert len(amp.plan.regions) == 2
+    assert [part.why.partition(":")[0] for part in amp.plan.skipped] == ["graph break"]
+
+
+class Now(Energy):
+    """Takes gradients when it is asked."""
+
+    def forward(self, x: Tensor, now: bool) -> Tensor:
+        score = self.energy(x)
+        torch._dynamo.graph_break()
+        return score.abs() + torch.autograd.grad(score.sum(), x, create_graph=True)[0].sum() if now else score.abs()
+
+
+def test_the_next_forward_has_its_scale_again():
+    amp = amprewrite.rewrite(Now(), dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    x = torch.randn(8, 4).requires_grad_()
+    for now in (True, False):
+        amp(x, now)
+    amp.zero_grad()
+    (amp(x, False).sum() * 2.0**-22).backward()
+    small = {name: p.grad.clone() for name, p in amp.named_parameters()}
+    amp.zero_grad()
+    (amp(x, False).sum() * 2.0**-8).backward()
+    for name, p in amp.named_parameters():
+        assert error(small[name] * 2.0**14, p.grad) < 5e-3
+
+
+def test_a_model_of_one_graph_takes_the_scale_as_it_is():
+    """No copy of it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    for _ in range(4):
+        with torch.profiler.profile() as seen:
+            amp(torch.randn(2, 4))
+    assert not [event.key for event in seen.key_averages() if event.key in ("aten::clone", "aten::fill_")]
