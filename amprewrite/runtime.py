@@ -471,7 +471,7 @@ class Session:
             if low is None:
                 self.note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
         elif low is not FP32 and low.name not in row.low_formats:
-            self.note(f"{low.name} on {row.name}: done as asked, but its matrix units do not multiply {low.name} natively")
+            self.note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
         return Policy(
             low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure,
             memory=options.memory, may_decline=options.low is None and options.backend == "eager" and not options.overrides,

@@ -165,9 +165,9 @@ def _positive(word: str) -> float:
     return value
 
 
-def _seconds(word: str) -> float | None:
-    if word == "none":
-        return None
+def _seconds(word: str) -> float | str | None:
+    if word in ("auto", "none"):
+        return None if word == "none" else word
     value = float(word)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{word} is no time to wait; give seconds, or 'none' for no limit")
