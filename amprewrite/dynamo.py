@@ -6,10 +6,11 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,17 +37,19 @@ ONE_EXPORT = threading.RLock()
 
 def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
-    recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None,
+    recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
     Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
     `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
     does, and noted. Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`.
-    Errors of the backend come out as they were raised.
+    Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
+    the process there are.
     """
+    filtered: dict[str, Any] = {"options": {"guard_filter_fn": _without_global_hooks}} if beside_hooks else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
-    compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=unseen(backend), fullgraph=whole, **isolated)  # type: ignore[call-overload]
+    compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
     if not whole:
         settings["suppress_errors"] = True
@@ -70,6 +73,23 @@ def compile_afresh(
                 setattr(config, name, value)
 
     return with_settings
+
+
+def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
+    """Which guards to keep: none on the hooks on all modules, unless the captured code calls one of them.
+
+    Dynamo notes their numbers where it only asks whether there are any, and every registration has a number of its own. What it
+    guards beyond that is a hook in the graph.
+    """
+    on_hooks = [_GLOBAL_HOOKS.search(guard.name) for guard in guards]
+    if any(found and (found[1] or guard.guard_type not in _ASKS) for found, guard in zip(on_hooks, guards, strict=True)):
+        return [True] * len(guards)
+    return [found is None for found in on_hooks]
+
+
+_GLOBAL_HOOKS = re.compile(r"\._global_\w+hooks\w*(?:\[[^\]]*\])?(.*)$")
+_ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DICT_CONTAINS", "DICT_VERSION", "BOOL_MATCH")
+"""Kinds of guards that see a table of hooks, or the type of one, and no more."""
 
 
 class _Unlogged(set[Any]):

@@ -14,7 +14,8 @@ from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn
 from amprewrite.dynamo import parameter_names
 from amprewrite.dynamo_failures import Failure, try_all_again
-from amprewrite.hook_watch import HookWatch
+from amprewrite.frontends.fx_facts import forget_inputs
+from amprewrite.hook_watch import HookWatch, any_global_hook
 from amprewrite.options import Options
 from amprewrite.plan import Skipped
 from amprewrite.region import Region, Run
@@ -59,13 +60,21 @@ class Graphs:
         """Code of the model may run between its graphs."""
         self._captures: Counter[int | None] = Counter()
         session = entry.session
-        self.compiled = entry.function
+        self._alone = self._beside_hooks = entry.function
         try_all_again()
         if entry.captured:
-            self.compiled = dynamo.compile_afresh(
-                entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
-                recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed),
+            self._alone, self._beside_hooks = (
+                dynamo.compile_afresh(
+                    entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
+                    recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed), beside_hooks=beside_hooks,
+                )
+                for beside_hooks in (False, True)
             )  # fmt: skip
+
+    @property
+    def compiled(self) -> Callable[..., Any]:
+        """What to call now. Guards against hooks on all modules would capture anew for every `with FlopCounterMode():`."""
+        return self._beside_hooks if any_global_hook() else self._alone
 
     @property
     def stale(self) -> bool:
@@ -83,6 +92,7 @@ class Graphs:
         reason = getattr(module, "compile_subgraph_reason", None)
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         region = self.entry.session.rewrite_region(self, module, example_inputs)
+        forget_inputs(module.graph)
         self.regions.append(region)
         self.full = self.full or self._captures[frame] >= dynamo.RECOMPILE_LIMIT
         return _weakly(region.call)

@@ -49,6 +49,11 @@ def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 def _global_hooks() -> bool:
     """Whether there are hooks on all modules now. A captured graph does not depend on it: both ways give the same graph."""
+    return any_global_hook()
+
+
+def any_global_hook() -> bool:
+    """Whether there are hooks on all modules of the process."""
     return bool(everywhere._has_any_global_hook())
 
 

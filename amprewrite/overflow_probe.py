@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,7 +97,7 @@ class OverflowProbe:
         return result
 
     def _run_again(self, graph: Graph, latest: LatestInputs) -> Finding | None:
-        inputs = latest.copies({id(p) for p in self.root.parameters()})
+        inputs = latest.copies({id(p): p for p in self.root.parameters()}, {id(b): b for b in self.root.buffers()})
         if graph.module is None or inputs is None or _talks(graph.module):
             return None
         watched = _Watched(graph.module, _names(graph.plan), self)
@@ -131,23 +131,28 @@ class LatestInputs:
         assert graph.module is not None
         roles = {node.name: node.role for node in graph.plan.nodes}
         inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
-        self._own = {index for index, node in enumerate(inputs) if roles.get(node.meta.get(NODE, "")) == "parameter"}
-        self._fed = [index for index in range(len(inputs)) if index not in self._own]
-        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        found = [roles.get(node.meta.get(NODE, "")) for node in inputs]
+        self._own = [index for index, role in enumerate(found) if role in ("parameter", "buffer")]
+        self._fed = [index for index, role in enumerate(found) if role not in ("parameter", "buffer")]
+        self._ids: list[int] = []
+        """Of parameters and buffers, which the model holds: a weak reference to one would keep `swap_tensors` from it."""
         self._data: list[Any] = []
 
     def keep(self, inputs: Sequence[Any]) -> None:
-        if not self._parameters:
-            self._parameters = {index: weakref.ref(inputs[index]) for index in self._own}
+        self._ids = [id(inputs[index]) for index in self._own]
         ref = weakref.ref
         data = map(inputs.__getitem__, self._fed)
         self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]
 
-    def copies(self, whole: set[int]) -> list[Any] | None:
-        """The inputs, those that are no parameters copied; None if one is gone, or a parameter is not among `whole`."""
-        values: dict[int, Any] = {index: ref() for index, ref in self._parameters.items()}
-        if any(id(p) not in whole or getattr(p, "_fsdp_flattened", False) for p in values.values()):
-            return None
+    def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> list[Any] | None:
+        """The inputs, those that are no parameters copied; None if one is gone, or the model has no such parameter or buffer any more."""
+        values: dict[int, Any] = {}
+        for index, number in zip(self._own, self._ids, strict=True):
+            buffer = buffers.get(number)
+            value = parameters.get(number) if buffer is None else buffer.detach().clone()
+            if value is None or getattr(value, "_fsdp_flattened", False):
+                return None
+            values[index] = value
         for index, kept in zip(self._fed, self._data, strict=True):
             value = kept() if isinstance(kept, weakref.ref) else kept
             if value is None:

@@ -14,7 +14,7 @@ from amprewrite.errors import PassError, PlanError
 from amprewrite.formats import FP32
 from amprewrite.frontends.fx_bodies import KEPT, inner_graphs, operands
 from amprewrite.frontends.fx_calls import read_calls
-from amprewrite.frontends.fx_facts import NODE, example_value, is_checkpoint, tensors
+from amprewrite.frontends.fx_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
 from amprewrite.frontends.fx_leaving import mark_leaving
 from amprewrite.frontends.fx_reader import read_graph, without_grad
 from amprewrite.frontends.fx_units import gather_units
@@ -179,7 +179,7 @@ def _read_inner_graph(program: Program, node: torch.fx.Node, name: str, policy: 
     given = operands(node, body)
     for inner, outer in given:
         if "grapharg" in outer.meta:
-            inner.meta["grapharg"] = outer.meta["grapharg"]
+            inner.meta["grapharg"] = kept_meta(outer.meta)["grapharg"]
     part = read_program(body, policy, name, program.entry, program.training)
     part.calibration, part.careful = program.calibration, program.careful
     inside, outside = ({fx_node: name for name, fx_node in each.fx_nodes.items()} for each in (part, program))
@@ -293,7 +293,7 @@ def _copy(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torc
     output = next(node for node in module.graph.nodes if node.op == "output")
     for node in module.graph.nodes:
         mapped[node] = graph.node_copy(node, mapped.__getitem__)
-        mapped[node].meta = dict(node.meta)
+        mapped[node].meta = kept_meta(node.meta)
     assert mapped[output].op == "output"
     graph._codegen = module.graph._codegen
     copied = torch.fx.GraphModule(module, graph, type(module).__name__)

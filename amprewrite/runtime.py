@@ -256,7 +256,7 @@ class Session:
         """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
         if self.options.given is not None:
             return False
-        found = look(self.entries.values(), self.policy_for(self._device()).low, self.note)
+        found = look(self.entries.values(), self.root, self.policy_for(self._device()).low, self.note)
         if found:
             warnings.warn(found, AmpRewriteWarning, stacklevel=2)
         return any(entry.graphs.outdated for entry in list(self.entries.values()))
@@ -379,7 +379,7 @@ class Session:
         if program.scale_loss and takes_gradients(module.graph):
             program.scale_loss = False
             program.note("its gradients are not scaled: it takes gradients itself")
-        graphs.weights += known_weights(program, example_inputs)
+        graphs.weights += known_weights(program, example_inputs, self.root)
         return program
 
     def read(

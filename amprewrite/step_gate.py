@@ -119,7 +119,8 @@ class StepGate:
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
         self._warned = False
-        self._first = {id(p): weakref.ref(p) for p in self.parameters()}
+        self._first = {id(p): p.shape for p in self.parameters()}
+        """The parameters from the start: their ids and sizes."""
         self._unscaled = self._stepped = False
         self._forget_optimizers()
 
@@ -211,11 +212,14 @@ class StepGate:
 
     def _owns(self, optimizer: Optimizer) -> bool:
         own = self._own()
-        return any(id(p) in own for p in params_of(optimizer))
+        if any(id(p) in own for p in params_of(optimizer)):
+            return True
+        missing = len(own) < len(self._first)  # FSDP1 takes them out during a forward
+        return missing and any(self._first.get(id(p)) == p.shape for p in params_of(optimizer))
 
     def _own(self) -> set[int]:
-        """Ids of the parameters as they are now, and of those from the start: FSDP1 takes those out during a forward."""
-        return {id(p) for p in self.parameters()} | {number for number, ref in self._first.items() if ref() is not None}
+        """Ids of the parameters as they are now."""
+        return {id(p) for p in self.parameters()}
 
     def _guard(self, optimizer: Optimizer) -> None:
         own = self._own()

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from amprewrite.cuda_graphs import recording
@@ -41,24 +42,59 @@ _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
 """id of the weight, dtype and padded layout of its copy, stream that wrote it."""
+Place = tuple[int, int, torch.dtype, Layout, int, int]
+"""Storage of a weight and where it begins there, dtype and padded layout of its copy, stream, and which copy of that it is."""
 Names = Callable[[], Mapping[int, str]]
 """Names of weights by id, asked for by messages alone."""
 
 
+class _Memory:
+    """Memory for the copies of one weight. It refers to the weight's storage alone, and weakly: `swap_tensors` wants no more."""
+
+    __slots__ = ("copy", "layout", "owner", "place", "storage", "target")
+
+    def __init__(self, place: Place, weight: Tensor, layout: Layout) -> None:
+        with torch.inference_mode(False):  # one that a call outside inference mode may write over, too
+            self.copy = empty_padded(weight, place[2], layout)
+            self.target = copy_ends(weight, self.copy, layout)[1] if layout else None
+        self.place, self.layout = place, layout
+        self.storage = self.copy.untyped_storage()
+        self.owner = StorageWeakRef(weight.untyped_storage())
+
+
 @dataclass(slots=True)
 class _Copy:
-    """A copy, and the weight as it was when the copy was made."""
+    """A copy that is kept, and the weight as it was when the copy was made."""
 
-    weight: weakref.ref[Tensor]
-    copy: Tensor
+    weight: Tensor
+    memory: _Memory
     version: int
     address: int
 
+    @property
+    def copy(self) -> Tensor:
+        return self.memory.copy
+
     def counted_fresh(self, weight: Tensor) -> bool:
         """Whether PyTorch counts no write to `weight` since."""
-        if self.weight() is not weight or weight.is_inference():
+        if self.weight is not weight or weight.is_inference():
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
+
+
+class _Prepared:
+    """What one graph needs for its copies, looked up once: the same weights find the same memory at every call."""
+
+    __slots__ = ("ids", "memories", "shapes", "streams")
+
+    def __init__(self, weights: Sequence[Tensor], streams: dict[int, int], memories: list[_Memory]) -> None:
+        self.ids, self.streams, self.memories = list(map(id, weights)), streams, memories
+        self.shapes = [weight.shape for weight in weights]
+
+    def serves(self, weights: Sequence[Tensor], streams: dict[int, int]) -> bool:
+        """Whether they are the same, or others of their sizes in their place; a graph is guarded on all else."""
+        same = self.ids == list(map(id, weights)) and self.streams == streams
+        return same and _PLAIN.issuperset(map(type, weights)) and self.shapes == [weight.shape for weight in weights]
 
 
 Copies = dict[Key, _Copy]
@@ -87,8 +123,9 @@ class WeightCache:
     """
 
     def __init__(self, until_step: bool = False) -> None:
-        self._idle: Copies = {}
+        self._idle: dict[Place, _Memory] = {}
         """Memory of copies that served one call, to be written over."""
+        self._prepared: weakref.WeakKeyDictionary[object, _Prepared] = weakref.WeakKeyDictionary()
         self._until_step = Block("cache_weights='step'", lasting=True) if until_step else None
         self._shared: Block | None = None
         self._own = threading.local()
@@ -100,69 +137,118 @@ class WeightCache:
             _LISTENING.add(self)
 
     # -- copies --------------------------------------------------------------------------
-    def take(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-        """A copy of each weight as it is now, or as it was when an open block copied it."""
+    def take(
+        self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], graph: object | None = None
+    ) -> list[Tensor]:
+        """A copy of each weight as it is now, or as it was when an open block copied it.
+
+        A `graph` that always asks for the same dtypes and layouts is prepared for once.
+        """
         streams = _streams(weights)
         if streams and recording(_CUDA):
             self._replayed = True  # a replay steps weights and tells nobody
             return [_made_alone(*each) for each in zip(weights, dtypes, layouts, strict=True)]
+        block = self._block()
+        if block is None:
+            return self._make(weights, dtypes, layouts, streams, graph)
         keys = [
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
         ]
-        block = self._block()
-        if block is None:
-            return self._make(weights, keys, None)
         copies = block.copies  # replaced, not emptied, if copies end meanwhile: what is made from here on is then not found
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)
-            taken.append(found.copy if found is not None and found.counted_fresh(weight) else None)
+            taken.append(found.memory.copy if found is not None and found.counted_fresh(weight) else None)
         stale = [place for place, copy in enumerate(taken) if copy is None]
         if stale:
-            made = self._make([weights[place] for place in stale], [keys[place] for place in stale], copies)
+            made = self._make_kept([weights[place] for place in stale], [keys[place] for place in stale], copies)
             for place, copy in zip(stale, made, strict=True):
                 taken[place] = copy
         return taken  # type: ignore[return-value]
 
-    def _make(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies | None) -> list[Tensor]:
-        """New copies; those of plain weights in one launch, and kept in `keep` if that is given."""
-        made: list[Tensor | None] = [None] * len(weights)
-        plain = [place for place, weight in enumerate(weights) if is_plain(weight)]
-        states = [_state(weights[place]) for place in plain] if keep is not None else []
+    def _make(
+        self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], streams: dict[int, int],
+        graph: object | None,
+    ) -> list[Tensor]:  # fmt: skip
+        """New copies for one call, in one launch, over the memory of the last ones where nothing else refers to it."""
         with self._lock:
-            for place in plain:
-                made[place] = self._memory(weights[place], keys[place], keep is not None)
-        with torch.no_grad():
-            ends = [copy_ends(weights[place], made[place], keys[place][2]) for place in plain]  # type: ignore[arg-type]
-            if ends:
-                copy_many([source for source, _ in ends], [target for _, target in ends])
-        for place, weight in enumerate(weights):
-            copy = made[place]
-            if copy is None:
-                made[place] = _made_alone(weight, keys[place][1], keys[place][2])
-            elif copy.requires_grad != weight.requires_grad:
-                copy.requires_grad_(weight.requires_grad)
-        if keep is not None:
-            with self._lock:
-                for place, state in zip(plain, states, strict=True):
-                    if state is not None:
-                        _put(keep, keys[place], weights[place], made[place], *state)  # type: ignore[arg-type]
-        return made  # type: ignore[return-value]
+            prepared = self._prepared.get(graph) if graph is not None else None
+            if prepared is None or not prepared.serves(weights, streams):
+                plain = [is_plain(weight) for weight in weights]
+                if not all(plain):
+                    return self._make_some(weights, dtypes, layouts, streams, plain)
+                wanted = [(dtype, layout, _stream(weight, streams)) for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)]
+                prepared = _Prepared(weights, streams, self._memories(weights, wanted))
+                if graph is not None:
+                    self._prepared[graph] = prepared
+            memories = prepared.memories
+            copies = [memory.copy for memory in memories]
+            if not _all_alone(memories, copies):
+                copies = []  # what was held by nobody else is so again
+                for place, memory in enumerate(memories):
+                    if not _all_alone([memory], [memory.copy]):
+                        memories[place] = self._idle[memory.place] = _Memory(memory.place, weights[place], memory.layout)
+                copies = [memory.copy for memory in memories]
+        _fill(weights, memories, copies)
+        return copies
 
-    def _memory(self, weight: Tensor, key: Key, kept: bool) -> Tensor:
-        """Memory for a copy: that of the last one, if nothing else refers to it, or new. A `kept` copy takes it along."""
-        _, dtype, layout, _ = key
-        found = self._idle.pop(key, None)
-        if found is not None and found.weight() is weight and fits(found.copy, weight, layout) and _held_here_alone(found):
-            if not kept:
-                self._idle[key] = found
-            return found.copy
-        with torch.inference_mode(False):  # one that a call outside inference mode may write over, too
-            copy = empty_padded(weight, dtype, layout)
-        if not kept:
-            _put(self._idle, key, weight, copy, -1, 0)
-        return copy
+    def _make_some(
+        self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], streams: dict[int, int],
+        plain: Sequence[bool],
+    ) -> list[Tensor]:  # fmt: skip
+        """Copies of weights some of which are more than dense memory: those are made one by one."""
+        places = [place for place, is_plain in enumerate(plain) if is_plain]
+        together = self._make(*([each[place] for place in places] for each in (weights, dtypes, layouts)), streams, None) if places else []
+        made = dict(zip(places, together, strict=True))
+        return [
+            made[place] if place in made else _made_alone(weight, dtypes[place], layouts[place]) for place, weight in enumerate(weights)
+        ]
+
+    def _make_kept(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies) -> list[Tensor]:
+        """New copies; those of plain weights in one launch, and kept in `keep`."""
+        plain = [place for place, weight in enumerate(weights) if is_plain(weight)]
+        states = [_state(weights[place]) for place in plain]
+        with self._lock:
+            _drop_dead(keep)
+            wanted = [keys[place][1:] for place in plain]
+            memories = self._memories([weights[place] for place in plain], wanted)
+            for at, memory in enumerate(memories):
+                self._idle.pop(memory.place, None)
+                if not _all_alone([memory], [memory.copy]):
+                    memories[at] = _Memory(memory.place, weights[plain[at]], memory.layout)
+            self._prepared.clear()  # it refers to the memory that is kept now
+        copies = [memory.copy for memory in memories]
+        if copies:
+            _fill([weights[place] for place in plain], memories, copies)
+        with self._lock:
+            for place, memory, state in zip(plain, memories, states, strict=True):
+                if state is not None:
+                    keep[keys[place]] = _Copy(weights[place], memory, *state)
+        made = dict(zip(plain, copies, strict=True))
+        return [
+            made[place] if place in made else _made_alone(weight, key[1], key[2])
+            for place, (weight, key) in enumerate(zip(weights, keys, strict=True))
+        ]
+
+    def _memories(self, weights: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, Layout, int]]) -> list[_Memory]:
+        """Memory for copies of `weights`, each another: that of the last ones where it fits, or new."""
+        for place, memory in list(self._idle.items()):
+            if memory.owner.expired():
+                del self._idle[place]
+        for graph, prepared in list(self._prepared.items()):
+            if any(memory.owner.expired() for memory in prepared.memories):
+                del self._prepared[graph]
+        memories: dict[Place, _Memory] = {}
+        for weight, (dtype, layout, stream) in zip(weights, wanted, strict=True):
+            at, copies = (weight.untyped_storage()._cdata, weight.storage_offset()), 0
+            while (place := (*at, dtype, layout, stream, copies)) in memories:
+                copies += 1
+            found = self._idle.get(place)
+            if found is None or not fits(found.copy, weight, layout):
+                found = self._idle[place] = _Memory(place, weight, layout)
+            memories[place] = found
+        return list(memories.values())
 
     # -- blocks --------------------------------------------------------------------------
     def _block(self) -> Block | None:
@@ -227,15 +313,12 @@ class WeightCache:
         with self._lock:
             kept: Copies = {}
             ended, block.copies, block.asked = block.copies, kept, None
-            for key, found in list(ended.items()):
-                weight = found.weight()
-                if weight is None:
-                    continue
-                if not which(weight):
-                    _put(kept, key, weight, found.copy, found.version, found.address)
-                elif idle and key not in self._idle:
-                    _put(self._idle, key, weight, found.copy, -1, 0)
-            ended.clear()  # the callbacks of its weak references refer to it
+            _drop_dead(ended)
+            for key, found in ended.items():
+                if not which(found.weight):
+                    kept[key] = found
+                elif idle:
+                    self._idle.setdefault(found.memory.place, found.memory)
 
     # -- the end of copies ---------------------------------------------------------------
     def clear(self) -> None:
@@ -243,11 +326,14 @@ class WeightCache:
         with self._lock:
             for block in self._blocks():
                 self._end(block, idle=False)
-            self._idle.clear()
+            self.clear_idle()
 
     def clear_idle(self) -> None:
         """Give back the memory of copies that no block keeps."""
-        self._idle.clear()
+        if self._idle or self._prepared:
+            with self._lock:
+                self._prepared.clear()
+                self._idle.clear()
 
     def _blocks(self) -> list[Block]:
         lasting = [self._until_step] if self._until_step is not None and self._until_step not in self._open else []
@@ -307,15 +393,15 @@ class WeightCache:
         asked: list[tuple[Tensor, Tensor]] = []
         stale = []
         for (_, _, layout, _), found in chosen:
-            weight = found.weight()
-            if weight is None or not found.counted_fresh(weight):
+            weight = found.weight
+            if not found.counted_fresh(weight):
                 continue  # copied anew by the call that reads it
             if weight.is_cpu and not _same(*_sample(weight, found.copy, layout, block.turn)):
                 stale.append(weight)
             elif weight.is_cuda and not recording(weight.device):
                 asked.append((weight, _differs(*_sample(weight, found.copy, layout, block.turn))))
         if asked:
-            block.asked = _Answer([weakref.ref(weight) for weight, _ in asked], [flag for _, flag in asked])
+            block.asked = _Answer([weight for weight, _ in asked], [flag for _, flag in asked])
         return stale
 
     def __len__(self) -> int:
@@ -325,7 +411,7 @@ class WeightCache:
 class _Answer:
     """What an accelerator finds out about some weights, on its way to the host."""
 
-    def __init__(self, weights: list[weakref.ref[Tensor]], flags: list[Tensor]) -> None:
+    def __init__(self, weights: list[Tensor], flags: list[Tensor]) -> None:
         self.weights = weights
         found = torch.stack([flag.to(flags[0].device) for flag in flags])
         self.flags = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
@@ -336,14 +422,33 @@ class _Answer:
         return bool(self.event.query())
 
     def stale(self) -> list[Tensor]:
-        found = zip(self.weights, self.flags.tolist(), strict=True)
-        return [weight for ref, differs in found if differs and (weight := ref()) is not None]
+        return [weight for weight, differs in zip(self.weights, self.flags.tolist(), strict=True) if differs]
 
 
 # -- memory ------------------------------------------------------------------------------
-def _put(copies: Copies, key: Key, weight: Tensor, copy: Tensor, version: int, address: int) -> None:
-    """Keep a copy for as long as its weight lives."""
-    copies[key] = _Copy(weakref.ref(weight, lambda _: copies.pop(key, None)), copy, version, address)
+def _drop_dead(copies: Copies) -> None:
+    """Forget the copies of weights that nothing but these copies refers to."""
+    held: dict[int, list[Key]] = {}
+    for key in copies:
+        held.setdefault(key[0], []).append(key)
+    for keys in held.values():
+        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # the copies, and the call that counts
+            for key in keys:
+                del copies[key]
+
+
+def _fill(weights: Sequence[Tensor], memories: Sequence[_Memory], copies: Sequence[Tensor]) -> None:
+    """Copy `weights` into memory in one launch."""
+    pairs = zip(weights, memories, strict=True)
+    sources = [copy_ends(weight, memory.copy, memory.layout)[0] if memory.layout else weight for weight, memory in pairs]
+    targets = [copy if memory.target is None else memory.target for memory, copy in zip(memories, copies, strict=True)]
+    with torch.no_grad():
+        if targets:
+            copy_many(sources, targets)
+    asks = [weight.requires_grad for weight in weights]
+    if asks != [copy.requires_grad for copy in copies]:
+        for copy, ask in zip(copies, asks, strict=True):
+            copy.requires_grad_(ask)
 
 
 def _made_alone(weight: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
@@ -357,18 +462,32 @@ def _state(weight: Tensor) -> tuple[int, int] | None:
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
 
 
-def _references(found: _Copy) -> tuple[int, int, int]:
-    """How many Python objects, C++ objects and tensors refer to a copy or to its memory."""
-    copy = found.copy
-    return sys.getrefcount(copy), copy._use_count(), torch._C._storage_Use_Count(copy.untyped_storage()._cdata)  # type: ignore[attr-defined]
+def _references(memories: Sequence[_Memory], copies: list[Tensor]) -> Iterator[list[int]]:
+    """How many Python objects, C++ objects and tensors refer to each copy or to its memory; those that pad have one view more."""
+    yield list(map(sys.getrefcount, copies))
+    yield list(map(_USES, copies))
+    counts = map(torch._C._storage_Use_Count, [memory.storage._cdata for memory in memories])  # type: ignore[attr-defined]
+    yield [count - (memory.target is not None) for count, memory in zip(counts, memories, strict=True)]
 
 
-def _held_here_alone(found: _Copy) -> bool:
-    """Whether no other call, no view and no autograd graph holds the copy or its memory."""
-    return _references(found) == _ALONE
+def _all_alone(memories: Sequence[_Memory], copies: list[Tensor]) -> bool:
+    """Whether no other call, no view and no autograd graph holds the copies or their memory."""
+    return all(found == [alone] * len(found) for found, alone in zip(_references(memories, copies), _ALONE, strict=True))
 
 
-_ALONE = _references(_Copy(weakref.ref(torch.zeros(1)), torch.zeros(1), 0, 0))
+def _alone() -> list[int]:
+    weight = torch.zeros(1)
+    memory = _Memory((0, 0, torch.float32, (), 0, 0), weight, ())
+    return [counts[0] for counts in _references([memory], [memory.copy])]
+
+
+_USES = torch.Tensor._use_count  # type: ignore[attr-defined]
+_PLAIN = {Tensor, torch.nn.Parameter}
+_ALONE = _alone()
+
+
+def _stream(weight: Tensor, streams: dict[int, int]) -> int:
+    return streams[weight.get_device()] if streams else 0
 
 
 def _streams(weights: Sequence[Tensor]) -> dict[int, int]:
@@ -411,8 +530,8 @@ def _stale(copies: Copies, whole: bool) -> list[Tensor]:
     stale, asked, flags = [], [], []
     with torch.no_grad():
         for (_, dtype, layout, _), found in copies.items():
-            weight = found.weight()
-            if weight is None or not found.counted_fresh(weight):
+            weight = found.weight
+            if not found.counted_fresh(weight):
                 continue
             ends = (pad_cast(weight, dtype, layout), found.copy) if whole else _sample(weight, found.copy, layout, 0)
             if not weight.is_cpu:

@@ -13,11 +13,11 @@ A look takes one multi-tensor norm and one read by the host for each device: a p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from amprewrite.cuda_graphs import recording
 from amprewrite.formats import Format
@@ -30,11 +30,11 @@ FIRST_LOOK, LAST_DOUBLING = 16, 1024
 
 @dataclass(frozen=True)
 class Known:
-    """A weight, and whether it fitted the low format when it was captured; the tensor is not kept alive."""
+    """A weight by its path, and whether it fitted the low format when it was captured; `held` if the model has no such path."""
 
     name: str
-    tensor: weakref.ref[Tensor]
     fit: Fit
+    held: weakref.ref[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,12 @@ class Entry(Protocol):
     def graphs(self) -> Graphs: ...
 
 
-def look(entries: Iterable[Entry], low: Format, note: Callable[[str], None]) -> str:
+def look(entries: Iterable[Entry], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
     """Mark graphs whose weights changed sides as outdated and note it; a warning where a weight does not fit any more, else ""."""
     worse: list[str] = []
+    weights: dict[str, Tensor] = _weights(root)
     for graphs in [entry.graphs for entry in list(entries)]:
-        for weight in () if graphs.outdated else moved(graphs.weights, low):
+        for weight in () if graphs.outdated else moved(graphs.weights, weights, low):
             graphs.outdated = True
             note(weight.says(low))
             if weight.now is not Fit.FITS:
@@ -83,17 +84,26 @@ def look(entries: Iterable[Entry], low: Format, note: Callable[[str], None]) -> 
     return f"{worse[0]}{more}; results since then may be wrong, and the next call keeps high what reads it" if worse else ""
 
 
-def known_weights(program: Program, inputs: Sequence[Any]) -> list[Known]:
+def known_weights(program: Program, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
     """The weights among the inputs of a captured graph, for `moved`; `program.magnitudes` has their sizes."""
     sizes, low = program.magnitudes, program.policy.low
+    own = _weights(root)
     return [
-        Known(name, weakref.ref(tensor), fit(sizes[name], low)) for name, tensor in weights_among(program, inputs).items() if name in sizes
+        Known(name, fit(sizes[name], low), None if own.get(name) is tensor else weakref.ref(tensor))
+        for name, tensor in weights_among(program, inputs).items()
+        if name in sizes
     ]
 
 
-def moved(known: Iterable[Known], low: Format) -> list[Moved]:
+def _weights(root: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model as they are now, by path."""
+    return {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers(remove_duplicate=False))}
+
+
+def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:
     """The weights that changed sides; none while a CUDA graph is being recorded."""
-    here = [(each, tensor) for each in known if (tensor := each.tensor()) is not None and _whole(tensor)]
+    now = [(each, weights.get(each.name) if each.held is None else each.held()) for each in known]
+    here = [(each, tensor) for each, tensor in now if tensor is not None and tensor.device.type != "meta" and _whole(tensor)]
     if not here or any(recording(device) for device in {tensor.device for _, tensor in here}):
         return []
     sizes = largest([tensor for _, tensor in here])

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, CaptureError
+from amprewrite.rewritten import session_of
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -44,6 +45,21 @@ def test_flop_counter_counts_the_rewritten_graph(warm):
         out.sum().backward()
     assert ran_low(out, model(x))
     assert got.get_total_flops() == want.get_total_flops() > 0
+
+
+def test_a_new_flop_counter_for_every_call_captures_once():
+    model, x = mlp(), data()
+    amp = low(model)
+    with FlopCounterMode(display=False) as want:
+        model(x)
+    with torch.no_grad():
+        for _ in range(70):
+            with FlopCounterMode(display=False) as got:
+                out = amp(x)
+            assert got.get_total_flops() == want.get_total_flops() > 0
+        assert ran_low(out, model(x)) and len(session_of(amp).entries[""].graphs.regions) == 1
+        amp(x)
+    assert len(session_of(amp).entries[""].graphs.regions) == 2
 
 
 def test_dispatch_mode_first_call_does_not_spoil_later_calls():

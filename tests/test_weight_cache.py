@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -176,15 +176,16 @@ def test_copies_die_with_their_weights():
         assert copy_one(cache, weight) is copy_one(cache, weight)
         assert copy_one(cache, weight, torch.float16) is not copy_one(cache, weight)
         assert len(cache) == 2 and copy_one(cache, weight).grad_fn is None
-        del weight
-        gc.collect()
-        assert len(cache) == 0
-    weight = nn.Parameter(torch.ones(2))
+        died, weight = weakref.ref(weight), nn.Parameter(torch.ones(3))
+        copy_one(cache, weight)  # the next copy ends those of dead weights
+        assert len(cache) == 1 and died() is None
     copy_one(cache, weight)
     assert len(cache) == 1
-    del weight
-    gc.collect()
-    assert len(cache) == 0
+    for size in range(4, 10):
+        died, weight = weakref.ref(weight), nn.Parameter(torch.ones(size))
+        assert died() is None
+        copy_one(cache, weight)
+        assert len(cache) == 1
 
 
 def test_memory_is_written_over_only_while_nothing_else_refers_to_it():

@@ -191,6 +191,21 @@ WRITES = {
         {k: v * -0.9 for k, v in world.amp.state_dict().items()}
     ),
 }
+def swapped(world: World) -> None:
+    for p, new in zip(world.weights, others(world), strict=True):
+        torch.utils.swap_tensors(p, nn.Parameter(new))
+
+
+def loaded_by_swapping(world: World) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        world.amp.load_state_dict({key: value * -0.9 for key, value in world.amp.state_dict().items()})
+        world.model.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+SWAPS = {"swap_tensors": swapped, "load_state_dict that swaps": loaded_by_swapping}
 REPLACEMENTS = {"new Parameters": replaced, "load_state_dict(assign=True)": assigned}
 
 
@@ -200,6 +215,24 @@ def test_every_write(world, write):
         for p, start in zip(world.weights, Net(1).parameters(), strict=True):
             p.data = start.detach().clone()
     world.after(WRITES[write])
+
+
+@pytest.mark.parametrize("write", SWAPS)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bf16"}, {"dtype": "fp16", "cache_weights": "step"}, {"dtype": "bf16", "backend": "aot_eager"}], ids=str
+)
+def test_every_swap(options, write):
+    World((False,), **options).after(SWAPS[write])
+
+
+def test_weights_that_are_swapped_leave_no_memory_behind(world):
+    with torch.no_grad():
+        sizes = []
+        for _ in range(6):
+            swapped(world)
+            world.amp(world.x)
+            sizes.append(len(world.amp._amprewrite_session.cache))
+    assert sizes[1:] == sizes[1:2] * 5
 
 
 @pytest.mark.parametrize("write", REPLACEMENTS)

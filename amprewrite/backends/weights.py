@@ -127,12 +127,18 @@ def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return copied
 
 
+class _Graph:
+    """Stands for a graph in the weight cache, for as long as the graph lives."""
+
+
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
     """`run` with the copies that it takes beside its inputs, for calls without gradients."""
     places, dtypes, layouts = zip(*hoisted, strict=True)
+    chosen = operator.itemgetter(*places, places[0])  # one more, so that it gives a tuple
+    graph = _Graph()
 
     def call(*inputs: Any) -> Any:
-        return run(*inputs, *cache.take([inputs[place] for place in places], dtypes, layouts))
+        return run(*inputs, *cache.take(chosen(inputs)[:-1], dtypes, layouts, graph))
 
     return call
 

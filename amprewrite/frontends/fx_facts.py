@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.colour import Colour, OpKind, Reason
@@ -162,6 +163,31 @@ def is_buffer(node: torch.fx.Node) -> bool:
     path, _, last = str(node.target).rpartition(".")
     owner = node.graph.owning_module
     return owner is not None and last in owner.get_submodule(path)._buffers
+
+
+@dataclass(frozen=True)
+class InputSource:
+    """Where Dynamo found a graph input, without the input: a weak reference to a weight would keep `swap_tensors` from it."""
+
+    source: Any
+
+
+def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
+    """What a copy of a captured node keeps of what Dynamo noted on it."""
+    found = meta.get("grapharg")
+    return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
+
+
+def forget_inputs(graph: torch.fx.Graph) -> None:
+    """Let the fake modes of a graph that was captured and compiled forget of which tensors they made fakes, held weakly."""
+    modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
+    tracing = torch._guards.TracingContext.try_get()  # AOTAutograd has a mode of its own
+    if tracing is not None:
+        tracing.tensor_to_context.clear()
+    for mode in modes | ({tracing.fake_mode} if tracing is not None and tracing.fake_mode is not None else set()):
+        describer = mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 def source_name(node: torch.fx.Node) -> str:
