@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from amprewrite import dynamo
 from amprewrite.backends.nn_module import CompiledFn
 from amprewrite.dynamo import parameter_names
 from amprewrite.dynamo_failures import Failure, try_all_again
+from amprewrite.forward_scale import ForwardScale
 from amprewrite.frontends.fx_facts import forget_inputs
 from amprewrite.hook_watch import HookWatch, any_global_hook
 from amprewrite.options import Options
@@ -141,6 +143,25 @@ class Entry:
         return f"{type(self.session.root).__name__}{'.' * bool(self.path)}{self.path}"
 
 
+class State(threading.local):
+    """Per thread: how deep we are in calls of one rewritten model, which of its regions ran, and this forward's loss scale."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.transformed = 0
+        """How many calls inside a torch.func transform are in flight."""
+        self.captured = 0
+        """How many of these calls run what was captured."""
+        self.ran: list[Region] = []
+        self.scale: ForwardScale | None = None
+        self.entry: Entry | None = None
+        """The outermost one under way."""
+        self.given_up = 0
+        """How many frames Dynamo had given up when it began."""
+        self.failures: list[Failure] = []
+        """Code of the call in flight that Dynamo failed on."""
+
+
 def past_the_limit(entry: Entry) -> str:
     """What a call is told that would need one graph more than an entry may have."""
     return (
@@ -150,4 +171,4 @@ def past_the_limit(entry: Entry) -> str:
     )
 
 
-__all__ = ["Entry", "Graphs", "past_the_limit"]
+__all__ = ["Entry", "Graphs", "State", "past_the_limit"]

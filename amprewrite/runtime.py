@@ -21,7 +21,7 @@ from amprewrite.backends.nn_module import emit
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.dynamo_failures import UNHEARD, Failure, has_begun, unheard
-from amprewrite.entries import Entry, Graphs, past_the_limit
+from amprewrite.entries import Entry, Graphs, State, past_the_limit
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.find_optimizers import parameters_of
 from amprewrite.first_calls import FirstCalls, worth_watching
@@ -53,32 +53,13 @@ FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
 
 
-class _State(threading.local):
-    """Per thread: how deep we are in calls of one rewritten model, which of its regions ran, and this forward's loss scale."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.transformed = 0
-        """How many calls inside a torch.func transform are in flight."""
-        self.captured = 0
-        """How many of these calls run what was captured."""
-        self.ran: list[Region] = []
-        self.scale: ForwardScale | None = None
-        self.entry: Entry | None = None
-        """The outermost one under way."""
-        self.given_up = 0
-        """How many frames Dynamo had given up when it began."""
-        self.failures: list[Failure] = []
-        """Code of the call in flight that Dynamo failed on."""
-
-
 @dataclass
 class Session:
     """Everything one rewritten model keeps at run time."""
 
     options: Options
     root: nn.Module
-    state: _State = field(default_factory=_State)
+    state: State = field(default_factory=State)
     entries: dict[str, Entry] = field(default_factory=dict)
     calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
     """Every set of regions that one call ran, in order; those of an entry that started afresh are gone."""
