@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from amprewrite.copy_memory import Memory, Place, Prepared, all_alone, fill, stream_of, streams_of
 from amprewrite.cuda_graphs import recording
 from amprewrite.errors import AmpRewriteWarning, StaleWeightsError
-from amprewrite.fused_copy import copy_many, is_plain
-from amprewrite.pad_ops import copy_ends, empty_padded, fits, pad_cast, slice_dims
+from amprewrite.fused_copy import is_plain
+from amprewrite.pad_ops import fits, pad_cast, slice_dims
 from amprewrite.pad_plan import Layout
 
 LOOKED_AT = 2
@@ -42,24 +42,8 @@ _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
 """id of the weight, dtype and padded layout of its copy, stream that wrote it."""
-Place = tuple[int, int, torch.dtype, Layout, int, int]
-"""Storage of a weight and where it begins there, dtype and padded layout of its copy, stream, and which copy of that it is."""
 Names = Callable[[], Mapping[int, str]]
 """Names of weights by id, asked for by messages alone."""
-
-
-class _Memory:
-    """Memory for the copies of one weight. It refers to the weight's storage alone, and weakly: `swap_tensors` wants no more."""
-
-    __slots__ = ("copy", "layout", "owner", "place", "storage", "target")
-
-    def __init__(self, place: Place, weight: Tensor, layout: Layout) -> None:
-        with torch.inference_mode(False):  # one that a call outside inference mode may write over, too
-            self.copy = empty_padded(weight, place[2], layout)
-            self.target = copy_ends(weight, self.copy, layout)[1] if layout else None
-        self.place, self.layout = place, layout
-        self.storage = self.copy.untyped_storage()
-        self.owner = StorageWeakRef(weight.untyped_storage())
 
 
 @dataclass(slots=True)
@@ -67,7 +51,7 @@ class _Copy:
     """A copy that is kept, and the weight as it was when the copy was made."""
 
     weight: Tensor
-    memory: _Memory
+    memory: Memory
     version: int
     address: int
 
@@ -80,21 +64,6 @@ class _Copy:
         if self.weight is not weight or weight.is_inference():
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
-
-
-class _Prepared:
-    """What one graph needs for its copies, looked up once: the same weights find the same memory at every call."""
-
-    __slots__ = ("ids", "memories", "shapes", "streams")
-
-    def __init__(self, weights: Sequence[Tensor], streams: dict[int, int], memories: list[_Memory]) -> None:
-        self.ids, self.streams, self.memories = list(map(id, weights)), streams, memories
-        self.shapes = [weight.shape for weight in weights]
-
-    def serves(self, weights: Sequence[Tensor], streams: dict[int, int]) -> bool:
-        """Whether they are the same, or others of their sizes in their place; a graph is guarded on all else."""
-        same = self.ids == list(map(id, weights)) and self.streams == streams
-        return same and _PLAIN.issuperset(map(type, weights)) and self.shapes == [weight.shape for weight in weights]
 
 
 Copies = dict[Key, _Copy]
@@ -123,9 +92,9 @@ class WeightCache:
     """
 
     def __init__(self, until_step: bool = False) -> None:
-        self._idle: dict[Place, _Memory] = {}
+        self._idle: dict[Place, Memory] = {}
         """Memory of copies that served one call, to be written over."""
-        self._prepared: weakref.WeakKeyDictionary[object, _Prepared] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakKeyDictionary[object, Prepared] = weakref.WeakKeyDictionary()
         self._until_step = Block("cache_weights='step'", lasting=True) if until_step else None
         self._shared: Block | None = None
         self._own = threading.local()
@@ -144,7 +113,7 @@ class WeightCache:
 
         A `graph` that always asks for the same dtypes and layouts is prepared for once.
         """
-        streams = _streams(weights)
+        streams = streams_of(weights)
         if streams and recording(_CUDA):
             self._replayed = True  # a replay steps weights and tells nobody
             return [_made_alone(*each) for each in zip(weights, dtypes, layouts, strict=True)]
@@ -178,19 +147,20 @@ class WeightCache:
                 plain = [is_plain(weight) for weight in weights]
                 if not all(plain):
                     return self._make_some(weights, dtypes, layouts, streams, plain)
-                wanted = [(dtype, layout, _stream(weight, streams)) for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)]
-                prepared = _Prepared(weights, streams, self._memories(weights, wanted))
+                on = [stream_of(weight, streams) for weight in weights]
+                wanted = list(zip(dtypes, layouts, on, strict=True))
+                prepared = Prepared(weights, streams, self._memories(weights, wanted))
                 if graph is not None:
                     self._prepared[graph] = prepared
             memories = prepared.memories
             copies = [memory.copy for memory in memories]
-            if not _all_alone(memories, copies):
+            if not all_alone(memories, copies):
                 copies = []  # what was held by nobody else is so again
                 for place, memory in enumerate(memories):
-                    if not _all_alone([memory], [memory.copy]):
-                        memories[place] = self._idle[memory.place] = _Memory(memory.place, weights[place], memory.layout)
+                    if not all_alone([memory], [memory.copy]):
+                        memories[place] = self._idle[memory.place] = Memory(memory.place, weights[place], memory.layout)
                 copies = [memory.copy for memory in memories]
-        _fill(weights, memories, copies)
+        fill(weights, memories, copies)
         return copies
 
     def _make_some(
@@ -215,12 +185,12 @@ class WeightCache:
             memories = self._memories([weights[place] for place in plain], wanted)
             for at, memory in enumerate(memories):
                 self._idle.pop(memory.place, None)
-                if not _all_alone([memory], [memory.copy]):
-                    memories[at] = _Memory(memory.place, weights[plain[at]], memory.layout)
+                if not all_alone([memory], [memory.copy]):
+                    memories[at] = Memory(memory.place, weights[plain[at]], memory.layout)
             self._prepared.clear()  # it refers to the memory that is kept now
         copies = [memory.copy for memory in memories]
         if copies:
-            _fill([weights[place] for place in plain], memories, copies)
+            fill([weights[place] for place in plain], memories, copies)
         with self._lock:
             for place, memory, state in zip(plain, memories, states, strict=True):
                 if state is not None:
@@ -231,7 +201,7 @@ class WeightCache:
             for place, (weight, key) in enumerate(zip(weights, keys, strict=True))
         ]
 
-    def _memories(self, weights: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, Layout, int]]) -> list[_Memory]:
+    def _memories(self, weights: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, Layout, int]]) -> list[Memory]:
         """Memory for copies of `weights`, each another: that of the last ones where it fits, or new."""
         for place, memory in list(self._idle.items()):
             if memory.owner.expired():
@@ -239,14 +209,14 @@ class WeightCache:
         for graph, prepared in list(self._prepared.items()):
             if any(memory.owner.expired() for memory in prepared.memories):
                 del self._prepared[graph]
-        memories: dict[Place, _Memory] = {}
+        memories: dict[Place, Memory] = {}
         for weight, (dtype, layout, stream) in zip(weights, wanted, strict=True):
             at, copies = (weight.untyped_storage()._cdata, weight.storage_offset()), 0
             while (place := (*at, dtype, layout, stream, copies)) in memories:
                 copies += 1
             found = self._idle.get(place)
             if found is None or not fits(found.copy, weight, layout):
-                found = self._idle[place] = _Memory(place, weight, layout)
+                found = self._idle[place] = Memory(place, weight, layout)
             memories[place] = found
         return list(memories.values())
 
@@ -416,7 +386,7 @@ class _Answer:
         found = torch.stack([flag.to(flags[0].device) for flag in flags])
         self.flags = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
         self.event = torch.cuda.Event()
-        self.event.record(torch.cuda.current_stream(found.device))
+        self.event.record(torch.cuda.currentstream_of(found.device))
 
     def ready(self) -> bool:
         return bool(self.event.query())
@@ -437,20 +407,6 @@ def _drop_dead(copies: Copies) -> None:
                 del copies[key]
 
 
-def _fill(weights: Sequence[Tensor], memories: Sequence[_Memory], copies: Sequence[Tensor]) -> None:
-    """Copy `weights` into memory in one launch."""
-    pairs = zip(weights, memories, strict=True)
-    sources = [copy_ends(weight, memory.copy, memory.layout)[0] if memory.layout else weight for weight, memory in pairs]
-    targets = [copy if memory.target is None else memory.target for memory, copy in zip(memories, copies, strict=True)]
-    with torch.no_grad():
-        if targets:
-            copy_many(sources, targets)
-    asks = [weight.requires_grad for weight in weights]
-    if asks != [copy.requires_grad for copy in copies]:
-        for copy, ask in zip(copies, asks, strict=True):
-            copy.requires_grad_(ask)
-
-
 def _made_alone(weight: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """A copy of a weight that a CUDA graph records, or of one that is more than dense memory."""
     with torch.no_grad():
@@ -460,42 +416,6 @@ def _made_alone(weight: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 def _state(weight: Tensor) -> tuple[int, int] | None:
     """What PyTorch counts of a weight; None for one made in inference mode, whose writes it never counts."""
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
-
-
-def _references(memories: Sequence[_Memory], copies: list[Tensor]) -> Iterator[list[int]]:
-    """How many Python objects, C++ objects and tensors refer to each copy or to its memory; those that pad have one view more."""
-    yield list(map(sys.getrefcount, copies))
-    yield list(map(_USES, copies))
-    counts = map(torch._C._storage_Use_Count, [memory.storage._cdata for memory in memories])  # type: ignore[attr-defined]
-    yield [count - (memory.target is not None) for count, memory in zip(counts, memories, strict=True)]
-
-
-def _all_alone(memories: Sequence[_Memory], copies: list[Tensor]) -> bool:
-    """Whether no other call, no view and no autograd graph holds the copies or their memory."""
-    return all(found == [alone] * len(found) for found, alone in zip(_references(memories, copies), _ALONE, strict=True))
-
-
-def _alone() -> list[int]:
-    weight = torch.zeros(1)
-    memory = _Memory((0, 0, torch.float32, (), 0, 0), weight, ())
-    return [counts[0] for counts in _references([memory], [memory.copy])]
-
-
-_USES = torch.Tensor._use_count  # type: ignore[attr-defined]
-_PLAIN = {Tensor, torch.nn.Parameter}
-_ALONE = _alone()
-
-
-def _stream(weight: Tensor, streams: dict[int, int]) -> int:
-    return streams[weight.get_device()] if streams else 0
-
-
-def _streams(weights: Sequence[Tensor]) -> dict[int, int]:
-    """The current stream of each accelerator that holds one of `weights`."""
-    if torch.accelerator.current_accelerator() is None:
-        return {}
-    places = {weight.get_device() for weight in weights} - {-1}
-    return {place: torch.accelerator.current_stream(place).stream_id for place in places} | ({-1: 0} if places else {})
 
 
 # -- comparing -----------------------------------------------------------------------------
