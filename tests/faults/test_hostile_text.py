@@ -140,6 +140,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         Calibration.load(path)
 
 
+@pytest.mark.slow
 def test_names_never_steer_a_terminal(plan: CastPlan, calibration: Calibration, tmp_path: Path) -> None:
     """Escape sequences of names in a plan's and a calibration's output, whichever command prints them."""
     data = json.loads(plan.to_json())

@@ -124,7 +124,7 @@ def _call(amp: nn.Module, rows: int, results) -> None:
     results.put(out.detach().tolist())
 
 
-@pytest.mark.parametrize("way, rows", [("fork", 4), ("fork", 3), ("spawn", 3), pytest.param("spawn", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way, rows", [("fork", 4), ("fork", 3), *(pytest.param("spawn", rows, marks=pytest.mark.slow) for rows in (3, 4))])
 def test_a_child_process_runs_a_model_of_its_parent(way, rows):
     """With the shape that the parent has captured, and with another."""
     amp = amprewrite.rewrite(net(), dtype="bf16")

@@ -109,6 +109,7 @@ def test_eight_threads_leave_the_process_as_it_was(name, tmp_path):
     assert not changes(before, process_state())
 
 
+@pytest.mark.slow
 def test_threads_that_do_different_things_leave_the_process_as_it_was(tmp_path):
     names = ["capture", "infer", "train", "export_onnx", "export_onnx", "capture", "infer", "train"]
     for name in set(names):
