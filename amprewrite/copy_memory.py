@@ -93,7 +93,7 @@ def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
     if torch.accelerator.current_accelerator() is None:
         return {}
     places = {weight.get_device() for weight in weights} - {-1}
-    return {place: torch.accelerator.currentstream_of(place).stream_id for place in places} | ({-1: 0} if places else {})
+    return {place: torch.accelerator.current_stream(place).stream_id for place in places} | ({-1: 0} if places else {})
 
 
 __all__ = ["Memory", "Place", "Prepared", "all_alone", "fill", "stream_of", "streams_of"]

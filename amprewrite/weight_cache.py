@@ -169,7 +169,10 @@ class WeightCache:
     ) -> list[Tensor]:  # fmt: skip
         """Copies of weights some of which are more than dense memory: those are made one by one."""
         places = [place for place, is_plain in enumerate(plain) if is_plain]
-        together = self._make(*([each[place] for place in places] for each in (weights, dtypes, layouts)), streams, None) if places else []
+        together: list[Tensor] = []
+        if places:
+            asked = [dtypes[place] for place in places], [layouts[place] for place in places]
+            together = self._make([weights[place] for place in places], *asked, streams, None)
         made = dict(zip(places, together, strict=True))
         return [
             made[place] if place in made else _made_alone(weight, dtypes[place], layouts[place]) for place, weight in enumerate(weights)
@@ -211,7 +214,7 @@ class WeightCache:
                 del self._prepared[graph]
         memories: dict[Place, Memory] = {}
         for weight, (dtype, layout, stream) in zip(weights, wanted, strict=True):
-            at, copies = (weight.untyped_storage()._cdata, weight.storage_offset()), 0
+            at, copies = (weight.untyped_storage()._cdata, int(weight.storage_offset())), 0
             while (place := (*at, dtype, layout, stream, copies)) in memories:
                 copies += 1
             found = self._idle.get(place)
@@ -386,7 +389,7 @@ class _Answer:
         found = torch.stack([flag.to(flags[0].device) for flag in flags])
         self.flags = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
         self.event = torch.cuda.Event()
-        self.event.record(torch.cuda.currentstream_of(found.device))
+        self.event.record(torch.cuda.current_stream(found.device))
 
     def ready(self) -> bool:
         return bool(self.event.query())
