@@ -37,9 +37,6 @@ _GIVEN_UP: weakref.WeakValueDictionary[int, types.CodeType] = weakref.WeakValueD
 """Code that Dynamo has been heard to give up in this process. Dynamo keeps that with the code, whichever model runs it next."""
 
 
-UNHEARD = f"Dynamo gave up some of its code; the cause is unknown, since logging of {_LOG.name} is off: log its warnings to learn it"
-
-
 @dataclass(frozen=True)
 class Failure:
     """One frame that Dynamo could not convert."""
@@ -56,11 +53,6 @@ def try_all_again() -> None:
         if code is not None:
             set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
     _GIVEN_UP.clear()
-
-
-def unheard() -> bool:
-    """Whether the log that tells of failures is switched off, so that a `Listener` hears nothing."""
-    return not _LOG.isEnabledFor(logging.WARNING)
 
 
 class Listener(Quiet):
@@ -143,4 +135,4 @@ def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
     return False
 
 
-__all__ = ["UNHEARD", "Failure", "Listener", "has_begun", "seen", "try_all_again", "unheard", "unseen"]
+__all__ = ["Failure", "Listener", "has_begun", "seen", "try_all_again", "unseen"]

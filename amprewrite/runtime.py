@@ -20,7 +20,7 @@ from amprewrite import dynamo
 from amprewrite.backends.nn_module import emit
 from amprewrite.devices import Device, best_format, device_row, named_device
 from amprewrite.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
-from amprewrite.dynamo_failures import UNHEARD, Failure, has_begun, unheard
+from amprewrite.dynamo_failures import Failure, has_begun
 from amprewrite.entries import Entry, Graphs, State, past_the_limit
 from amprewrite.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.find_optimizers import parameters_of
@@ -281,9 +281,7 @@ class Session:
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if own and not (switched_off or said):
-            if not unheard():
-                return  # another thread is capturing
-            said = UNHEARD
+            return  # another thread is capturing
         if own and self.recurrent_apart and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
