@@ -119,8 +119,8 @@ class StepGate:
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
         self._warned = False
-        self._first = {id(p): p.shape for p in self.parameters()}
-        """The parameters from the start: their ids and sizes."""
+        self._first = {id(p) for p in self.parameters()}
+        """The parameters from the start, by id."""
         self._unscaled = self._stepped = False
         self._forget_optimizers()
 
@@ -215,7 +215,7 @@ class StepGate:
         if any(id(p) in own for p in params_of(optimizer)):
             return True
         missing = len(own) < len(self._first)  # FSDP1 takes them out during a forward
-        return missing and any(self._first.get(id(p)) == p.shape for p in params_of(optimizer))
+        return missing and any(id(p) in self._first for p in params_of(optimizer))
 
     def _own(self) -> set[int]:
         """Ids of the parameters as they are now."""
@@ -349,7 +349,7 @@ class StepGate:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._first = {}
+        self._first = set()
         self._forget_optimizers()
 
 

@@ -216,6 +216,8 @@ _CONDITIONS = {
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",
     Reason.CANCELS: "if no difference magnified its rounding ({detail})",
     Reason.SENSITIVE: "with a looser tolerance ({detail})",
+    Reason.RETURNED: "if it were returned only, or read only",
+    Reason.SHARED: "if what is returned did not lie in its memory",
     Reason.WRITES_STATE: "if it did not write to memory that outlives the graph",
     Reason.ASKED: "without overrides['{detail}']",
     Reason.IN_PLAN: "with another colour in the plan: plan.edit({{'{name}': ...}})",

@@ -169,6 +169,8 @@ class Case:
         self.op = OF.get(name, name)
         module, self.order = captured(name)
         self.program = read_program(module, Policy(BF16), pad=parse_pad("always", False))
+        module = self.program.module  # a copy, if a result shares memory with an input
+        assert module is not None
         self.call: Call = next(c for c in self.program.calls.values() if c.op == self.op and c.role == "op")
         self.regions = Regions(self.program.calls, lambda value: 1, lambda value: False)
         self.regions.build()

@@ -250,7 +250,7 @@ def test_a_compiler_gets_pads_it_can_trace(grad: bool) -> None:
 
 
 def test_auto_declines_on_the_cpu_and_says_so() -> None:
-    amp = amprewrite.rewrite(OddMLP(), dtype="bf16", example_inputs=(noise(8, 101),))
+    amp = amprewrite.rewrite(OddMLP(), dtype="bf16", device="cpu-bf16", example_inputs=(noise(8, 101),))
     plan = amp.plan
     assert not pads_of(amp) and all(region.declined for region in pads_of(amp).regions)
     assert "unaligned sizes stay: cpu with native bf16 gains nothing" in plan.summary() and "pad 101 stays: cpu" in str(plan)
