@@ -214,7 +214,7 @@ class StepGate:
         own = self._own()
         if any(id(p) in own for p in params_of(optimizer)):
             return True
-        missing = len(own) < len(self._first)  # FSDP1 takes them out during a forward
+        missing = not self._first <= own  # FSDP1 takes them out during a forward
         return missing and any(id(p) in self._first for p in params_of(optimizer))
 
     def _own(self) -> set[int]:
