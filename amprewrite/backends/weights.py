@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.frontends.fx_facts import example_value, is_batched, tensors, written
+from amprewrite.frontends.fx_facts import example_value, storages, written
 from amprewrite.pad_ops import pad_cast
 from amprewrite.pad_plan import Layout
 from amprewrite.passes.insert_casts import CAST
@@ -45,7 +45,7 @@ def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> 
     made: dict[Hoisted, torch.fx.Node] = {}
     for node in list(graph.nodes):
         source = _cast_weight(node, training)
-        if source is None or not changing.isdisjoint(_storages(source)) or _goes_elsewhere(source):
+        if source is None or not changing.isdisjoint(storages(example_value(source))) or _goes_elsewhere(source):
             continue
         assert last is not None
         dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
@@ -86,17 +86,11 @@ def written_storages(module: torch.fx.GraphModule) -> set[int]:
     found: set[int] = set()
     for node in module.graph.nodes:
         for target in written(node):
-            found |= _storages(target)
+            found |= storages(example_value(target))
         if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_writes, _bodies(module, node))):
             for source in node.all_input_nodes:
-                found |= _storages(source)
+                found |= storages(example_value(source))
     return found
-
-
-def _storages(node: torch.fx.Node) -> set[int]:
-    """Identities of the memory behind what a node gives."""
-    dense = (t for t in tensors(example_value(node)) if t.layout == torch.strided and not is_batched(t))
-    return {t.untyped_storage()._cdata for t in dense}
 
 
 def _bodies(module: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.GraphModule]:
