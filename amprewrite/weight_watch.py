@@ -103,17 +103,25 @@ def _weights(root: nn.Module) -> dict[str, Tensor]:
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:
     """The weights that changed sides; none while a CUDA graph is being recorded."""
     now = [(each, weights.get(each.name) if each.held is None else each.held()) for each in known]
-    here = [(each, tensor) for each, tensor in now if tensor is not None and tensor.device.type != "meta" and _whole(tensor)]
-    if not here or any(recording(device) for device in {tensor.device for _, tensor in here}):
+    here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
+    if not here or any(recording(device) for device in {part.device for *_, part in here}):
         return []
-    sizes = largest([tensor for _, tensor in here])
-    found = [Moved(each.name, size, each.fit, fit(size, low)) for (each, _), size in zip(here, sizes, strict=True)]
-    return [each for each in found if each.now is not each.before]
+    sizes = largest([part for *_, part in here])
+    found = [
+        (tensor is part, Moved(each.name, size, each.fit, fit(size, low))) for (each, tensor, part), size in zip(here, sizes, strict=True)
+    ]
+    return [each for whole, each in found if each.now is not each.before and (whole or each.now is Fit.TOO_LARGE)]
 
 
-def _whole(tensor: Tensor) -> bool:
-    """Whether its memory is there: FSDP frees gathered weights and leaves the tensors."""
-    return tensor.untyped_storage().nbytes() > 0
+def _readable(tensor: Tensor) -> Tensor | None:
+    """What this process can look at without the others: all of a tensor, its own shard of a distributed one, or None.
+
+    A shard shows that a weight has become too large, and nothing else. FSDP frees gathered weights and leaves the tensors.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    part = tensor if to_local is None else to_local()
+    plain = type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and part.device.type != "meta"
+    return part if plain and part.numel() and part.untyped_storage().nbytes() > 0 else None
 
 
 class Schedule:
