@@ -72,6 +72,27 @@ def test_the_gradient_of_a_returned_feature(options: dict[str, Any]) -> None:
         torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("read", [True, False], ids=["read", "only returned"])
+@way
+def test_the_gradient_of_a_returned_value_is_that_behind_its_hooks(options: dict[str, Any], read: bool) -> None:
+    class Hooked(Feature):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            feature = self.a(x)
+            feature.register_hook(lambda gradient: gradient.clamp(-1, 1))
+            feature.register_hook(lambda gradient: gradient * 2)
+            return feature, self.b(torch.relu(feature if read else self.a(2 * x)))
+
+    torch.manual_seed(0)
+    model, x = Hooked(), torch.ones(2, 4)
+    gradients = []
+    for each in (model, amprewrite.rewrite(copy.deepcopy(model), **options)):
+        feature, y = each(x)
+        feature.retain_grad()
+        (y.sum() - 3 * feature.sum()).backward()
+        gradients.append(feature.grad)
+    assert torch.equal(*gradients) and (gradients[0] == -2).any()
+
+
 def test_logits_that_only_the_loss_reads_cost_no_cast() -> None:
     """The loss is taken in fp32 anyway: the copy that it reads is the one that is returned."""
 

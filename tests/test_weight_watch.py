@@ -16,7 +16,7 @@ import amprewrite
 from amprewrite.errors import AmpRewriteWarning
 from amprewrite.formats import FP16
 from amprewrite.magnitudes import Fit, fit
-from amprewrite.weight_watch import Schedule
+from amprewrite.weight_watch import Known, Schedule, moved
 
 
 class Net(nn.Module):
@@ -146,6 +146,24 @@ def test_no_weight_is_kept_alive():
     amp(batch())
     gc.collect()
     assert known() is None
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+def test_a_shard_shows_that_a_weight_is_too_large_and_nothing_else():
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weights: dict[str, Tensor] = {
+            name: DTensor.from_local(torch.full((4, 4), size), mesh, [Shard(0)])
+            for name, size in {"grown": 1e5, "small": 1e-10, "shrunk": 1.0}.items()
+        }
+        found = moved([Known("grown", Fit.FITS), Known("small", Fit.FITS), Known("shrunk", Fit.TOO_LARGE)], weights, FP16)
+        assert [(each.name, each.now) for each in found] == [("grown", Fit.TOO_LARGE)]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_looks_get_rarer():

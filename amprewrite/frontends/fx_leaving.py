@@ -11,7 +11,7 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
 1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
    node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
-   graph writes, rule 1 applies.
+   graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from amprewrite.frontends.fx_facts import (
     written,
 )
 from amprewrite.oplists import op_name
+from amprewrite.tensor_hooks import hooked
 
 Node = torch.fx.Node
 
@@ -50,7 +51,8 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     chains = {node for storage in shared for node in memory.chain(storage)}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     if without_grad is not None:
-        makers |= dict.fromkeys(node for node in read_results(module.graph) if node not in chains and node not in without_grad)
+        left = dict.fromkeys((*map(_before_hooks, read_results(module.graph)), *_hooked_results(module.graph)))
+        makers |= dict.fromkeys(node for node in left if node not in chains and node not in without_grad)
     if not makers and not chains:
         return module
     copied, twin = copy(module)
@@ -82,6 +84,21 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
         made = node.op not in ("placeholder", "get_attr") and node not in apart and differentiable(example_value(node))
         if made and any(user.op != "output" and _takes_gradient(user) for user in node.users):
             yield node
+
+
+def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
+    """Makers of results that have hooks: the caller's `retain_grad` sees the gradient behind them, so they stand on what leaves."""
+    for node in _results(graph):
+        maker = _before_hooks(node)
+        if maker is not node and maker.op not in ("placeholder", "get_attr") and differentiable(example_value(node)):
+            yield maker
+
+
+def _before_hooks(node: Node) -> Node:
+    """The value that `node` is with the hooks on it."""
+    while node.target is hooked:
+        (node,) = node.all_input_nodes[:1]
+    return node
 
 
 def _takes_gradient(reader: Node) -> bool:
