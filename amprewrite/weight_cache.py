@@ -339,9 +339,10 @@ class WeightCache:
         """Compare a few rows of a few kept copies with their weights, others at every call.
 
         On a CPU at once, before the copies are read. An accelerator answers at a later call, so that the host does not wait.
+        A `generate()` is looked at once, at its end: each token would pay for a look.
         """
         block = self._block()
-        if block is None or not block.copies:
+        if block is None or not block.copies or not (block.lasting or block.whole):
             return
         answered, block.asked = block.asked, None
         if answered is not None and not answered.ready():
