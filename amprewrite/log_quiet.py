@@ -1,4 +1,4 @@
-"""Keep what torch logs about an op that refuses its inputs off the screen, for this thread and for a while.
+"""Keep what torch logs off the screen, for this thread and for a while. Levels, handlers and what others log stay as they are.
 
 An op that is only tried may refuse; who tries it says so where it matters. torch logs each refusal with its traceback.
 """

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from amprewrite.colour import Colour, OpKind, Reason
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class Demand(Enum):
@@ -83,12 +85,18 @@ class OpNode:
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
+def _empty() -> nx.DiGraph:
+    import networkx as nx  # takes a tenth of what torch takes, and whoever only reads a plan needs no graph
+
+    return nx.DiGraph()
+
+
 @dataclass
 class OpGraph:
     """Op vertices in a canonical order, and the networkx graph over their names."""
 
     nodes: dict[str, OpNode] = field(default_factory=dict)
-    digraph: nx.DiGraph = field(default_factory=nx.DiGraph)
+    digraph: nx.DiGraph = field(default_factory=_empty)
     rank: dict[str, int] = field(default_factory=dict)
     """Place of each vertex in the canonical order."""
 

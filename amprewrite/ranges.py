@@ -14,11 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from amprewrite.arguments import shown
 from amprewrite.errors import CalibrationError
@@ -27,6 +25,9 @@ from amprewrite.formats import FORMATS, Format
 from amprewrite.json_data import BadData, build, read_json
 from amprewrite.op_graph import OpGraph
 from amprewrite.printable import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SCHEMA = 1
 """Version of the JSON form; a file of another version is refused."""
@@ -250,6 +251,9 @@ class Calibration:
     # -- text -------------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = "fp16", gradients: bool = False) -> Table:
         """The `n` values most at risk in `fmt`, as a rich table: first by overflow, then by magnitude."""
+        from rich.table import Table
+        from rich.text import Text
+
         row = FORMATS[fmt]
         found = [
             (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)
@@ -296,6 +300,8 @@ def parameters_fingerprint(model: torch.nn.Module) -> str:
 
 def as_text(table: Table, width: int = 110) -> str:
     """A rich table as plain text."""
+    from rich.console import Console
+
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
         console.print(table)

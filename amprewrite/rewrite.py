@@ -1,4 +1,7 @@
-"""The public functions: rewrite a model, or just plan it."""
+"""The public functions: rewrite a model, or just plan it.
+
+What needs Dynamo is imported by the first call: whoever only imports these functions does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from amprewrite.accuracy import check_target, search
 from amprewrite.arguments import flag, is_flag, is_word, keywords, shown
-from amprewrite.calibrate import calibrate
 from amprewrite.devices import named_device
 from amprewrite.errors import OpListError, PlanError, PolicyError
 from amprewrite.find_optimizers import optimizer_inside
@@ -27,9 +28,6 @@ from amprewrite.pad_policy import parse_pad
 from amprewrite.plan import CastPlan
 from amprewrite.policy import Policy, parse_overrides
 from amprewrite.ranges import Calibration
-from amprewrite.rewritten import is_rewritten, module_of, plain_of, rewritten
-from amprewrite.runtime import lookup_backend, refuse_ambient_autocast
-from amprewrite.trial import Call, kept
 
 M = TypeVar("M")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -106,6 +104,9 @@ def rewrite(
         not fit. CalibrationError: batches that cannot be run, ranges of another model. AccuracyError: an accuracy that
         cannot be reached. All are AmpRewriteErrors.
     """
+    from amprewrite.dynamo import refuse_ambient_autocast
+    from amprewrite.rewritten import is_rewritten, module_of, plain_of, rewritten
+
     module = module_of(model)
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
@@ -143,6 +144,10 @@ def evidence(
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What sample batches say of the model: the options `calibration` and `careful`."""
+    from amprewrite.accuracy import check_target, search
+    from amprewrite.calibrate import calibrate
+    from amprewrite.trial import Call, kept
+
     found: dict[str, Any] = {}
     batches: list[Any] = [] if args is None and kwargs is None else [Call(tuple(args or ()), dict(kwargs or {}))]
     if isinstance(calibration, Calibration):
@@ -203,6 +208,8 @@ def _options(
     if not (isinstance(backend, str) or callable(backend)):
         raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
     if not is_word(backend, "eager"):
+        from amprewrite.dynamo import lookup_backend
+
         try:
             lookup_backend(backend)
         except Exception as error:

@@ -15,6 +15,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from amprewrite.log_quiet import Quiet
 from amprewrite.onnx_run import session
 
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
@@ -222,8 +223,8 @@ def torch_nets() -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
 
 
 def export(module: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Net:
-    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
-    with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    advice = Quiet(logging.getLogger("torch.onnx._internal.exporter._registration"))
+    with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), advice:
         warnings.simplefilter("ignore")
         program = torch.onnx.export(module.eval(), (), kwargs=kwargs, dynamo=True, verbose=False)
     assert program is not None

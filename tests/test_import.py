@@ -29,6 +29,13 @@ def test_import_loads_nothing_heavy_that_torch_does_not_load():
     assert said(f"import sys, torch, amprewrite; {count}") == said(f"import sys, torch; {count}")
 
 
+@pytest.mark.parametrize("name", ["rewrite", "plan", "CastPlan", "Calibration", "OpLists", "DynamicLossScale", "PlanError"])
+def test_names_of_the_face_load_nothing_heavy_before_they_are_called(name):
+    """A script's `--help` does not wait for Dynamo: the first rewrite imports it."""
+    count = f"print(sorted(name for name in {HEAVY} if name in sys.modules))"
+    assert said(f"import sys, torch; from amprewrite import {name}; {count}") == said(f"import sys, torch; {count}")
+
+
 def test_import_changes_no_warning_filter():
     code = "import warnings, torch; before = list(warnings.filters); import amprewrite; print(before == warnings.filters)"
     assert said(code) == "True"

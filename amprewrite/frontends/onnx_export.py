@@ -6,8 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from amprewrite.dynamo import ONE_EXPORT
 from amprewrite.errors import CaptureError, PolicyError
 from amprewrite.formats import FP32
 from amprewrite.kept_state import state_kept
+from amprewrite.log_quiet import Quiet
 from amprewrite.onnx_run import has_runtime, is_large, session
 from amprewrite.onnx_samples import Feed
 from amprewrite.plan import CastPlan
@@ -28,9 +28,12 @@ from amprewrite.rewrite import warm
 from amprewrite.rewritten import Rewritten, plain_of, rewritten, session_of
 from amprewrite.strict_onnx import relative_error
 
-_TALKATIVE = (
-    "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
-)  # fmt: skip
+_TALKATIVE = [
+    logging.getLogger(name)
+    for name in (
+        "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
+    )
+]  # fmt: skip
 """Loggers of the exporter that print advice on what is checked here anyway."""
 AGREES = 1e-2
 """Relative L2 error beyond which an fp32 export is wrong."""
@@ -99,7 +102,7 @@ def _export(
     optimize: bool = True,
 ) -> ir.Model:
     try:
-        with ONE_EXPORT, _advice_dropped(), torch.no_grad():
+        with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad():
             program = torch.onnx.export(
                 plain,
                 args,
@@ -120,30 +123,6 @@ def _export(
     assert program is not None
     model: ir.Model = program.model
     return model
-
-
-class _OthersOnly(logging.Filter):
-    """Drops what the thread that made it logs; records of other threads pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self.thread
-
-
-@contextlib.contextmanager
-def _advice_dropped() -> Iterator[None]:
-    """Drop the exporter's advice in this thread. Levels and handlers stay as they are, and so does what others log."""
-    loggers, others_only = [logging.getLogger(name) for name in _TALKATIVE], _OthersOnly()
-    for logger in loggers:
-        logger.addFilter(others_only)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(others_only)
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

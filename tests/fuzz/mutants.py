@@ -54,7 +54,8 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "stale-weights", "low copies outlive a call and trust version counters", ("states",), (),
-        (("amprewrite/weight_cache.py", "        return own or self._shared\n", '        return own or self._shared or self.__dict__.setdefault("forever", Block("mutant"))\n'),),
+        (("amprewrite/weight_cache.py", "        return own or self._shared\n", '        return own or self._shared or self.__dict__.setdefault("forever", Block("mutant"))\n'),
+         ("amprewrite/runtime.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
     ),
     Mutant(
         "stale-step-copies", "cache_weights='step' does not hear of steps that count no version", ("states",), ("'cache_weights', 'step'",),
@@ -83,7 +84,8 @@ MUTANTS = (
     Mutant(
         "write-to-input-inside", "a write in place to an input is not on the path of its low readers", ("programs", "states"), ('inplace', 'break', "'fp16'"),
         (("passes/scale_loss.py", "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook or writes:",
-          "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook:"),),
+          "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook:"),
+         ("amprewrite/frontends/fx_leaving.py", "            found |= (self.results & self.written) | (self.inputs & self.written)\n", "            found |= self.results & self.written\n")),
     ),
     Mutant(
         "bodies-untold", "products in loops, conditions and autograd Functions stay fp32 without a word", ("programs",), ('while_loop', "'bf16'", 'heavy'),
@@ -99,9 +101,13 @@ MUTANTS = (
         (("amprewrite/frontends/fx_leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:"),),
     ),
     Mutant(
-        "gradients-taken-inside", "torch.autograd.grad inside forward sees one of two copies", ("programs",), ('autograd_grad',),
+        "gradients-taken-inside", "torch.autograd.grad that is captured inside forward sees one of two copies, and is scaled", ("programs",), ('autograd_grad', "traced=True"),
         (("amprewrite/frontends/fx_leaving.py", "for node in dict.fromkeys((*_results(graph), *asked)):", "for node in dict.fromkeys(_results(graph)):"),
          ("amprewrite/runtime.py", "if program.scale_loss and takes_gradients(module.graph):", "if False:")),
+    ),
+    Mutant(
+        "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
+        (("amprewrite/forward_scale.py", "        if self.under_way and self.apart:\n", "        if False:\n"),),
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
@@ -118,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
-        (("amprewrite/runtime.py", "            self.state.scales = self.gate.snapshot(device)", "            self.state.scales = self.gate.snapshot(next(iter(self.root.parameters())).device)"),),
+        (("amprewrite/runtime.py", "ForwardScale(self.gate.snapshot(device)", "ForwardScale(self.gate.snapshot(next(iter(self.root.parameters())).device)"),),
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
@@ -128,7 +134,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
         (("amprewrite/rewrite_graph.py", "    if not _written_outside(program, _results_of(program, node)):\n", "    if True:\n"),
-         ("amprewrite/frontends/fx_leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:")),
+         ("amprewrite/rewrite_graph.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", "")),
     ),
     Mutant(
         "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),
@@ -138,9 +144,10 @@ MUTANTS = (
 
 
 def copy_of_package(target: Path) -> None:
-    """The package, its passes and this fuzzer, as they are."""
+    """The package, its passes and this fuzzer, as they are; with a pyproject.toml, without which passes would be those installed."""
     for folder in ("amprewrite", "passes", "tests/fuzz"):
         shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", target)
 
 
 def _run(root: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:

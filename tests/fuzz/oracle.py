@@ -26,17 +26,11 @@ import amprewrite
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
 HEAVY = frozenset(
-    [
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "mkldnn_convolution",
-        "convolution_overrideable",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    ]
-)
+    "mm addmm bmm baddbmm convolution mkldnn_convolution convolution_overrideable _scaled_dot_product_flash_attention_for_cpu "
+    "linear matmul einsum bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention"
+    .split()
+)  # fmt: skip
+"""Ops that do most of the work. In the bodies of loops and conditions a dispatch mode sees composite ones whole, elsewhere their parts."""
 LIBRARY = Path(amprewrite.__file__).parent
 
 

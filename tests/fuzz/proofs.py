@@ -1,0 +1,298 @@
+"""The smallest program for each mutant: right with the code as it is, wrong with the mutant.
+
+`python -m tests.fuzz.proofs NAME` ends with status 1 if the program is wrong. So a mutant that does no harm is not taken for one
+that the fuzzer missed.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import amprewrite
+from tests.fuzz.__main__ import hush
+from tests.fuzz.oracle import HeavyOps, untold
+
+PROOFS: dict[str, Callable[[], bool]] = {}
+
+
+def proof(name: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
+    """Keep a function as the proof of a mutant; it says whether all is right."""
+
+    def keep(function: Callable[[], bool]) -> Callable[[], bool]:
+        PROOFS[name] = function
+        return function
+
+    return keep
+
+
+class Net(nn.Module):
+    """Two layers, of four numbers each, and a forward that is given."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.w = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("steps", torch.zeros(()))
+        self.given = forward
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.given(self, *inputs)
+
+
+def pair(forward: Callable[..., Any], **options: Any) -> tuple[nn.Module, nn.Module]:
+    """The same network in fp32 and rewritten."""
+    return Net(forward), amprewrite.rewrite(Net(forward), **{"dtype": "bf16", **options})
+
+
+def batch() -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def near(got: Tensor | None, want: Tensor | None) -> bool:
+    """Whether both are the same but for rounding."""
+    if got is None or want is None or got.shape != want.shape:
+        return got is want
+    return bool(got.isfinite().all()) and float((got - want).norm()) <= 0.03 * float(want.norm()) + 1e-4
+
+
+def gradients_agree(forward: Callable[..., Any], loss: Callable[[Any], Tensor], **options: Any) -> bool:
+    """Whether all gradients of a network agree."""
+    plain, amp = pair(forward, **options)
+    for net in (plain, amp):
+        loss(net(batch())).backward()
+    return all(near(p.grad, q.grad) for p, q in zip(amp.parameters(), plain.parameters(), strict=True))
+
+
+@proof("stale-weights")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: self.a(x))
+    with torch.no_grad():
+        for net in (plain, amp):
+            net(batch())
+            net.a.weight.data.mul_(-1)  # type: ignore[union-attr, operator]
+        return near(amp(batch()), plain(batch()))
+
+
+@proof("stale-step-copies")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: self.a(x), cache_weights="step")
+    for net in (plain, amp):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.5, fused=True)
+        net(batch()).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return near(amp(batch()), plain(batch()))
+
+
+@proof("scale-without-optimizer")
+def _() -> bool:
+    return gradients_agree(lambda self, x: self.a(x).square(), lambda y: y.sum(), dtype="fp16")
+
+
+@proof("two-results-two-scales")
+def _() -> bool:
+    return gradients_agree(
+        lambda self, x: (self.a(x), torch.cumsum(self.w * x, -1)), lambda y: y[0].sum() + y[1].sum(), dtype="fp16", loss_scale=8
+    )
+
+
+@proof("clipping-hides-overflow")
+def _() -> bool:
+    amp = amprewrite.rewrite(Net(lambda self, x: self.a(x)), dtype="fp16")
+    optimizer = amp.attach(torch.optim.SGD(amp.parameters(), lr=1.0)) or torch.optim.SGD(amp.parameters(), lr=1.0)
+    before = amp.a.weight.detach().clone()  # type: ignore[union-attr, operator]
+    (amp(batch()[:1]) * 1e4).sum().backward()
+    if all(p.grad is None or p.grad.isfinite().all() for p in amp.parameters()):
+        return False  # nothing overflowed, so nothing is shown
+    nn.utils.clip_grad_value_(amp.parameters(), 1.0)
+    optimizer.step()
+    return torch.equal(before, amp.a.weight)  # type: ignore[union-attr, arg-type]
+
+
+@proof("closure-unguarded")
+def _() -> bool:
+    amp = amprewrite.rewrite(Net(lambda self, x: self.a(x)), dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (amp(batch()) * 1e4).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return all(bool(p.isfinite().all()) for p in amp.parameters())
+
+
+@proof("write-to-input-inside")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        torch._dynamo.graph_break()
+        h.add_(self.w)
+        out: Tensor = self.b(h)
+        return out
+
+    return gradients_agree(forward, lambda y: y.sum(), dtype="fp16", loss_scale=8)
+
+
+@proof("bodies-untold")
+def _() -> bool:
+    amp = amprewrite.rewrite(
+        Net(lambda self, x: while_loop(lambda i, c: i < 2, lambda i, c: (i + 1, self.a(c)), (torch.tensor(0), x))[1]), dtype="bf16"
+    )
+    ops = HeavyOps()
+    with torch.no_grad(), ops, warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        amp(batch())
+    return untold(amp, ops.ran, [str(each.message) for each in heard]) is None
+
+
+@proof("returned-beside-path")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        f = self.a(x)
+        return f, self.b(torch.relu(f))
+
+    plain, amp = pair(forward)
+    found = []
+    for net in (plain, amp):
+        f, y = net(batch())
+        f.retain_grad()
+        y.sum().backward()
+        found.append(f.grad)
+    return near(found[1], found[0])
+
+
+@proof("results-lose-memory")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        v = self.a(x)
+        return v, v.view(-1)
+
+    _, amp = pair(forward, lists="tf")
+    with torch.no_grad():
+        v, u = amp(batch())
+        v.fill_(3.0)
+    return bool((u == 3).all())
+
+
+@proof("gradients-taken-inside")
+def _() -> bool:
+    def inner(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        energy = self.b(torch.relu(h)).sum() + h.logsumexp(-1).sum()
+        return torch.autograd.grad(energy, h, create_graph=True)[0]
+
+    plain, amp = pair(inner)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        return near(amp(batch()).detach(), plain(batch()).detach())
+
+
+@proof("forces-scaled")
+def _() -> bool:
+    def forces(self: Any, x: Tensor) -> Tensor:
+        return -torch.autograd.grad(self.b(torch.tanh(self.a(x))).mul(10).sum(), x, create_graph=True)[0]
+
+    plain, amp = pair(forces, dtype="fp16", loss_scale=65536)
+    return near(amp(batch().requires_grad_()).detach(), plain(batch().requires_grad_()).detach())
+
+
+@proof("effects-twice")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return x.permute(*range(x.dim())[::-1])
+
+    amp = amprewrite.rewrite(Net(forward), dtype="bf16")
+    amp(batch())
+    return int(amp.steps) == 1  # type: ignore[arg-type]
+
+
+@proof("old-decisions")
+def _() -> bool:
+    net = Net(lambda self, x: self.a(x))
+    net.a.weight.data.mul_(1e-9)
+    amp = amprewrite.rewrite(net, dtype="fp16")
+    amp(batch())
+    with torch.no_grad():
+        amp.a.weight.fill_(0.5)  # type: ignore[union-attr, operator]
+        amp.eval()
+        amp(batch())
+    amp.train()
+    amp(batch())
+    return all(node.colour.value == "low" for node in amp.plan.nodes if node.flops)
+
+
+@proof("bits-of-low-values")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: (self.a(x).view(torch.int32) & 0x7FFFFFFF).view(torch.float32))
+    with torch.no_grad():
+        return near(amp(batch()), plain(batch()))
+
+
+@proof("no-parameters")
+def _() -> bool:
+    class Empty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x.mT
+
+    return near(amprewrite.rewrite(Empty(), dtype="fp16")(batch()), batch() @ batch().mT)
+
+
+@proof("checkpoint-looks-save")
+def _() -> bool:
+    amp = amprewrite.rewrite(Net(lambda self, x: checkpoint_sequential([self.a, self.b], 2, self.a(x), use_reentrant=False)), dtype="fp16")
+    for _ in range(2):
+        amp(batch()).sum().backward()
+    return True
+
+
+@proof("checkpoint-result-written")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        v = checkpoint(self.a, x, use_reentrant=False)
+        u = torch.cat([v, v.detach()], -1).chunk(2, -1)[1]
+        v.diagonal().add_(10)
+        return u, v
+
+    plain, amp = pair(forward)
+    return near(amp(batch())[1].detach(), plain(batch())[1].detach())
+
+
+@proof("functorch-storage")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.add_(1)
+        out: Tensor = h + torch.func.jvp(lambda t: t * 2, (x,), (x,))[1]
+        return out
+
+    amp = amprewrite.rewrite(Net(forward), dtype="bf16")
+    with torch.no_grad():
+        amp(batch())
+    return not amp.plan.skipped
+
+
+def main(name: str) -> int:
+    warnings.simplefilter("ignore")
+    hush()
+    try:
+        return int(not PROOFS[name]())
+    except Exception as error:
+        print(f"{type(error).__name__}: {str(error)[:300]}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
