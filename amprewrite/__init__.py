@@ -60,7 +60,7 @@ _HOMES = {
     "amprewrite.sensitivity": ("sensitivity",),
     "amprewrite.verify": ("verify",),
 }  # fmt: skip
-"""Where each public name comes from: its file is imported when the name is first used. Dynamo, scipy and the rest come with the first call."""
+"""Where each public name comes from: its file is imported when the name is first used, Dynamo, scipy and the rest at the first call."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
