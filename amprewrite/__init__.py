@@ -16,9 +16,21 @@ if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").i
     __path__.append(str(_root))
 
 if _TYPE_CHECKING:
-    from amprewrite.calibrate import calibrate
-    from amprewrite.debug import debug
-    from amprewrite.errors import (
+    from amprewrite.accuracy.calibrate import calibrate
+    from amprewrite.accuracy.debug import debug
+    from amprewrite.accuracy.sensitivity import sensitivity
+    from amprewrite.accuracy.verify import verify
+    from amprewrite.api.rewrite import plan, rewrite
+    from amprewrite.ir.evidence.ranges import Calibration
+    from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped
+    from amprewrite.runtime.training.loss_scale import (
+        DynamicLossScale,
+        LossScale,
+        LossScaleError,
+        NoLossScale,
+        StaticLossScale,
+    )
+    from amprewrite.tables.errors import (
         AccuracyError,
         AmpRewriteError,
         AmpRewriteWarning,
@@ -31,34 +43,22 @@ if _TYPE_CHECKING:
         PolicyError,
         StaleWeightsError,
     )
-    from amprewrite.loss_scale import (
-        DynamicLossScale,
-        LossScale,
-        LossScaleError,
-        NoLossScale,
-        StaticLossScale,
-    )
-    from amprewrite.oplists import OpLists
-    from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped
-    from amprewrite.ranges import Calibration
-    from amprewrite.rewrite import plan, rewrite
-    from amprewrite.sensitivity import sensitivity
-    from amprewrite.verify import verify
+    from amprewrite.tables.ops.op_lists import OpLists
 
 _HOMES = {
-    "amprewrite.calibrate": ("calibrate",),
-    "amprewrite.debug": ("debug",),
-    "amprewrite.errors": (
+    "amprewrite.accuracy.calibrate": ("calibrate",),
+    "amprewrite.accuracy.debug": ("debug",),
+    "amprewrite.tables.errors": (
         "AccuracyError", "AmpRewriteError", "AmpRewriteWarning", "CalibrationError", "CaptureError", "EmitError", "OpListError",
         "PassError", "PlanError", "PolicyError", "StaleWeightsError",
     ),
-    "amprewrite.loss_scale": ("DynamicLossScale", "LossScale", "LossScaleError", "NoLossScale", "StaticLossScale"),
-    "amprewrite.oplists": ("OpLists",),
-    "amprewrite.plan": ("Cast", "CastPlan", "NodePlan", "RegionPlan", "Skipped"),
-    "amprewrite.ranges": ("Calibration",),
-    "amprewrite.rewrite": ("plan", "rewrite"),
-    "amprewrite.sensitivity": ("sensitivity",),
-    "amprewrite.verify": ("verify",),
+    "amprewrite.runtime.training.loss_scale": ("DynamicLossScale", "LossScale", "LossScaleError", "NoLossScale", "StaticLossScale"),
+    "amprewrite.tables.ops.op_lists": ("OpLists",),
+    "amprewrite.ir.plans.plan": ("Cast", "CastPlan", "NodePlan", "RegionPlan", "Skipped"),
+    "amprewrite.ir.evidence.ranges": ("Calibration",),
+    "amprewrite.api.rewrite": ("plan", "rewrite"),
+    "amprewrite.accuracy.sensitivity": ("sensitivity",),
+    "amprewrite.accuracy.verify": ("verify",),
 }  # fmt: skip
 """Where each public name comes from: its file is imported when the name is first used, Dynamo, scipy and the rest at the first call."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -93,11 +93,11 @@ _sys.modules[__name__].__class__ = _Face
 
 
 def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
-    """Rewrite an fp32 ONNX model into mixed precision; `amprewrite.convert.rewrite_onnx` has the options and the result.
+    """Rewrite an fp32 ONNX model into mixed precision; `amprewrite.api.onnx.convert.rewrite_onnx` has the options and the result.
 
     EmitError where the onnx extra is not installed.
     """
-    return _import_module("amprewrite.rewritten").onnx_road().rewrite_onnx(model, out, **options)
+    return _import_module("amprewrite.runtime.model.rewritten").onnx_road().rewrite_onnx(model, out, **options)
 
 
 __version__ = "0.1.0"

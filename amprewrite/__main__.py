@@ -1,5 +1,5 @@
 """`python -m amprewrite`: the command line."""
 
-from amprewrite.cli.main import run
+from amprewrite.api.cli.main import run
 
 run()

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import AutoTokenizer, BertModel
 
 import amprewrite
-from amprewrite.convert import export_onnx
-from amprewrite.onnx_run import session
+from amprewrite.api.onnx.convert import export_onnx
+from amprewrite.graphs.onnx.run.onnx_runtime import session
 
 SENTENCES = [
     "The weather is lovely today.",

@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 import amprewrite
-from amprewrite.verify import verify
+from amprewrite import verify
 
 
 def main() -> None:

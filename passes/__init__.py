@@ -1,22 +1,22 @@
 """The pipeline: deciding passes read the op graph and write the plan, applying passes edit the fx graph as the plan says."""
 
-from amprewrite.pass_base import Pass
-from amprewrite.passes.fold_masks import FoldMasks
-from amprewrite.passes.insert_casts import InsertCasts
-from amprewrite.passes.insert_ones import InsertOnes
-from amprewrite.passes.insert_pads import InsertPads
-from amprewrite.passes.paint import Paint
-from amprewrite.passes.paint_force import PaintForce
-from amprewrite.passes.paint_local import PaintLocal
-from amprewrite.passes.paint_tf import PaintTF
-from amprewrite.passes.plan_casts import PlanCasts
-from amprewrite.passes.plan_pads import PlanPads
-from amprewrite.passes.repaint_by_cost import RepaintByCost
-from amprewrite.passes.repaint_by_error import RepaintByError
-from amprewrite.passes.repaint_by_range import RepaintByRange
-from amprewrite.passes.repaint_small import RepaintSmall
-from amprewrite.passes.scale_loss import ScaleLoss
-from amprewrite.passes.weigh_plans import WeighPlans
+from amprewrite.ir.pass_base import Pass
+from amprewrite.passes.apply.fold_masks import FoldMasks
+from amprewrite.passes.apply.insert_casts import InsertCasts
+from amprewrite.passes.apply.insert_ones import InsertOnes
+from amprewrite.passes.apply.insert_pads import InsertPads
+from amprewrite.passes.apply.scale_loss import ScaleLoss
+from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.paint.paint_force import PaintForce
+from amprewrite.passes.paint.paint_local import PaintLocal
+from amprewrite.passes.paint.paint_tf import PaintTF
+from amprewrite.passes.plan.plan_casts import PlanCasts
+from amprewrite.passes.plan.plan_pads import PlanPads
+from amprewrite.passes.plan.weigh_plans import WeighPlans
+from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
+from amprewrite.passes.repaint.repaint_by_error import RepaintByError
+from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
+from amprewrite.passes.repaint.repaint_small import RepaintSmall
 
 DECIDE: tuple[Pass, ...] = (
     Paint(),  # what facts, overrides and lists decide; deny flows downstream

@@ -18,14 +18,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from amprewrite.colour import Colour, OpKind, Reason
-from amprewrite.formats import FORMATS
-from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.oplists import OpLists, find_op, op_lists
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.policies.policy import Policy, parse_overrides
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
-from amprewrite.policy import Policy, parse_overrides
-from amprewrite.program import Program
+from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.ops.op_lists import OpLists, find_op, op_lists
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 LETTERS = {Colour.LOW: "L", Colour.HIGH: "H", Colour.PLAIN: "."}
 NUMEL = 4096

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import amprewrite
-import amprewrite.first_calls
-import amprewrite.loss_scale
-import amprewrite.region
-import amprewrite.step_gate
-import amprewrite.step_guard
-import amprewrite.weight_cache
-import amprewrite.weight_watch
-from amprewrite.loss_scale import LossScale
+import amprewrite.graphs.fx.weights.weight_cache
+import amprewrite.runtime.captured.overflow_retry
+import amprewrite.runtime.captured.region
+import amprewrite.runtime.captured.weight_watch
+import amprewrite.runtime.training.loss_scale
+import amprewrite.runtime.training.optimizer_hooks
+import amprewrite.runtime.training.overflow_control
+from amprewrite.runtime.training.loss_scale import LossScale
 
 SYNCS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "tolist", "nonzero", "nonzero_numpy", "argwhere", "masked_select",
@@ -101,8 +101,10 @@ def everything(mode: Mode) -> Iterator[Mode]:
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Record what runs inside, and let amprewrite believe that it is a CUDA graph that records."""
     with monkeypatch.context() as patch:
-        names = ("first_calls", "loss_scale", "region", "step_gate", "step_guard", "weight_cache", "weight_watch")
-        for module in (getattr(amprewrite, name) for name in names):
+        captured, training = amprewrite.runtime.captured, amprewrite.runtime.training
+        steps = (training.loss_scale, training.overflow_control, training.optimizer_hooks)
+        graphs = (captured.overflow_retry, captured.region, captured.weight_watch, amprewrite.graphs.fx.weights.weight_cache)
+        for module in (*steps, *graphs):
             patch.setattr(module, "recording", lambda _: True)
         with everything(Recording()) as recorded:
             yield recorded

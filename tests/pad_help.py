@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
-from amprewrite.pad_plan import PadPlan
+from amprewrite.ir.plans.pad_plan import PadPlan
 
 aten = torch.ops.aten
 OPERANDS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}

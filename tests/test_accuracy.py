@@ -15,16 +15,16 @@ from torch import nn
 
 import amprewrite
 from amprewrite import AccuracyError, CalibrationError, PolicyError
-from amprewrite.accuracy import NEIGHBOURS, bisect, search
-from amprewrite.colour import Colour, Reason
-from amprewrite.error_cut import Chain
-from amprewrite.formats import BF16, FP16
-from amprewrite.options import Options
-from amprewrite.program import Program
-from amprewrite.sensitivity import measure_edges
-from amprewrite.strict_trial import planned
-from amprewrite.trial import Trial
-from amprewrite.verify import verify
+from amprewrite.accuracy.error_cut import Chain
+from amprewrite.accuracy.frontier import NEIGHBOURS, bisect, search
+from amprewrite.accuracy.sensitivity import measure_edges
+from amprewrite.accuracy.strict.score import planned
+from amprewrite.accuracy.trial import Trial
+from amprewrite.accuracy.verify import verify
+from amprewrite.ir.program import Program
+from amprewrite.runtime.options import Options
+from amprewrite.tables.formats import BF16, FP16
+from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class Block(nn.Module):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, CalibrationError
-from amprewrite.colour import Colour, Reason
-from amprewrite.verify import verify
+from amprewrite.accuracy.verify import verify
+from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class Net(nn.Module):

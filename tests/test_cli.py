@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.cli import output
-from amprewrite.cli.main import EXAMPLES, main
-from amprewrite.plan import CastPlan
+from amprewrite.api.cli import output
+from amprewrite.api.cli.main import EXAMPLES, main
+from amprewrite.ir.plans.plan import CastPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = '''

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.debug import DebugReport, debug
-from amprewrite.errors import PolicyError
+from amprewrite.accuracy.debug import DebugReport, debug
+from amprewrite.tables.errors import PolicyError
 
 
 def line_of(cls: type, text: str) -> str:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite import runtime
-from amprewrite.errors import AmpRewriteWarning, CaptureError, PlanError
+from amprewrite.runtime import session
+from amprewrite.tables.errors import AmpRewriteWarning, CaptureError, PlanError
 
 STEPS = ("fail", "break", "part", "count", "list", "write", "draw")
 
@@ -198,8 +198,8 @@ def test_own_errors_come_through_once_and_the_next_call_is_captured():
 
 def test_later_calls_do_not_try_again(monkeypatch):
     heard = []
-    kept = runtime.Graphs.failed
-    monkeypatch.setattr(runtime.Graphs, "failed", lambda self, failure: (heard.append(failure), kept(self, failure)))
+    kept = session.Graphs.failed
+    monkeypatch.setattr(session.Graphs, "failed", lambda self, failure: (heard.append(failure), kept(self, failure)))
     amp = amprewrite.rewrite(Steps(("count", "break", "fail")), dtype="bf16")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AmpRewriteWarning)

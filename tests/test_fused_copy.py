@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite import checked, fused_copy
-from amprewrite.errors import AmpRewriteWarning
-from amprewrite.fused_copy import copy_many, is_plain, unscale_many
-from amprewrite.nonfinite import find_nonfinite
-from amprewrite.pad_ops import BufferPool, pad_cast, pad_cast_many
-from amprewrite.step_guard import params_of
+from amprewrite.graphs.fx.ops import finite_flags, fused_copy
+from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
+from amprewrite.graphs.fx.ops.pad_ops import BufferPool, pad_cast, pad_cast_many
+from amprewrite.runtime.training.nonfinite import find_nonfinite
+from amprewrite.runtime.training.optimizer_hooks import params_of
+from amprewrite.tables.errors import AmpRewriteWarning
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package, which is not installed")
 LOW = [torch.float16, torch.bfloat16]
@@ -31,8 +31,8 @@ LOW = [torch.float16, torch.bfloat16]
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The Triton kernels, interpreted, in the place of those for CUDA; `launches` lists what they were asked to do."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "amprewrite.triton_kernels", raising=False)
-    module = importlib.import_module("amprewrite.triton_kernels")
+    monkeypatch.delitem(sys.modules, "amprewrite.graphs.fx.ops.triton_kernels", raising=False)
+    module = importlib.import_module("amprewrite.graphs.fx.ops.triton_kernels")
     launch, launches = module.launch, []
 
     def recorded(table: Tensor, rows: int, longest: int, kinds: object, rank: int, aligned: bool, *rest: Tensor | None) -> None:
@@ -46,7 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(fused_copy, "ONE_PASS_FROM", 0)
     monkeypatch.setattr(fused_copy, "STRIDED_FROM", 1)
     yield module
-    sys.modules.pop("amprewrite.triton_kernels", None)  # the next import is not interpreted
+    sys.modules.pop("amprewrite.graphs.fx.ops.triton_kernels", None)  # the next import is not interpreted
     vars(amprewrite).pop("triton_kernels", None)
 
 
@@ -100,7 +100,7 @@ def test_it_compiles_for_an_h100_without_one(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from amprewrite import triton_kernels as made
+    from amprewrite.graphs.fx.ops import triton_kernels as made
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     low, high = (tl.float16, tl.float32) if scaled else (tl.float32, tl.bfloat16)
@@ -136,7 +136,7 @@ def test_gradients_leave_in_one_pass(kernels: ModuleType, low: torch.dtype, bad:
     assert made is not None and all(g.dtype == torch.float32 for g in made)
     for gradient, product in zip(gradients, made, strict=True):
         assert torch.equal(gradient.float() * 2.0**-20, product) or (bad is not None and product.numel() == 2048)
-    (flag,), left = checked.checked(made)
+    (flag,), left = finite_flags.checked(made)
     assert not left and flag.item() == (bad is not None)
 
 
@@ -144,7 +144,7 @@ def test_gradients_leave_in_one_pass(kernels: ModuleType, low: torch.dtype, bad:
 def test_a_product_that_overflows_is_flagged(kernels: ModuleType) -> None:
     made = unscale_many([torch.full((4,), 2.0**15, dtype=torch.float16)], torch.tensor(2.0**120))
     assert made is not None and made[0].isinf().all()
-    assert checked.checked(made)[0][0].item() == 1
+    assert finite_flags.checked(made)[0][0].item() == 1
 
 
 @needs_triton
@@ -202,7 +202,7 @@ def delivered(weights: list[Tensor], values: list[float]) -> Tensor:
     """Gradients of `weights`, made, vouched for and delivered by autograd; the flag they share."""
     made = [torch.full_like(w, value) for w, value in zip(weights, values, strict=True)]
     flag = torch.tensor(float(not all(g.isfinite().all() for g in made)))
-    checked.vouch(made, flag)
+    finite_flags.vouch(made, flag)
     for w, g in zip(weights, made, strict=True):
         w.grad = g.detach()  # as AccumulateGrad keeps it
     return flag
@@ -265,14 +265,14 @@ def test_a_flag_speaks_for_a_whole_batch_only(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_is_kept_alive_and_addresses_are_not_mistaken() -> None:
     w = nn.Parameter(torch.ones(1000))
-    for _ in range(checked._LIMIT[0] + 2):
+    for _ in range(finite_flags._LIMIT[0] + 2):
         delivered([w], [1.0])
     gc.collect()
-    alive = sum(not storage.expired() for storage, _, _ in checked._MADE.values())
-    assert len(checked._MADE) <= 600 and alive <= 2
+    alive = sum(not storage.expired() for storage, _, _ in finite_flags._MADE.values())
+    assert len(finite_flags._MADE) <= 600 and alive <= 2
     w.grad = None
     fresh = [torch.ones(1000) for _ in range(20)]  # the allocator gives old memory out again
-    assert checked.checked(fresh) == ([], fresh)
+    assert finite_flags.checked(fresh) == ([], fresh)
 
 
 # together ---------------------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_nothing_is_kept_alive_and_addresses_are_not_mistaken() -> None:
 @pytest.mark.parametrize("pad", ["never", "always"])
 def test_training_is_the_same_with_the_kernel(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, pad: str) -> None:
     """fp16, loss scaling, an overflow on the way; big weights in batches, as on an accelerator."""
-    from amprewrite import scale_ops
+    from amprewrite.graphs.fx.ops import scale_ops
 
     monkeypatch.setitem(scale_ops.BATCH, "cpu", scale_ops.BATCH_ELSEWHERE)
     curves = []
@@ -352,7 +352,7 @@ def test_on_cuda(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         factor = torch.tensor(2.0**-16, device="cuda")
         made = unscale_many(gradients, factor)
         assert made is not None and all(torch.equal(g.float() * factor, m) for g, m in zip(gradients, made, strict=True))
-        assert checked.checked(made)[0][0].item() == 0
+        assert finite_flags.checked(made)[0][0].item() == 0
         gradients[1][-1, -1] = torch.inf
         made = unscale_many(gradients, factor)
-        assert made is not None and checked.checked(made)[0][0].item() == 1
+        assert made is not None and finite_flags.checked(made)[0][0].item() == 1

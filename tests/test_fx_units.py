@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.frontends import fx_units
-from amprewrite.verify import verify
+import amprewrite.tables.formats
+import amprewrite.tables.ops.op_lists
+from amprewrite.accuracy.verify import verify
+from amprewrite.passes.normalise import fuse_patterns
 
 Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 C = math.sqrt(2 / math.pi)
@@ -87,7 +89,7 @@ def ops(model: nn.Module, x: torch.Tensor, **options: object) -> list[str]:
 @pytest.fixture
 def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that has a kernel for RMS norm."""
-    monkeypatch.setattr(fx_units, "device_of", lambda value: "cuda")
+    monkeypatch.setattr(fuse_patterns, "device_of", lambda value: "cuda")
 
 
 @pytest.mark.usefixtures("kernels_everywhere")
@@ -112,7 +114,8 @@ def test_the_call_computes_what_was_written(body: Body) -> None:
     model, x = Between(body), torch.randn(3, 5, 24)
     torch._dynamo.reset()
     torch.compile(model, backend=lambda module, inputs: captured.append(module) or module.forward)(x)
-    (unit,) = fx_units.find_units(captured[0].graph, amprewrite.oplists.op_lists("default", amprewrite.formats.BF16, "cuda"))
+    lists = amprewrite.tables.ops.op_lists.op_lists("default", amprewrite.tables.formats.BF16, "cuda")
+    (unit,) = fuse_patterns.find_units(captured[0].graph, lists)
     reads = {node: node.meta["example_value"] for node in (*unit.inside, unit.end)}
     assert all(value is not None for value in reads.values())
     h, w, b = model.first(x), model.weight, model.bias
@@ -155,8 +158,8 @@ def test_a_unit_rounds_no_more_than_its_parts(body: Body, monkeypatch: pytest.Mo
     torch.manual_seed(0)
     model, x = Between(body).eval(), torch.randn(64, 24)
     errors = []
-    for find in (fx_units.find_units, lambda graph, lists: iter(())):
-        monkeypatch.setattr(fx_units, "find_units", find)
+    for find in (fuse_patterns.find_units, lambda graph, lists: iter(())):
+        monkeypatch.setattr(fuse_patterns, "find_units", find)
         torch._dynamo.reset()
         with torch.no_grad():
             errors.append(verify(amprewrite.rewrite(model, dtype="bf16"), (x,)).output_error)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import amprewrite
-from amprewrite.loss_scale import DynamicLossScale
+from amprewrite.runtime.training.loss_scale import DynamicLossScale
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NETS = pytest.mark.parametrize("made", [block, conv], ids=["transformer", "conv net"])

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.errors import PolicyError
-from amprewrite.granularity import part_paths
-from amprewrite.verify import verify
+from amprewrite.accuracy.verify import verify
+from amprewrite.runtime.model.parts import part_paths
+from amprewrite.tables.errors import PolicyError
 
 
 class Block(nn.Module):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.loss_scale import DynamicLossScale
-from amprewrite.nonfinite import infinities_to_nan
+from amprewrite.runtime.training.loss_scale import DynamicLossScale
+from amprewrite.runtime.training.nonfinite import infinities_to_nan
 
 SCHEDULE = {"growth_interval": 6, "growth_factor": 2.0, "backoff_factor": 0.5}
 OVERFLOWS = {2, 3, 9, 17}

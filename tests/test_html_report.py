@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.colour import Colour, OpKind, Reason
-from amprewrite.errors import EmitError
-from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan
-from amprewrite.render.html import html
-from amprewrite.verify import verify
+from amprewrite.accuracy.verify import verify
+from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan, RegionPlan
+from amprewrite.report.html.page import html
+from amprewrite.tables.errors import EmitError
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
 SECONDS = 2.0

@@ -20,7 +20,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, SchedulerNode
 
 import amprewrite
-from amprewrite.loss_scale import DynamicLossScale
+from amprewrite.runtime.training.loss_scale import DynamicLossScale
 
 NETS = pytest.mark.parametrize("made", [block, conv], ids=["transformer", "conv net"])
 FORMATS = pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -13,7 +13,7 @@ from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.associative_scan import associative_scan
 
 import amprewrite
-from amprewrite.errors import AmpRewriteWarning, CaptureError
+from amprewrite.tables.errors import AmpRewriteWarning, CaptureError
 
 
 class Product(torch.autograd.Function):
@@ -142,7 +142,7 @@ def test_a_weight_beyond_fp16_stays_high_in_a_body():
 
 
 def test_what_cannot_be_rewritten_is_counted_listed_and_said(monkeypatch):
-    monkeypatch.setattr("amprewrite.rewrite_graph.KEPT", {"while_loop": "it stays for this test"})
+    monkeypatch.setattr("amprewrite.passes.driver.KEPT", {"while_loop": "it stays for this test"})
     model, x = Inside("loop"), data(6, 8)
     amp = amprewrite.rewrite(model, dtype="bf16")
     with torch.no_grad():

@@ -14,15 +14,15 @@ from chains import chain, decided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amprewrite.colour import Colour, OpKind
-from amprewrite.formats import BF16
-from amprewrite.op_graph import Demand
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.op_graph import Demand
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
-from amprewrite.plan import CastPlan
-from amprewrite.policy import Policy
-from amprewrite.program import Program
-from amprewrite.rewrite_graph import decide, read_program, rewrite_graph
+from amprewrite.passes.driver import decide, read_program, rewrite_graph
+from amprewrite.tables.formats import BF16
+from amprewrite.tables.vocabulary import Colour, OpKind
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True)
 PRESETS = ("default", "tf", "autocast", "o2", "o3")

@@ -14,15 +14,22 @@ import pytest
 
 import amprewrite
 from amprewrite import passes
-from amprewrite.pass_base import Pass
-from amprewrite.passes.tidy import Tidy
+from amprewrite.ir.pass_base import Pass
+from amprewrite.passes.lower.tidy import Tidy
 
 ROOT = Path(__file__).parent.parent
-PASSES = sorted(path.stem for path in (ROOT / "passes").glob("*.py") if path.stem != "__init__")
-LIBRARY = sorted([*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").glob("*.py")])
+STAGES = ("paint", "repaint", "plan", "apply")
+"""Folders of passes/ that hold passes alone; in the others a file may be a part of one that is no pass yet."""
+PASSES = {
+    path.stem: f"amprewrite.passes.{path.parent.name}.{path.stem}"
+    for path in sorted((ROOT / "passes").glob("*/*.py"))
+    if path.stem != "__init__" and (path.parent.name in STAGES or re.search(r"^class \w+\(Pass\)", path.read_text(), re.M))
+}
+"""The module of each pass."""
+LIBRARY = sorted([*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").rglob("*.py")])
 TABLES = {"op_table.py"}
 """Files that are one long table; the limit on lines is not for them."""
-TO_SPLIT = {"fx_reader.py"}
+TO_SPLIT = {"reader.py"}
 """Files that are over the limit today."""
 MOST_LINES = 520
 AFTER_THE_DRY_RUN = (Tidy,)
@@ -72,7 +79,7 @@ def needs(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_is_one_file_one_class_one_name(name: str) -> None:
-    module = importlib.import_module(f"amprewrite.passes.{name}")
+    module = importlib.import_module(PASSES[name])
     (found,) = [
         c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Pass) and c.__module__ == module.__name__
     ]
@@ -88,7 +95,7 @@ def test_a_pass_is_in_the_pipeline(name: str) -> None:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_has_a_docstring_and_a_test_file(name: str) -> None:
-    assert importlib.import_module(f"amprewrite.passes.{name}").__doc__
+    assert importlib.import_module(PASSES[name]).__doc__
     assert (ROOT / "tests" / "passes" / f"test_{name}.py").is_file()
 
 

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from amprewrite.errors import PolicyError
-from amprewrite.formats import BF16, FP16
-from amprewrite.loss_scale import (
+from amprewrite.runtime.training.loss_scale import (
     DEFAULT_CAP,
     DEFAULT_FLOOR,
     PRESETS,
@@ -25,6 +23,8 @@ from amprewrite.loss_scale import (
     StaticLossScale,
     parse_loss_scale,
 )
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import BF16, FP16
 
 
 def flag(overflow: bool) -> torch.Tensor:

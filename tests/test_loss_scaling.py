@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.loss_scale import DynamicLossScale, StaticLossScale
+from amprewrite.runtime.training.loss_scale import DynamicLossScale, StaticLossScale
 
 
 class Block(nn.Module):

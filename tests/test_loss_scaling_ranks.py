@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite.loss_scale import DynamicLossScale
+import amprewrite.tables.errors
+from amprewrite.runtime.training.loss_scale import DynamicLossScale
 
 KINDS = ("ddp", "ddp blocks", "fsdp2", "fsdp2 blocks", "fsdp1")
 OPTIMIZERS: dict[str, Any] = {
@@ -143,7 +144,7 @@ def shard_inside_one_graph() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         amp(batch(0, 0)).sum().backward()
-    said = [str(w.message) for w in caught if issubclass(w.category, amprewrite.errors.AmpRewriteWarning)]
+    said = [str(w.message) for w in caught if issubclass(w.category, amprewrite.tables.errors.AmpRewriteWarning)]
     assert any("granularity='blocks'" in text for text in said), said
 
 
@@ -173,7 +174,7 @@ def rank_main(rank: int, store: str) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    warnings.simplefilter("error", amprewrite.errors.AmpRewriteWarning)
+    warnings.simplefilter("error", amprewrite.tables.errors.AmpRewriteWarning)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for kind in KINDS:
         for name in OPTIMIZERS:

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.loss_scale import DynamicLossScale
+from amprewrite.runtime.training.loss_scale import DynamicLossScale
 
 EXPONENTS = (6, 8, 10, 12, 14)
 

@@ -8,8 +8,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from amprewrite import min_cut as cutting
-from amprewrite.min_cut import INFINITE, SINK, SOURCE, Contradiction, Network, min_cut
+from amprewrite.planner import min_cut as cutting
+from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Contradiction, Network, min_cut
 
 
 def random_networks(rng: random.Random) -> tuple[Network, nx.DiGraph]:

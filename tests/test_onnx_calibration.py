@@ -10,8 +10,8 @@ import pytest
 from onnx_help import I64, colours, const, gemm_chain, net, node, noise, value, weight
 
 from amprewrite import PolicyError
-from amprewrite.convert import rewrite_onnx
-from amprewrite.onnx_samples import KEPT
+from amprewrite.api.onnx.convert import rewrite_onnx
+from amprewrite.graphs.onnx.run.samples import KEPT
 
 
 def squares(scale: float = 1.0):

@@ -9,7 +9,7 @@ from onnx import helper
 from onnx_help import F16, F32, HAND, I64, colours, const, gemm_chain, graph, net, node, noise, ops, run, value, weight
 
 from amprewrite import AmpRewriteError
-from amprewrite.convert import rewrite_onnx
+from amprewrite.api.onnx.convert import rewrite_onnx
 
 
 def stored(model: onnx.ModelProto) -> dict[str, int]:

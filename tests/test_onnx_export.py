@@ -11,7 +11,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite import CaptureError, EmitError, PolicyError
-from amprewrite.convert import export_onnx, rewrite_onnx
+from amprewrite.api.onnx.convert import export_onnx, rewrite_onnx
 
 
 class Block(nn.Module):

@@ -16,8 +16,8 @@ from onnx_help import F16, gemm_chain, node, noise
 
 import amprewrite
 from amprewrite import AccuracyError, AmpRewriteError, CaptureError, EmitError, PolicyError
-from amprewrite.backends import onnx_file
-from amprewrite.convert import Conversion, convert_file, rewrite_onnx
+from amprewrite.api.onnx.convert import Conversion, convert_file, rewrite_onnx
+from amprewrite.graphs.onnx.write import apply_plan
 
 
 def relu() -> onnx.ModelProto:
@@ -117,13 +117,13 @@ def test_a_folder_in_which_nothing_can_be_written():
 
 def test_a_result_that_fails_a_check_is_not_written(tmp_path, monkeypatch):
     """As a bug of ours would: an edit that leaves the graph invalid."""
-    edit = onnx_file._tidy
+    edit = apply_plan._tidy
 
     def spoil(model: ir.Model) -> None:
         edit(model)
         model.graph.node("act").op_type = "NoSuchOp"
 
-    monkeypatch.setattr(onnx_file, "_tidy", spoil)
+    monkeypatch.setattr(apply_plan, "_tidy", spoil)
     out = tmp_path / "m.onnx"
     out.write_bytes(b"old")
     with pytest.raises(EmitError, match=r"fails onnx\.checker: .*please report this model"):

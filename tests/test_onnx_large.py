@@ -11,9 +11,10 @@ import onnx_ir as ir
 import pytest
 from onnx_help import F16, colours, gemm_chain, node, run, value
 
-from amprewrite import CaptureError, EmitError, PolicyError, onnx_run
-from amprewrite.convert import rewrite_onnx
-from amprewrite.onnx_run import session
+from amprewrite import CaptureError, EmitError, PolicyError
+from amprewrite.api.onnx.convert import rewrite_onnx
+from amprewrite.graphs.onnx.run import onnx_runtime
+from amprewrite.graphs.onnx.run.onnx_runtime import session
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_external_data_is_true_false_or_auto(given):
 # -- beyond one protobuf: the limit is lowered, so that a small model takes the road of a large one ---------------
 @pytest.fixture
 def low_limit(monkeypatch):
-    monkeypatch.setattr(onnx_run, "MOST_BYTES", 1000)
+    monkeypatch.setattr(onnx_runtime, "MOST_BYTES", 1000)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

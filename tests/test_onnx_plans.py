@@ -10,7 +10,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite import CastPlan, PlanError, PolicyError
-from amprewrite.convert import export_onnx, rewrite_onnx
+from amprewrite.api.onnx.convert import export_onnx, rewrite_onnx
 
 
 def planned_casts(plan: CastPlan) -> list[tuple[str, str]]:

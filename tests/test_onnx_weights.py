@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx_help import F16, F32, const, gemm_chain, node
 
-from amprewrite.convert import rewrite_onnx
-from amprewrite.formats import BF16, FP16
-from amprewrite.onnx_weights import facts, loss_of, rounded
+from amprewrite.api.onnx.convert import rewrite_onnx
+from amprewrite.graphs.onnx.read.weights import facts, loss_of, rounded
+from amprewrite.tables.formats import BF16, FP16
 
 singles = st.floats(width=32)
 

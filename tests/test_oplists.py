@@ -18,12 +18,12 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amprewrite import presets
-from amprewrite.colour import OpKind
-from amprewrite.errors import OpListError
-from amprewrite.formats import BF16, FP16, LOW_FORMATS, Format
-from amprewrite.op_table import Op, rows
-from amprewrite.oplists import OPS, PRESETS, OpLists, find_op, index_rows, is_inplace, op_lists, op_name
+from amprewrite.tables.errors import OpListError
+from amprewrite.tables.formats import BF16, FP16, LOW_FORMATS, Format
+from amprewrite.tables.ops import list_presets
+from amprewrite.tables.ops.op_lists import OPS, PRESETS, OpLists, find_op, index_rows, is_inplace, op_lists, op_name
+from amprewrite.tables.ops.op_table import Op, rows
+from amprewrite.tables.vocabulary import OpKind
 
 DEVICES = ("cpu", "cuda")
 KIND = OpKind
@@ -296,7 +296,7 @@ def test_a_set_with_an_unknown_op_is_refused() -> None:
 
 
 def test_every_op_has_one_tensorflow_type() -> None:
-    ops = [op for words in presets.TF_OPS.values() for op in words.split()]
+    ops = [op for words in list_presets.TF_OPS.values() for op in words.split()]
     assert len(ops) == len(set(ops))
 
 
@@ -347,7 +347,7 @@ def autocast_ops(device: str) -> set[str]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast_has_the_ops_of_the_dispatcher(device: str) -> None:
     lists = op_lists("autocast", BF16, device)
-    composites = {op for ops in presets.AUTOCAST_COMPOSITES[device].values() for op in ops.split()}
+    composites = {op for ops in list_presets.AUTOCAST_COMPOSITES[device].values() for op in ops.split()}
     higher_order = {"flex_attention"}  # registered by Python, not in the dispatcher's listing
     wanted = {op_name(name) for name in autocast_ops(device)}
     assert {*lists.kinds, *lists.promote} - composites - higher_order == wanted

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite.first_calls import CALLS
-from amprewrite.loss_scale import DynamicLossScale, LossScaleError
+from amprewrite.runtime.captured.overflow_retry import CALLS
+from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScaleError
 
 
 class Block(nn.Module):
@@ -159,7 +159,7 @@ def test_a_fused_optimizer_is_asked_when_somebody_reads_the_report():
 
 
 def test_nothing_is_watched_while_steps_go_well_and_watching_changes_no_bit(monkeypatch):
-    from amprewrite.overflow_probe import OverflowProbe
+    from amprewrite.runtime.training.overflow_probe import OverflowProbe
 
     watched = []
     run = OverflowProbe.run

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PEEK = "import amprewrite, amprewrite.passes, amprewrite.frontends; print(amprewrite.__file__); print(amprewrite.passes.__file__)"
+PEEK = "import amprewrite, amprewrite.passes, amprewrite.graphs; print(amprewrite.__file__); print(amprewrite.passes.__file__)"
 
 
 SOURCE = tuple(path.name for path in ROOT.iterdir() if path.name not in {".git", ".venv", "build", "dist"} and path.suffix != ".egg-info")
@@ -86,14 +86,14 @@ def test_the_wheel_holds_every_module(wheel):
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "amprewrite").rglob("*.py")}
     expected |= {f"amprewrite/passes/{path.relative_to(ROOT / 'passes')}" for path in (ROOT / "passes").rglob("*.py")}
     assert expected <= held, "list every sub-package in [tool.setuptools] packages"
-    assert "amprewrite/py.typed" in held and "amprewrite/passes/paint.py" in held
+    assert "amprewrite/py.typed" in held and "amprewrite/passes/paint/paint.py" in held
     assert not [name for name in held if name.startswith(("passes/", "tests/"))]
 
 
 def test_the_wheel_holds_the_licence_and_the_pages_of_the_report(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     assert [name for name in held if name.endswith("licenses/LICENSE")]
-    assert {f"amprewrite/render/assets/{path.name}" for path in (ROOT / "amprewrite/render/assets").iterdir()} <= held
+    assert {f"amprewrite/report/html/assets/{path.name}" for path in (ROOT / "amprewrite/report/html/assets").iterdir()} <= held
 
 
 def test_the_source_distribution_holds_what_its_tests_and_make_need(sdist):

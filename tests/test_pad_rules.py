@@ -15,19 +15,19 @@ import torch
 import torch.fx
 from torch.nn import functional as F
 
-from amprewrite.formats import BF16
-from amprewrite.pad_calls import Call
-from amprewrite.pad_ops import pad_dims, resize
-from amprewrite.pad_plan import PadPlan
-from amprewrite.pad_policy import parse_pad
-from amprewrite.pad_regions import Regions
-from amprewrite.pad_rule import MIXED, Hazard, View
-from amprewrite.pad_rules import RULES, rule_of
-from amprewrite.passes.insert_pads import InsertPads
-from amprewrite.passes.plan_pads import layouts
-from amprewrite.policy import Policy
-from amprewrite.program import Program
-from amprewrite.rewrite_graph import read_program
+from amprewrite.graphs.fx.ops.pad_ops import pad_dims, resize
+from amprewrite.ir.op_calls import Call
+from amprewrite.ir.plans.pad_plan import PadPlan
+from amprewrite.ir.policies.pad_policy import parse_pad
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
+from amprewrite.passes.apply.insert_pads import InsertPads
+from amprewrite.passes.driver import read_program
+from amprewrite.passes.plan.plan_pads import layouts
+from amprewrite.planner.padding.regions import Regions
+from amprewrite.planner.padding.rule import MIXED, Hazard, View
+from amprewrite.planner.padding.rules.table import RULES, rule_of
+from amprewrite.tables.formats import BF16
 
 
 def n(*shape: int) -> torch.Tensor:
@@ -316,7 +316,7 @@ def test_padding_of_a_constant_gives_what_the_rule_says(name: str, constant: flo
 )  # fmt: skip
 def test_what_would_not_stay_finite_is_a_hazard(name: str, content: Any) -> None:
     x = Call("x", "input", shapes=((4, 6),), role="input")
-    from amprewrite.pad_calls import Ref
+    from amprewrite.ir.op_calls import Ref
 
     call = Call("y", name, (Ref("x"),), {}, ((4, 6),))
     rule = RULES[name](View(call, {"x": x, "y": call}))

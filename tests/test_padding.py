@@ -161,7 +161,7 @@ def test_a_buffer_is_lent_again_only_when_nobody_holds_it() -> None:
 
 
 def test_buffers_do_not_pile_up() -> None:
-    from amprewrite.pad_ops import BufferPool
+    from amprewrite.graphs.fx.ops.pad_ops import BufferPool
 
     made: list[BufferPool] = []
     start = BufferPool.__init__

@@ -12,7 +12,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, CaptureError
-from amprewrite.plain_words import plain_reason
+from amprewrite.runtime.compiler.plain_words import plain_reason
 
 
 def library(name: str, code: str) -> types.ModuleType:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.colour import Colour, Reason
-from amprewrite.errors import AmpRewriteError, PlanError
-from amprewrite.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped
+from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped
+from amprewrite.tables.errors import AmpRewriteError, PlanError
+from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class Block(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.colour import Colour, Reason
-from amprewrite.plan import SCHEMA, CastPlan
+from amprewrite.ir.plans.plan import SCHEMA, CastPlan
+from amprewrite.tables.vocabulary import Colour, Reason
 
 transformers = pytest.importorskip("transformers", reason="the examples extra is not installed")
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}

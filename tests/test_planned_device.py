@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite import AmpRewriteWarning, PolicyError, devices
-from amprewrite import measure as measuring
-from amprewrite.devices import DEVICES, H100, NAMED, fp32_rate, named_device
+from amprewrite import AmpRewriteWarning, PolicyError
+from amprewrite.graphs.fx.timing import measure as measuring
+from amprewrite.tables import devices
+from amprewrite.tables.devices import DEVICES, H100, NAMED, fp32_rate, named_device
 
 X = torch.randn(16, 32)
 

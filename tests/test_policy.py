@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.errors import AmpRewriteError, CaptureError, OpListError, PolicyError
-from amprewrite.formats import BF16, FP16, FP32, parse_format
-from amprewrite.oplists import OpLists, op_lists
-from amprewrite.policy import Policy, parse_overrides
+from amprewrite.ir.policies.policy import Policy, parse_overrides
+from amprewrite.tables.errors import AmpRewriteError, CaptureError, OpListError, PolicyError
+from amprewrite.tables.formats import BF16, FP16, FP32, parse_format
+from amprewrite.tables.ops.op_lists import OpLists, op_lists
 
 
 class Net(nn.Module):
@@ -82,7 +82,7 @@ def test_bad_options(options: dict[str, Any], error: type[AmpRewriteError], says
         pytest.param(
             {"sofmax": "deny"}, r"overrides\['sofmax'\]: there is no op 'sofmax'; did you mean softmax", id="an op misspelled"
         ),
-        pytest.param({"@": "deny"}, "there is no op '@'; `amprewrite.oplists.OPS` lists all ops", id="nothing like an op"),
+        pytest.param({"@": "deny"}, "there is no op '@'; `amprewrite.tables.ops.op_lists.OPS` lists all ops", id="nothing like an op"),
         pytest.param(
             {"module:encodr": "fp32"}, "matches no module of the model; did you mean module:encoder", id="a module misspelled"
         ),

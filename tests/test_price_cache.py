@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from amprewrite import AmpRewriteWarning, price_cache
-from amprewrite.price_cache import cache_file, read_prices, write_prices
+from amprewrite import AmpRewriteWarning
+from amprewrite.graphs.fx.timing import price_cache
+from amprewrite.graphs.fx.timing.price_cache import cache_file, read_prices, write_prices
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amprewrite.errors import CalibrationError
-from amprewrite.formats import BF16, FP16
-from amprewrite.ranges import Calibration, RegionRanges, ValueRange
+from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, ValueRange
+from amprewrite.tables.errors import CalibrationError
+from amprewrite.tables.formats import BF16, FP16
 
 FLOATS = st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=40)
 
@@ -54,7 +54,7 @@ def test_merging_is_seeing_both(a: list[float], b: list[float]) -> None:
 def test_large_tensors_are_seen_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000, 3)
     whole = ValueRange.of(tensor)
-    monkeypatch.setattr("amprewrite.ranges.CHUNK", 7)
+    monkeypatch.setattr("amprewrite.ir.evidence.ranges.CHUNK", 7)
     assert ValueRange.of(tensor) == whole
 
 

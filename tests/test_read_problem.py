@@ -8,9 +8,9 @@ from runtime_help import data
 from torch import nn
 
 import amprewrite
-from amprewrite.frontends.torch_export import export_with_plan
-from amprewrite.strict_run import StrictRun
-from amprewrite.verify import verify
+from amprewrite.accuracy.strict.run import StrictRun
+from amprewrite.accuracy.verify import verify
+from amprewrite.api.export_program import export_with_plan
 
 
 class Two(nn.Module):

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.colour import Colour
-from amprewrite.errors import EmitError
-from amprewrite.plan import CastPlan
-from amprewrite.render.facts import amount, by_impact, casts_by_kind, module_tree, node_bytes
-from amprewrite.render.graph import draw
-from amprewrite.render.layout import nest, place
-from amprewrite.render.listing import SCREEN
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.counts import amount, by_impact, casts_by_kind, module_tree, node_bytes
+from amprewrite.report.listing import SCREEN
+from amprewrite.report.pictures.graph import draw
+from amprewrite.report.pictures.layout import nest, place
+from amprewrite.tables.errors import EmitError
+from amprewrite.tables.vocabulary import Colour
 
 XML = "{http://www.w3.org/2000/svg}"
 

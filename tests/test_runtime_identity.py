@@ -360,7 +360,7 @@ def test_a_failed_capture_leaves_nothing_behind(monkeypatch):
     model, x = mlp(), data()
     amp = low(model)
     with monkeypatch.context() as patch:
-        patch.setattr("amprewrite.runtime.rewrite_graph", lambda program: (_ for _ in ()).throw(PlanError("no luck")))
+        patch.setattr("amprewrite.runtime.session.rewrite_graph", lambda program: (_ for _ in ()).throw(PlanError("no luck")))
         with pytest.raises(PlanError, match="no luck"):
             amp(x)
     assert ran_low(amp(x), model(x))
@@ -375,7 +375,7 @@ def test_a_graph_that_cannot_be_rewritten_stays_fp32_and_says_so(monkeypatch):
     def refuse(program):
         raise amprewrite.PassError("cannot")
 
-    monkeypatch.setattr("amprewrite.runtime.rewrite_graph", refuse)
+    monkeypatch.setattr("amprewrite.runtime.session.rewrite_graph", refuse)
     amp = low(model)
     with pytest.warns(amprewrite.AmpRewriteWarning, match="stays fp32.*cannot"):
         assert torch.equal(amp(x), model(x))
@@ -388,7 +388,7 @@ def test_a_failure_while_a_graph_is_read_ends_no_call(monkeypatch):
     def fails(*args):
         raise NotImplementedError("no storage here")
 
-    monkeypatch.setattr("amprewrite.rewrite_graph.read_graph", fails)
+    monkeypatch.setattr("amprewrite.passes.driver.read_graph", fails)
     model, x = mlp(), data()
     amp = low(model)
     with pytest.warns(amprewrite.AmpRewriteWarning, match="stays fp32.*NotImplementedError: no storage here"):

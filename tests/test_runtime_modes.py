@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, CaptureError
-from amprewrite.rewritten import session_of
+from amprewrite.runtime.model.rewritten import session_of
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -309,7 +309,7 @@ class Switches(nn.Module):
 
 
 def test_past_the_limit_of_graphs_nothing_is_captured_anew(monkeypatch):
-    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
+    monkeypatch.setattr("amprewrite.runtime.compiler.dynamo.RECOMPILE_LIMIT", 3)
     torch.manual_seed(0)
     model, x = Switches(), data()
     amp = low(model)
@@ -331,7 +331,7 @@ def test_past_the_limit_of_graphs_nothing_is_captured_anew(monkeypatch):
 
 
 def test_past_the_limit_of_graphs_gradients_are_those_of_the_model(monkeypatch):
-    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr("amprewrite.runtime.compiler.dynamo.RECOMPILE_LIMIT", 2)
     torch.manual_seed(0)
     model, x = Switches(), data()
     amp = low(model, dtype="fp16")
@@ -347,7 +347,7 @@ def test_past_the_limit_of_graphs_gradients_are_those_of_the_model(monkeypatch):
 
 
 def test_past_the_limit_of_graphs_strict_raises(monkeypatch):
-    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
+    monkeypatch.setattr("amprewrite.runtime.compiler.dynamo.RECOMPILE_LIMIT", 3)
     amp, x = low(Switches(), strict=True), data()
     for mode in range(3):
         amp.mode = mode
@@ -361,7 +361,7 @@ def test_past_the_limit_of_graphs_strict_raises(monkeypatch):
 
 
 def test_past_the_limit_of_graphs_behind_a_graph_break(monkeypatch):
-    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 3)
+    monkeypatch.setattr("amprewrite.runtime.compiler.dynamo.RECOMPILE_LIMIT", 3)
 
     class Late(Switches):
         def __init__(self):
@@ -388,7 +388,7 @@ def test_past_the_limit_of_graphs_behind_a_graph_break(monkeypatch):
 
 
 def test_a_list_of_ever_new_length_does_not_capture_for_ever(monkeypatch):
-    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 4)
+    monkeypatch.setattr("amprewrite.runtime.compiler.dynamo.RECOMPILE_LIMIT", 4)
 
     class Sums(nn.Module):
         def __init__(self):

@@ -10,8 +10,8 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, fx
 
-from amprewrite import scale_ops
-from amprewrite.scale_ops import SMALL_WEIGHT, cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
+from amprewrite.graphs.fx.ops import scale_ops
+from amprewrite.graphs.fx.ops.scale_ops import SMALL_WEIGHT, cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
 
 LOW = [torch.float16, torch.bfloat16]
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
-from amprewrite.errors import AmpRewriteWarning, PolicyError
-from amprewrite.find_optimizers import sharded_parameters
-from amprewrite.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
-from amprewrite.nonfinite import find_nonfinite
-from amprewrite.scale_ops import cast_in, cast_in_many, scale_gradient
-from amprewrite.step_gate import StepGate, Stuck
-from amprewrite.step_guard import params_of
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, cast_in_many, scale_gradient
+from amprewrite.runtime.training.find_optimizers import sharded_parameters
+from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
+from amprewrite.runtime.training.nonfinite import find_nonfinite
+from amprewrite.runtime.training.optimizer_hooks import params_of
+from amprewrite.runtime.training.overflow_control import StepGate, Stuck
+from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
 LOW = torch.float16
 HUGE = 2.0**14

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
-from amprewrite.colour import Colour
-from amprewrite.formats import BF16
-from amprewrite.frontends.torch_export import capture, export_with_plan
-from amprewrite.verify import relative_error
+from amprewrite.accuracy.verify import relative_error
+from amprewrite.api.export_program import capture, export_with_plan
+from amprewrite.tables.formats import BF16
+from amprewrite.tables.vocabulary import Colour
 
 AUTO = torch.export.Dim.AUTO
 MATMULS = {"addmm", "mm", "bmm", "convolution", "linear", "_scaled_dot_product_flash_attention_for_cpu"}

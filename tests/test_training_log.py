@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.errors import EmitError, PolicyError
-from amprewrite.training_log import TrainingLog
+from amprewrite.api.training_log import TrainingLog
+from amprewrite.tables.errors import EmitError, PolicyError
 
 
 class Writer:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from amprewrite.twin import twin_of
+from amprewrite.runtime.model.clone import twin_of
 
 
 class Odd(nn.Module):

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import amprewrite
-from amprewrite.colour import Colour
-from amprewrite.formats import BF16, FP16, FP32
-from amprewrite.verify import Report, relative_error, round_to, verify
+from amprewrite.accuracy.verify import Report, relative_error, round_to, verify
+from amprewrite.tables.formats import BF16, FP16, FP32
+from amprewrite.tables.vocabulary import Colour
 
 
 def rounded(tensor: torch.Tensor, eps: float) -> torch.Tensor:

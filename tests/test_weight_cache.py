@@ -11,8 +11,8 @@ from runtime_help import Watch, data, low, mlp, ran_low
 from torch import nn
 
 import amprewrite
-from amprewrite.rewritten import session_of
-from amprewrite.weight_cache import WeightCache
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.runtime.model.rewritten import session_of
 
 
 def casts(amp, x) -> int:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite.errors import AmpRewriteWarning
-from amprewrite.formats import FP16
-from amprewrite.magnitudes import Fit, fit
-from amprewrite.weight_watch import Known, Schedule, moved
+from amprewrite.graphs.fx.read.magnitudes import Fit, fit
+from amprewrite.runtime.captured.weight_watch import Known, Schedule, moved
+from amprewrite.tables.errors import AmpRewriteWarning
+from amprewrite.tables.formats import FP16
 
 
 class Net(nn.Module):

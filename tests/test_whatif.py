@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.colour import Colour, Reason
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.plans.plan import CastPlan, NodePlan, RegionPlan
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
-from amprewrite.plan import CastPlan, NodePlan, RegionPlan
-from amprewrite.program import Program
-from amprewrite.whatif import OTHER, Change, WhatIf, conditions
+from amprewrite.report.what_if import OTHER, Change, WhatIf, conditions
+from amprewrite.tables.vocabulary import Colour, Reason
 
 BY_LISTS = {Reason.ON_ALLOWLIST, Reason.ON_DENYLIST}
 BY_NEIGHBOURS = {

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.arguments import shown
-from amprewrite.errors import AmpRewriteError, CalibrationError, OpListError, PlanError, PolicyError
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import AmpRewriteError, CalibrationError, OpListError, PlanError, PolicyError
 
 LONG = "x" * 5000
 

@@ -20,10 +20,10 @@ from casts_vs_autocast import CASES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
-from amprewrite.accuracy import search
-from amprewrite.colour import Reason
-from amprewrite.formats import parse_format
-from amprewrite.options import Options
+from amprewrite.accuracy.frontier import search
+from amprewrite.runtime.options import Options
+from amprewrite.tables.formats import parse_format
+from amprewrite.tables.vocabulary import Reason
 
 
 class ActivationCasts(TorchDispatchMode):

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from amprewrite.convert import rewrite_onnx
+from amprewrite.api.onnx.convert import rewrite_onnx
 
 SIZES = (200, 400, 800, 1600, 3200, 6400)
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from amprewrite.colour import Colour, Reason
-from amprewrite.formats import BF16
-from amprewrite.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.oplists import OPS, op_lists
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
-from amprewrite.policy import Policy
-from amprewrite.program import Program
+from amprewrite.tables.formats import BF16
+from amprewrite.tables.ops.op_lists import OPS, op_lists
+from amprewrite.tables.vocabulary import Colour, Reason
 
 LISTS = op_lists("default", BF16, "cuda")
 

@@ -21,18 +21,18 @@ import torch
 import transformers as hf
 from torch import nn
 
-from amprewrite.assignment import cheapest
-from amprewrite.colour import Colour
-from amprewrite.cost import TICK, CostModel, price
-from amprewrite.formats import FORMATS, Format
-from amprewrite.op_graph import OpNode
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.cost import TICK, CostModel, price
+from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE, WEIGH
-from amprewrite.passes.paint import Paint
-from amprewrite.passes.weigh_plans import PLANNED
-from amprewrite.policy import Policy
-from amprewrite.program import Program
-from amprewrite.rewrite_graph import read_program
+from amprewrite.passes.driver import read_program
+from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.plan.weigh_plans import PLANNED
+from amprewrite.planner.assignment import cheapest
+from amprewrite.tables.formats import FORMATS, Format
+from amprewrite.tables.vocabulary import Colour
 
 BATCH, LENGTH, LAYERS = 8, 512, 4
 Make = Callable[[], tuple[nn.Module, dict[str, Any]]]

@@ -18,8 +18,8 @@ from onnx_help import BF16, BOOL, F16, F32, I64, const, gemm_chain, graph, node,
 from tally import Tally
 
 from amprewrite import CaptureError, EmitError, PolicyError
-from amprewrite.cli.main import main
-from amprewrite.convert import rewrite_onnx
+from amprewrite.api.cli.main import main
+from amprewrite.api.onnx.convert import rewrite_onnx
 
 PATIENCE = 60.0
 """Seconds that no file may take, on a machine where others work, too."""
@@ -167,7 +167,7 @@ def test_a_time_limit_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolicyError, match=r"takes longer than 0\.2 s; time_limit="):
         rewrite_onnx(looping(2**62), calibration={"x": noise(4)}, time_limit=0.2)
     assert time.process_time() - started < 4
-    monkeypatch.setattr("amprewrite.onnx_run.SECONDS", 1e-9)
+    monkeypatch.setattr("amprewrite.graphs.onnx.run.onnx_runtime.SECONDS", 1e-9)
     slow = looping(30_000)
     with pytest.raises(PolicyError, match="takes longer than"):
         rewrite_onnx(slow, calibration={"x": noise(4)})
@@ -176,7 +176,7 @@ def test_a_time_limit_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rewritten_model_that_is_too_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amprewrite.strict_onnx.ROUNDING", 1e-9)
+    monkeypatch.setattr("amprewrite.graphs.onnx.run.rounded.ROUNDING", 1e-9)
     with pytest.raises(EmitError, match=r"the rewritten model is too slow to check: .*time_limit= \(--time-limit\) allows more"):
         rewrite_onnx(looping(30_000), calibration={"x": noise(4)}, time_limit=30)
 

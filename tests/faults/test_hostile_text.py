@@ -23,9 +23,9 @@ from torch import nn
 
 import amprewrite
 from amprewrite import AmpRewriteError, Calibration
-from amprewrite.cli.main import main
-from amprewrite.plan import CastPlan
-from amprewrite.render.html import html
+from amprewrite.api.cli.main import main
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.html.page import html
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VALUES: list[Any] = [
@@ -152,7 +152,7 @@ def test_names_never_steer_a_terminal(plan: CastPlan, calibration: Calibration, 
     path.write_text(json.dumps(data))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FORCE_COLOR": ""}
     code = (
-        "import sys; from amprewrite.cli.main import main\n"
+        "import sys; from amprewrite.api.cli.main import main\n"
         "for words in (['plan'], ['plan', '--nodes'], ['plan', '--code'], ['explain'], ['plan', '--ops']):\n"
         f"    main([words[0], {str(path)!r}, *words[1:]])\n"
         f"main(['explain', {str(path)!r}, 'no\\x1b[31m']); main(['plan', 'no\\x1b[31m.onnx']); main(['plan', '\\x1b[2J'])\n"

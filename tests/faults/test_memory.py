@@ -72,7 +72,7 @@ def test_training_steps_leave_nothing(times, dtype):
 
 @pytest.mark.parametrize("times", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_calls_beyond_the_limit_of_graphs_leave_nothing(times, monkeypatch):
-    monkeypatch.setattr("amprewrite.dynamo.RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr("amprewrite.runtime.compiler.dynamo.RECOMPILE_LIMIT", 2)
 
     class Sums(nn.Module):
         def __init__(self):

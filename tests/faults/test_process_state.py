@@ -17,8 +17,8 @@ from process_state import changes, process_state
 from torch import nn
 
 import amprewrite
-from amprewrite.cli.main import main
-from amprewrite.kept_state import random_state_kept
+from amprewrite.api.cli.main import main
+from amprewrite.runtime.ambient.kept_state import random_state_kept
 
 
 class Net(nn.Module):

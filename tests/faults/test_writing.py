@@ -25,13 +25,13 @@ from torch import nn
 
 import amprewrite
 from amprewrite import Calibration, CaptureError, EmitError, PolicyError
-from amprewrite.backends.onnx_write import written
-from amprewrite.cli.main import main
-from amprewrite.cli.pt2 import save_program
-from amprewrite.files import MARK, scratch_path, write_text
-from amprewrite.onnx_load import load
-from amprewrite.onnx_run import session
-from amprewrite.plan import CastPlan
+from amprewrite.api.cli.main import main
+from amprewrite.api.cli.pt2 import save_program
+from amprewrite.graphs.onnx.read.load import load
+from amprewrite.graphs.onnx.run.onnx_runtime import session
+from amprewrite.graphs.onnx.write.save import written
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.tables.boundary.files import MARK, scratch_path, write_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Write = Callable[[Path, int], None]
@@ -402,7 +402,7 @@ def test_a_bar_that_is_missed_leaves_a_program_alone(tmp_path: Path, capsys: pyt
 def test_one_file_writes_all_others() -> None:
     """Nothing else opens a file to write it; logs are appended to."""
     own = {"files.py", "training_log.py"}
-    for path in [*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").glob("*.py")]:
+    for path in [*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]:
         if path.name in own:
             continue
         for call in (each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)):

@@ -54,91 +54,91 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "stale-weights", "low copies outlive a call and trust version counters", ("states",), (),
-        (("amprewrite/weight_cache.py", "        return own or self._shared\n", '        return own or self._shared or self.__dict__.setdefault("forever", Block("mutant"))\n'),
-         ("amprewrite/runtime.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
+        (("amprewrite/graphs/fx/weights/weight_cache.py", "        return own or self._shared\n", '        return own or self._shared or self.__dict__.setdefault("forever", Block("mutant"))\n'),
+         ("amprewrite/runtime/session.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
     ),
     Mutant(
         "stale-step-copies", "cache_weights='step' does not hear of steps that count no version", ("states",), ("'cache_weights', 'step'",),
-        (("amprewrite/weight_cache.py", "    _LISTENING.stepped(optimizer)\n", "    pass\n"),
-         ("amprewrite/runtime.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
+        (("amprewrite/graphs/fx/weights/weight_cache.py", "    _LISTENING.stepped(optimizer)\n", "    pass\n"),
+         ("amprewrite/runtime/session.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
     ),
     Mutant(
         "scale-without-optimizer", "a dynamic loss scale is used though no optimizer brings it down", ("programs",), ("'fp16'", "('grad',)"),
-        (("amprewrite/step_gate.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "if True:"),),
+        (("amprewrite/runtime/training/overflow_control.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "if True:"),),
     ),
     Mutant(
         "two-results-two-scales", "a gradient enters by an fp32 result with another scale than it is divided by", ("programs",), ("'loss_scale', 8",),
-        (("passes/scale_loss.py", "            if value in outside or value.op == \"get_attr\" or not differentiable(example_value(value)):",
+        (("passes/apply/scale_loss.py", "            if value in outside or value.op == \"get_attr\" or not differentiable(example_value(value)):",
           "            if value in outside or value.op == \"get_attr\" or not differentiable(example_value(value)) or CAST not in value.meta:"),),
     ),
     Mutant(
         "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value'", "net='Single'"),
-        (("amprewrite/step_gate.py", "            guard_of(optimizer).backward_ended(number)\n        if self._guarded or not self.adopt:\n            return\n",
+        (("amprewrite/runtime/training/overflow_control.py", "            guard_of(optimizer).backward_ended(number)\n        if self._guarded or not self.adopt:\n            return\n",
           "            pass\n        return\n"),),
     ),
     Mutant(
         "closure-unguarded", "the first step of a closure loop is not guarded", ("states",), ('closure', "'fp16'"),
-        (("amprewrite/step_gate.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "_listen(self)\n        if True:"),
-         ("amprewrite/step_gate.py", "        if self.adopt and self.loss_scale.enabled:\n            _listen(self)\n", "")),
+        (("amprewrite/runtime/training/overflow_control.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "_listen(self)\n        if True:"),
+         ("amprewrite/runtime/training/overflow_control.py", "        if self.adopt and self.loss_scale.enabled:\n            _listen(self)\n", "")),
     ),
     Mutant(
         "write-to-input-inside", "a write in place to an input is not on the path of its low readers", ("programs", "states"), ('inplace', 'break', "'fp16'"),
-        (("passes/scale_loss.py", "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook or writes:",
+        (("passes/apply/scale_loss.py", "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook or writes:",
           "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook:"),
-         ("amprewrite/frontends/fx_leaving.py", "            found |= (self.results & self.written) | (self.inputs & self.written)\n", "            found |= self.results & self.written\n")),
+         ("amprewrite/graphs/fx/read/leaving.py", "            found |= (self.results & self.written) | (self.inputs & self.written)\n", "            found |= self.results & self.written\n")),
     ),
     Mutant(
         "bodies-untold", "products in loops, conditions and autograd Functions stay fp32 without a word", ("programs",), ('while_loop', "'bf16'", 'heavy'),
-        (("amprewrite/rewrite_graph.py", "    for node, name in inner_graphs(program.module):\n        if name in bodies:\n            continue\n",
+        (("passes/driver.py", "    for node, name in inner_graphs(program.module):\n        if name in bodies:\n            continue\n",
           "    for node, name in ():\n"),),
     ),
     Mutant(
         "returned-beside-path", "what is returned and read is an fp32 copy beside the path", ("programs",), (),
-        (("amprewrite/rewrite_graph.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", ""),),
+        (("passes/driver.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", ""),),
     ),
     Mutant(
         "results-lose-memory", "results that share memory leave by a cast each", ("programs",), (".view", "linear"),
-        (("amprewrite/frontends/fx_leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:"),),
+        (("amprewrite/graphs/fx/read/leaving.py", "        found = self.several | (self.results & self.inputs) | self.written_inside\n        if with_gradients:", "        found: set[int] = set()\n        if False:"),),
     ),
     Mutant(
         "gradients-taken-inside", "torch.autograd.grad that is captured inside forward sees one of two copies, and is scaled", ("programs",), ('autograd_grad', "traced=True"),
-        (("amprewrite/frontends/fx_leaving.py", "for node in dict.fromkeys((*_results(graph), *asked)):", "for node in dict.fromkeys(_results(graph)):"),
-         ("amprewrite/runtime.py", "if program.scale_loss and takes_gradients(module.graph):", "if False:")),
+        (("amprewrite/graphs/fx/read/leaving.py", "for node in dict.fromkeys((*_results(graph), *asked)):", "for node in dict.fromkeys(_results(graph)):"),
+         ("amprewrite/runtime/session.py", "if program.scale_loss and takes_gradients(module.graph):", "if False:")),
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
-        (("amprewrite/forward_scale.py", "        if self.under_way and self.apart:\n", "        if False:\n"),),
+        (("amprewrite/runtime/captured/forward_scale.py", "        if self.under_way and self.apart:\n", "        if False:\n"),),
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
-        (("amprewrite/dynamo.py", '        settings["suppress_errors"] = True\n', "        pass\n"),
-         ("amprewrite/runtime.py", "            if has_begun(error, entry.function):", "            if False:")),
+        (("amprewrite/runtime/compiler/dynamo.py", '        settings["suppress_errors"] = True\n', "        pass\n"),
+         ("amprewrite/runtime/session.py", "            if has_begun(error, entry.function):", "            if False:")),
     ),
     Mutant(
         "old-decisions", "decisions from weights at capture outlive those weights", ("states",), ('tiny=True', "'fp16'"),
-        (("amprewrite/weight_watch.py", "        return now\n", "        return False\n"),),
+        (("amprewrite/runtime/captured/weight_watch.py", "        return now\n", "        return False\n"),),
     ),
     Mutant(
         "bits-of-low-values", "x.view(torch.int32) reads the bits of a low value", ("programs",), ('bits', 'linear'),
-        (("amprewrite/frontends/fx_facts.py", 'BIT_VIEWS = {"view", "view_copy"}', "BIT_VIEWS: set[str] = set()"),),
+        (("amprewrite/graphs/fx/node_facts.py", 'BIT_VIEWS = {"view", "view_copy"}', "BIT_VIEWS: set[str] = set()"),),
     ),
     Mutant(
         "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
-        (("amprewrite/runtime.py", "ForwardScale(self.gate.snapshot(device)", "ForwardScale(self.gate.snapshot(next(iter(self.root.parameters())).device)"),),
+        (("amprewrite/runtime/session.py", "ForwardScale(self.gate.snapshot(device)", "ForwardScale(self.gate.snapshot(next(iter(self.root.parameters())).device)"),),
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
-        (("amprewrite/first_calls.py", "        if _inside_checkpoint():\n", "        if False:\n"),
-         ("amprewrite/first_calls.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        if _inside_checkpoint():\n", "        if False:\n"),
+         ("amprewrite/runtime/captured/overflow_retry.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
     ),
     Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
-        (("amprewrite/rewrite_graph.py", "    if not _written_outside(program, _results_of(program, node)):\n", "    if True:\n"),
-         ("amprewrite/rewrite_graph.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", "")),
+        (("passes/driver.py", "    if not _written_outside(program, _results_of(program, node)):\n", "    if True:\n"),
+         ("passes/driver.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", "")),
     ),
     Mutant(
         "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),
-        (("amprewrite/frontends/fx_facts.py", "        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):\n            tensor = torch._C._functorch.get_unwrapped(tensor)\n", ""),),
+        (("amprewrite/graphs/fx/node_facts.py", "        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):\n            tensor = torch._C._functorch.get_unwrapped(tensor)\n", ""),),
     ),
 )  # fmt: skip
 

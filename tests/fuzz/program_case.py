@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import amprewrite
-from amprewrite.verify import verify
+from amprewrite.accuracy.verify import verify
 from tests.fuzz.oracle import LOW, HeavyOps, Problem, Record, Rounded, compare, failure, memory_of, start_clean, untold
 from tests.fuzz.programs import Program, batch, initialised
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite.loss_scale import LossScaleError
+from amprewrite.runtime.training.loss_scale import LossScaleError
 from tests.fuzz.nets import NETS, WIDTH
 from tests.fuzz.oracle import LOW, Problem, failure, start_clean
 

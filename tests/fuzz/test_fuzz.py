@@ -102,7 +102,7 @@ def test_nothing_else_knows_of_the_fuzzer() -> None:
     own = Path(__file__).parent
     for path in [
         *(ROOT / "amprewrite").rglob("*.py"),
-        *(ROOT / "passes").glob("*.py"),
+        *(ROOT / "passes").rglob("*.py"),
         *(ROOT / "tests").rglob("*.py"),
         *(ROOT / "examples").rglob("*.py"),
     ]:

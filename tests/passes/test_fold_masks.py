@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.attention_masks import Kind, find_mask, kind_of
-from amprewrite.passes.fold_masks import ATTENTION, fold_masks
+from amprewrite.graphs.fx.ops.attention_masks import Kind, find_mask, kind_of
+from amprewrite.passes.apply.fold_masks import ATTENTION, fold_masks
 
 WIDTH = 16
 Mask = Callable[[Tensor], Tensor | None]

@@ -12,12 +12,12 @@ import torch.fx
 from chains import chain
 from torch.nn import functional as F
 
-from amprewrite.errors import PassError, PlanError
-from amprewrite.formats import FP16, saturate
-from amprewrite.passes.insert_casts import CAST, InsertCasts
-from amprewrite.policy import Policy, parse_overrides
-from amprewrite.program import Program
-from amprewrite.rewrite_graph import decide, read_program, rewrite_graph
+from amprewrite.ir.policies.policy import Policy, parse_overrides
+from amprewrite.ir.program import Program
+from amprewrite.passes.apply.insert_casts import CAST, InsertCasts
+from amprewrite.passes.driver import decide, read_program, rewrite_graph
+from amprewrite.tables.errors import PassError, PlanError
+from amprewrite.tables.formats import FP16, saturate
 
 Capture = Callable[..., torch.fx.GraphModule]
 X, W = torch.randn(4, 8), torch.randn(8, 8)

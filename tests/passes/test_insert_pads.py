@@ -9,17 +9,17 @@ import torch
 import torch.fx
 from pad_help import Attention, OddCNN, OddMLP, noise
 
-from amprewrite.errors import PassError
-from amprewrite.formats import BF16
-from amprewrite.op_graph import OpGraph
-from amprewrite.oplists import op_lists
-from amprewrite.pad_ops import batch_norm_padded, pad_cast, resize
-from amprewrite.pad_plan import PadCopy, PadPlan
-from amprewrite.pad_policy import parse_pad
-from amprewrite.passes.insert_pads import InsertPads
-from amprewrite.policy import Policy
-from amprewrite.program import Program
-from amprewrite.rewrite_graph import read_program, rewrite_graph
+from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
+from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.plans.pad_plan import PadCopy, PadPlan
+from amprewrite.ir.policies.pad_policy import parse_pad
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
+from amprewrite.passes.apply.insert_pads import InsertPads
+from amprewrite.passes.driver import read_program, rewrite_graph
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.formats import BF16
+from amprewrite.tables.ops.op_lists import op_lists
 
 Capture = Callable[..., torch.fx.GraphModule]
 

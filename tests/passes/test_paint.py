@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from chains import LETTERS, chain, decided
 
-from amprewrite.colour import Colour, OpKind, Reason
-from amprewrite.errors import PassError, PolicyError
-from amprewrite.oplists import OPS, OpLists
-from amprewrite.passes.paint import Paint, paint_facts
+from amprewrite.passes.paint.paint import Paint, paint_facts
+from amprewrite.tables.errors import PassError, PolicyError
+from amprewrite.tables.ops.op_lists import OPS, OpLists
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 LISTS = OpLists.from_sets("small", allow=["matmul"], infer=["gelu"], clear=["relu"], deny=["exp"], internal=["softmax"])
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from chains import chain, decided, letters
 
-from amprewrite.colour import Reason
-from amprewrite.formats import BF16
-from amprewrite.oplists import OpLists, op_lists
-from amprewrite.passes.paint import Paint
-from amprewrite.passes.paint_force import PaintForce
+from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.paint.paint_force import PaintForce
+from amprewrite.tables.formats import BF16
+from amprewrite.tables.ops.op_lists import OpLists, op_lists
+from amprewrite.tables.vocabulary import Reason
 
 BARE = OpLists.from_sets("bare", deny=["exp"], infer=["gelu"], rule="force")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from chains import chain, decided, letters
 
-from amprewrite.colour import Reason
-from amprewrite.passes.paint import Paint
-from amprewrite.passes.paint_local import PaintLocal
+from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.paint.paint_local import PaintLocal
+from amprewrite.tables.vocabulary import Reason
 
 
 @pytest.mark.parametrize(

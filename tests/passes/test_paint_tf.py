@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 from chains import chain, decided, letters
 
-from amprewrite.colour import Reason
-from amprewrite.formats import FP16
-from amprewrite.oplists import op_lists
-from amprewrite.pass_base import run_passes
-from amprewrite.passes.paint import Paint
-from amprewrite.passes.paint_tf import PaintTF
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.paint.paint_tf import PaintTF
+from amprewrite.tables.formats import FP16
+from amprewrite.tables.ops.op_lists import op_lists
+from amprewrite.tables.vocabulary import Reason
 
 SIMPLE = "exp relu sqrt relu matmul relu log relu sparse_mm relu"
 INFER_AS_DENY = {"sqrt": "deny", "log": "deny"}

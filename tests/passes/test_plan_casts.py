@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from chains import casts, chain, decided
 
-from amprewrite.colour import Colour, Reason
-from amprewrite.errors import PassError
-from amprewrite.oplists import OpLists
-from amprewrite.passes.plan_casts import PlanCasts, plan_casts
+from amprewrite.passes.plan.plan_casts import PlanCasts, plan_casts
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.vocabulary import Colour, Reason
 
 LISTS = OpLists.from_sets(
     "two colours", allow=["matmul", "batch_norm", "layer_norm", "where", "add", "cat", "relu"], deny=["exp", "sub", "fmod"],

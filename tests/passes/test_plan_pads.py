@@ -9,15 +9,15 @@ import torch
 import torch.fx
 from pad_help import OddCNN, OddMLP, TinyGPT, ids, noise
 
-from amprewrite.devices import H100
-from amprewrite.formats import BF16
-from amprewrite.pad_axes import Axes
-from amprewrite.pad_cost import PadCost, Product, efficiency
-from amprewrite.pad_policy import MULTIPLES, parse_pad
-from amprewrite.passes.plan_pads import PlanPads
-from amprewrite.policy import Policy
-from amprewrite.program import Program
-from amprewrite.rewrite_graph import decide, read_program
+from amprewrite.ir.policies.pad_policy import MULTIPLES, parse_pad
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
+from amprewrite.passes.driver import decide, read_program
+from amprewrite.passes.plan.plan_pads import PlanPads
+from amprewrite.planner.padding.axes import Axes
+from amprewrite.planner.padding.pad_cost import PadCost, Product, efficiency
+from amprewrite.tables.devices import H100
+from amprewrite.tables.formats import BF16
 
 Capture = Callable[..., torch.fx.GraphModule]
 

@@ -14,19 +14,19 @@ from chains import chain, decided, letters
 from torch import nn
 
 import amprewrite
-from amprewrite.colour import Colour, OpKind, Reason
-from amprewrite.cost import MIXING, TICK, CostModel, elements_read, price
-from amprewrite.devices import CPU, CPU_BF16, H100, T4, V100
-from amprewrite.errors import PolicyError
-from amprewrite.formats import FP16, FP32
-from amprewrite.op_graph import Demand, Operand, OpNode
-from amprewrite.oplists import OpLists
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.cost import MIXING, TICK, CostModel, elements_read, price
+from amprewrite.ir.op_graph import Demand, Operand, OpNode
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
-from amprewrite.passes.paint import Paint
-from amprewrite.passes.repaint_by_cost import RepaintByCost
-from amprewrite.program import Program
-from amprewrite.render.facts import node_bytes
+from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
+from amprewrite.report.counts import node_bytes
+from amprewrite.tables.devices import CPU, CPU_BF16, H100, T4, V100
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import FP16, FP32
+from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 BIG = 1 << 20
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from chains import chain, letters
 
-from amprewrite.careful import Careful
-from amprewrite.colour import Colour, Reason
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.ranges import fingerprint
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
-from amprewrite.passes.repaint_by_error import RepaintByError
-from amprewrite.program import Program
-from amprewrite.ranges import fingerprint
+from amprewrite.passes.repaint.repaint_by_error import RepaintByError
+from amprewrite.tables.vocabulary import Colour, Reason
 
 
 def keeping(text: str, *names: str, **options: object) -> Program:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from chains import chain, letters
 
-from amprewrite.colour import Colour, Reason
-from amprewrite.pass_base import run_passes
+from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, ValueRange, fingerprint
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
-from amprewrite.passes.repaint_by_range import RepaintByRange
-from amprewrite.program import Program
-from amprewrite.ranges import Calibration, RegionRanges, ValueRange, fingerprint
+from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
+from amprewrite.tables.vocabulary import Colour, Reason
 
 
 def seen(largest: float, smallest: float = 1.0) -> ValueRange:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.colour import Colour, Reason
+from amprewrite.tables.vocabulary import Colour, Reason
 
 
 def mlp(width: int) -> nn.Module:

@@ -10,11 +10,11 @@ import torch
 import torch.fx
 from chains import chain
 
-from amprewrite.errors import PassError
-from amprewrite.formats import FP16
-from amprewrite.passes.scale_loss import INVERSE, SCALE, ScaleLoss
-from amprewrite.policy import Policy
-from amprewrite.rewrite_graph import read_program, rewrite_graph
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.passes.apply.scale_loss import INVERSE, SCALE, ScaleLoss
+from amprewrite.passes.driver import read_program, rewrite_graph
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.formats import FP16
 
 Capture = Callable[..., torch.fx.GraphModule]
 

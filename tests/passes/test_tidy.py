@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.fx
 
-from amprewrite.formats import BF16
-from amprewrite.passes.insert_casts import CAST
-from amprewrite.passes.tidy import Tidy, remove_idle_conversions
-from amprewrite.policy import Policy
-from amprewrite.rewrite_graph import read_program, rewrite_graph
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.passes.driver import read_program, rewrite_graph
+from amprewrite.passes.lower.tidy import Tidy, remove_idle_conversions
+from amprewrite.tables.formats import BF16
 
 Capture = Callable[..., torch.fx.GraphModule]
 X, W = torch.randn(4, 8), torch.randn(8, 8)

@@ -1,0 +1,91 @@
+"""Watch a model's values on sample batches: the ranges that say where fp16 would overflow or underflow.
+
+1. Capture the model as `rewrite` does, so that graphs and nodes bear the names that they have in the plan.
+2. Run every batch in fp32, op by op; of every fp32 result add what `ValueRange.of` sees, and forget the result.
+3. Where a loss is given, run backward too, and look at the gradient of every result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from amprewrite.accuracy.trial import Batches, Forward, Trial
+from amprewrite.graphs.fx.observer import Watch
+from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
+from amprewrite.runtime.model.rewritten import module_of
+from amprewrite.runtime.options import Options
+from amprewrite.tables.errors import CalibrationError
+from amprewrite.tables.formats import LOW_FORMATS
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def calibrate(
+    model: nn.Module | torch.export.ExportedProgram,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Calibration:
+    """Ranges of every fp32 value of `model` on `batches`, for `rewrite(model, calibration=...)`.
+
+    The model runs in fp32 in its present mode; its parameters, gradients, buffers and random state stay as they were. Memory
+    does not grow with the number of batches.
+
+    Args:
+        batches: an iterable such as a DataLoader. A tensor is the model's one argument, a tuple or list its positional
+            arguments, a mapping its keyword arguments. Sizes may differ between batches, structure and dtypes may not.
+        loss: from the model's result a scalar tensor, e.g. `lambda out: out.loss`. Given, backward runs too and the
+            calibration has the ranges of all gradients.
+        forward: how to call the model on a batch, where that is not the above: `lambda model, batch: model(batch[0])`.
+        progress: show a progress bar where the output is a terminal.
+
+    Raises:
+        CalibrationError: no batch, batches of differing structure or that the model cannot be called on, NaN or infinities in a
+        batch, a model of which nothing can be captured, a loss that is no scalar.
+    """
+    module = module_of(model)
+    trial = Trial(module, Options(LOW_FORMATS[0]), forward)
+    watch = Watch(gradients=loss is not None)
+    checked = Batches(batches, module, forward is not None)
+    count = 0
+    console = Console(stderr=True)
+    columns = TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal), transient=True)
+    with bar:
+        task = bar.add_task("", total=len(checked) or None)
+        for batch in checked:
+            with torch.set_grad_enabled(loss is not None):
+                try:
+                    result = trial.run(batch, watch)
+                except (TypeError, ValueError, RuntimeError, LookupError) as error:
+                    said = f"batch {count + 1} cannot be run: {type(error).__name__}: {error}"
+                    raise CalibrationError(f"{said}; forward= says how to call the model on a batch") from error
+                if loss is not None:
+                    _backward(loss, result, module)
+            count += 1
+            bar.advance(task)
+    trial.check_captured()
+    return Calibration(trial.name, parameters_fingerprint(module), count, tuple(watch.regions.values()))
+
+
+def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
+    """Run backward for the sake of the hooks alone: no gradient is kept."""
+    value = loss(result)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CalibrationError(f"loss= must give a scalar tensor, not {what}")
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not value.requires_grad or not parameters:
+        raise CalibrationError("loss= gives a value that does not depend on any parameter that takes gradients")
+    torch.autograd.grad(value, parameters, allow_unused=True)
+
+
+__all__ = ["Calibration", "calibrate"]

@@ -1,0 +1,364 @@
+"""The numerics debugger: low and fp32 side by side, where it goes wrong, and the fewest nodes to keep in fp32.
+
+Every op's error is split in what it inherits from its operands and what its own rounding introduces. Rounding once introduces
+at most half an eps, so what is worth a word is one of three things:
+
+1. *overflow*: finite values that leave the format's range;
+2. *underflow*: values that the rounding flushes to zero, or to subnormals with few bits;
+3. *cancellation*: an op that hands on a far larger error than its operands had, since it takes large values away from each
+   other. It is seen there, but lost where the largest operand was rounded: both nodes are named.
+
+`suggest_overrides` keeps every low node in fp32 and gives back as many as it can, in halves, quarters and so on (Zeller and
+Hildebrandt, "Simplifying and isolating failure-inducing input", 2002), while the output error stays within the target; what is
+left is 1-minimal. The answer is then tried for real.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from amprewrite.accuracy.strict.interpreter import Row
+from amprewrite.accuracy.strict.run import Loss, Outcome, StrictRun
+from amprewrite.accuracy.verify import _place, _share
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.policies.policy import Override
+from amprewrite.report.counts import amount, op_dtypes
+from amprewrite.runtime.model.rewritten import Rewritten, plain_of, rewritten, session_of
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
+from amprewrite.tables.formats import FORMATS, FP32
+from amprewrite.tables.vocabulary import Colour
+
+GROWTH = 8.0
+"""How many times larger than its operands' an error must come out for an op to be named; an op on k roundings gives about √k."""
+NOISE = 16.0
+"""Errors below so many eps are rounding as usual."""
+FLUSHED = 0.1
+"""Share of an op's values that must vanish to be named."""
+TOLERANCE = 8.0
+"""Output error that `suggest_overrides` aims at by default, in eps of the low format."""
+MOST_CHECKED = 10
+"""Suggested nodes that are tried without, one by one, for real: each takes a capture."""
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that goes wrong, where it is seen, and which node to keep high."""
+
+    kind: str
+    """overflow, underflow or cancellation."""
+    row: Row
+    """Where it is seen."""
+    lost_at: Row
+    """Where the bits were lost: the same row, or the operand whose rounding does it."""
+    detail: str
+    backward: bool = False
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes concerned, the one to blame first."""
+        return tuple(dict.fromkeys(_node(row) for row in (self.lost_at, self.row)))
+
+    def __str__(self) -> str:
+        way = "gradient " * self.backward
+        text = f"{way}{self.kind} at {_at(self.row)}: {self.detail}"
+        return text if self.lost_at is self.row else f"{text}; the bits were lost at {_at(self.lost_at)}"
+
+
+@dataclass(frozen=True)
+class DebugReport:
+    """Low against fp32, node by node. `print(report)` shows what goes wrong first."""
+
+    low: str
+    plan: CastPlan
+    rows: tuple[Row, ...]
+    """Forward, in the order in which they ran."""
+    gradient_rows: tuple[Row, ...]
+    """Backward: gradients that were rounded, in the order in which they came by; magnitudes include the loss scale."""
+    gradients: Mapping[str, float]
+    """Relative L2 error of each parameter's gradient."""
+    output_error: float
+    findings: tuple[Finding, ...]
+    """In the order in which they happen; forward before backward."""
+    notes: tuple[str, ...] = ()
+    run: StrictRun | None = field(default=None, repr=False, compare=False)
+    amp: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def first_bad(self) -> Finding | None:
+        """What goes wrong first, None where nothing does."""
+        return self.findings[0] if self.findings else None
+
+    def op_table(self) -> str:
+        """How often each op runs low and high, and with how many FLOPs."""
+        return op_table(self.plan)
+
+    def table(self, n: int = 20, backward: bool = False) -> str:
+        """The `n` rows with the largest errors: inherited, their own, in total; range of the values; over- and underflow."""
+        rows = self.gradient_rows if backward else self.rows
+        shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]
+        shown.sort(key=lambda row: -(math.inf if row.overflow else 0.0 if math.isnan(row.accumulated) else row.accumulated))
+        titles = ("inherit", "own", "total", "min", "max", "over", "under")
+        widths = (7, 7, 7, 7, 7, 6, 6)
+        left = WIDTH - sum(widths) - len(widths)
+        lines = [f"{'gradient' if backward else 'node':{left}}" + "".join(f" {t:>{w}}" for t, w in zip(titles, widths, strict=True))]
+        for row in shown[:n]:
+            values = (
+                *(_figure(x) for x in (row.inherited, row.introduced, row.accumulated, row.smallest, row.largest)),
+                _share(row.overflow), _share(row.underflow),
+            )  # fmt: skip
+            lines.append(_place(row, left) + "".join(f" {text:>{w}}" for text, w in zip(values, widths, strict=True)))
+        if len(shown) > n:
+            lines.append(f"and {len(shown) - n} more")
+        return "\n".join(lines)
+
+    def suggest_overrides(self, max_rel_err: float | None = None, most_runs: int = 300) -> dict[str, str]:
+        """The smallest set of nodes found that, kept in fp32, brings the output error to `max_rel_err`: for `overrides=`.
+
+        None aims at 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Overrides that the model has already are in the
+        result. `most_runs` bounds the runs of the model. An AmpRewriteWarning says so where the target is not reached.
+        PolicyError where `max_rel_err` is no positive number.
+        """
+        assert self.run is not None and self.amp is not None
+        target = TOLERANCE * FORMATS[self.low].eps if max_rel_err is None else max_rel_err
+        if not target > 0:
+            raise PolicyError(f"max_rel_err={shown(max_rel_err)} is no error to aim at; give a positive number")
+        return _suggest(self.run, self.amp, target, most_runs)
+
+    def __str__(self) -> str:
+        count = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
+        lines = [f"debugged in {self.low}: output error {self.output_error:.2e}, {count}"]
+        lines += [f"{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
+        if not self.findings:
+            lines.append("no overflow, no underflow to speak of, no cancellation: errors are rounding as usual")
+        lines += [f"note: {note}" for note in self.notes]
+        lines += ["", self.table(12)]
+        if self.gradient_rows:
+            worst = sorted(self.gradients.items(), key=lambda item: -item[1])[:3]
+            lines += ["", self.table(8, backward=True), "gradients furthest off: " + ", ".join(f"{n} {e:.2e}" for n, e in worst)]
+        return "\n".join([*lines, "", self.op_table()])
+
+
+def debug(
+    amp: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backward: bool | None = None,
+    loss: Loss | None = None,
+) -> DebugReport:
+    """Run the rewritten model `amp` rounded and unrounded on these inputs, and say where the numbers part.
+
+    `backward`: run backward from `loss(output)`, too; None: where gradients are on, the model trains, and a loss can be had.
+    `loss` makes a 0-dim tensor of the output; without it the output's own loss or its mean squares are taken.
+
+    The model is captured anew in its present mode; parameters, `.grad`, buffers, random state and inputs are left as they
+    were. Raises PolicyError where `amp` is not rewritten or no loss can be had, CaptureError where nothing can be captured.
+    """
+    if backward is None:
+        backward = torch.is_grad_enabled() and (loss is not None or (isinstance(amp, nn.Module) and amp.training))
+    if backward and not torch.is_grad_enabled():
+        raise PolicyError("backward=True needs gradients: call debug outside torch.no_grad()")
+    run = StrictRun(amp, args, kwargs, backward, loss, "debug")
+    found = run.rounded()
+    findings = (*_findings(found.rows, run.low), *_gradient_findings(found))
+    return DebugReport(
+        run.low, run.plan, found.rows, found.gradient_rows, found.gradients, found.error, findings, found.notes, run, amp
+    )
+
+
+def op_table(plan: CastPlan) -> str:
+    """The op × dtype table of a plan as text."""
+    rows = [
+        (op, *(str(calls or "-") for calls in (low, high)), *(amount(flops) if flops else "-" for flops in (low_flops, high_flops)))
+        for op, low, high, low_flops, high_flops in op_dtypes(plan)
+    ]
+    titles = ("op", plan.low, "fp32", f"FLOPs {plan.low}", "FLOPs fp32")
+    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
+    return "\n".join(
+        f"{row[0]:{widths[0]}}" + "".join(f"  {text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))
+        for row in (titles, *rows)
+    )
+
+
+# -- what goes wrong -----------------------------------------------------------------------
+def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
+    fmt = FORMATS[low]
+    by_name: dict[str, Row] = {}
+    told: set[str] = set()
+    for row in rows:
+        by_name[row.name] = row
+        if fmt is FP32:
+            continue
+        if row.overflow:
+            reach = f"{_share(row.overflow)} of its values pass {fmt.max:.4g}, the largest reaches {row.largest:.3g}"
+            if row.op != "cast" or _node(row) not in told:
+                yield Finding("overflow", row, row, reach)
+            told.add(_node(row))
+        elif row.underflow >= FLUSHED and row.introduced > NOISE * fmt.eps:
+            zeros = f"{_share(row.underflow)} of its values become zero, below {fmt.smallest_subnormal:.2g}"
+            yield Finding("underflow", row, row, zeros)
+        elif row.introduced > fmt.eps * GROWTH:
+            yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
+        elif _cancels(row, by_name, fmt.eps):
+            before, lost = max(_errors(row, by_name), default=0.0), _lost_at(row, by_name)
+            if lost.largest > fmt.max:  # the cast clamped it, as it clamps masks
+                yield Finding("overflow", lost, lost, f"the largest reaches {lost.largest:.3g} and is clamped to {fmt.max:.4g}")
+                continue
+            yield Finding("cancellation", row, lost, f"the relative error grows from {before:.2g} to {row.inherited:.2g}")
+
+
+def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
+    return [by_name[name].accumulated for name in row.inputs if name in by_name]
+
+
+def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
+    """Whether an op makes much more of its operands' errors."""
+    errors = _errors(row, by_name)
+    if row.op == "cast" or not errors or not all(map(math.isfinite, (*errors, row.inherited))):
+        return False
+    return row.inherited > NOISE * eps and row.inherited > GROWTH * max(errors)
+
+
+def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
+    """The rounding that brought the largest absolute error: from operand to operand while those only hand it on."""
+    here, seen = row, {row.name}
+    while True:
+        fed = [by_name[name] for name in here.inputs if name in by_name and name not in seen]
+        if not fed:
+            return row if here.op == "cast" and not here.introduced else here
+        here = max(fed, key=lambda r: r.accumulated * r.largest if math.isfinite(r.accumulated) else 0.0)
+        seen.add(here.name)
+        if here.introduced > 0.1 * here.accumulated:
+            return by_name.get(_node(here), here) if here.op == "cast" else here
+
+
+def _gradient_findings(found: Outcome) -> Iterator[Finding]:
+    """The first overflow on the way back, and ops whose gradients vanish."""
+    overflowed = False
+    for row in found.gradient_rows:
+        if row.overflow and not overflowed:
+            overflowed = True
+            yield Finding("overflow", row, row, f"{_share(row.overflow)} of it, the largest reaches {row.largest:.3g}", True)
+        elif row.underflow >= FLUSHED and row.introduced > 1e-2:
+            yield Finding("underflow", row, row, f"{_share(row.underflow)} of it becomes zero; a larger loss scale keeps it", True)
+
+
+def _node(row: Row) -> str:
+    return row.name.partition(" -> ")[0]
+
+
+def _at(row: Row) -> str:
+    source = f" ({row.source})" if row.source else ""
+    module = f" in {row.module}" if row.module else ""
+    return f"{_node(row)}{module}{source}"
+
+
+def _figure(value: float) -> str:
+    return "-" if math.isnan(value) else "inf" if math.isinf(value) else f"{value:.1e}" if value else "0"
+
+
+# -- what to do about it ---------------------------------------------------------------------
+def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> dict[str, str]:
+    own = {override.key: override.word for override in session_of(amp).options.overrides}
+    low = dict.fromkeys(_bare(node.name) for node in run.plan.nodes if node.role == "op" and node.colour is Colour.LOW)
+    trials = _Trials(run, target, most_runs)
+    if trials.holds(()) or not low:
+        return own
+    kept = trials.fewest(list(low))
+    while True:
+        asked = own | {f"node:{glob.escape(name)}": "fp32" for name in kept}
+        error = _real_error(amp, run, asked)
+        if error <= target or set(kept) >= set(low):
+            break
+        kept = _with_neighbours(run.plan, kept, set(low))  # the planner puts casts where the trial had none: a wider island
+    if error <= target and len(kept) <= MOST_CHECKED:
+        for name in kept:  # what the planner does by itself along with the rest need not be told
+            fewer = {key: word for key, word in asked.items() if key != f"node:{glob.escape(name)}"}
+            asked = fewer if _real_error(amp, run, fewer) <= target else asked
+    if not error <= target:
+        warnings.warn(
+            f"with every node in fp32 that can be, the output error is {error:.2g}, above {target:.2g}: give a larger max_rel_err",
+            AmpRewriteWarning,
+            stacklevel=3,
+        )
+    return asked
+
+
+class _Trials:
+    """Runs with some nodes kept high, each set once."""
+
+    def __init__(self, run: StrictRun, target: float, most: int) -> None:
+        self.run, self.target, self.left = run, target, most
+        self.known: dict[frozenset[str], bool] = {}
+
+    def holds(self, kept: Iterable[str]) -> bool:
+        """Whether the output error is within the target with `kept` high; False once the runs are used up."""
+        asked = frozenset(kept)
+        if asked not in self.known:
+            if not self.left:
+                return False
+            self.left -= 1
+            self.known[asked] = self.run.rounded(asked).error <= self.target
+        return self.known[asked]
+
+    def fewest(self, kept: list[str]) -> list[str]:
+        """Delta debugging: leave out chunks, halves first, while the target holds."""
+        size = max(len(kept) // 2, 1)
+        while kept:
+            start, dropped = 0, False
+            while start < len(kept):
+                rest = kept[:start] + kept[start + size :]
+                if self.holds(rest):
+                    kept, dropped = rest, True
+                else:
+                    start += size
+            if size == 1 and not dropped:
+                return kept
+            size = max(min(size, len(kept)) // 2, 1) if size > 1 else 1
+        return kept
+
+
+def _bare(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str]:
+    near = set(kept)
+    for region in plan.regions:
+        for node in region.nodes:
+            if node.name in kept:
+                near.update(node.inputs)
+            elif any(value in kept for value in node.inputs):
+                near.add(node.name)
+    wider = [name for name in low if name in near]
+    return wider if len(wider) > len(kept) else list(low)
+
+
+def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) -> float:
+    """Output error of the model rewritten anew with these overrides."""
+    assert isinstance(amp, Rewritten)
+    options = session_of(amp).options
+    scopes = tuple(_override(key, word) for key, word in overrides.items())
+    trial = rewritten(plain_of(amp), replace(options, overrides=scopes, given=None))
+    trial.train(amp.training)
+    return StrictRun(trial, run.args, run.kwargs).rounded().error
+
+
+def _override(key: str, word: str) -> Override:
+    scope, colon, pattern = key.partition(":")
+    if not colon:
+        return Override(key, "op", key, word)
+    return Override(key, scope, pattern, "high" if word == "fp32" else word)  # type: ignore[arg-type]
+
+
+__all__ = ["DebugReport", "Finding", "debug", "op_table"]

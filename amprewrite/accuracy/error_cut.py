@@ -1,0 +1,216 @@
+"""Nested plans between the planner's own and fp32: minimum cuts of time plus a price on error.
+
+With low on the source's side, time and error are both cuts (Kolmogorov and Zabih 2004), so for every price λ the plan of least
+time + λ·error² is found exactly, under the additive error of `sensitivity`:
+
+1. An op pays its low time on an arc to the sink, its high time on an arc from the source; a copy of a value in the other
+   format is paid once, however many read it. Ties share a vertex.
+2. An edge (value, reader) is rounded if the value is low or the reader is: w·max(v, r) = w·v + w·r·(1 − v), an arc to the
+   sink and one from reader to value. Clear ops only hand roundings on: what they give is weighed at its readers.
+3. The error grows with the set of low ops. So as λ grows the low sets of least size only shrink: for λ < μ and their least
+   minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (For linear errors this is Gallo,
+   Grigoriadis and Tarjan 1989; monotone submodular ones need no more.)
+4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity; then those are raised too, by the same cut.
+5. Equal layers change colour at the same λ. Between two such plans, off the convex hull, stand those that keep high the
+   first layers only: prefixes of the difference in the order of the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from amprewrite.accuracy.sensitivity import Edges
+from amprewrite.ir.cost import elements_read
+from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.ranges import fingerprint
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.program import Program
+from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
+from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
+from amprewrite.tables.formats import FP32
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+STEP = 2**0.5
+"""Ratio of one λ to the next."""
+SLICES, LEAST_SLICE = 16, 4
+"""Plans between two neighbouring cuts at most, and nodes by which they differ at least."""
+
+
+def movable(node: OpNode) -> bool:
+    """Whether a plan may choose the format of this node at all."""
+    return node.role == "op" and node.carries_fp32
+
+
+class Graph:
+    """One graph with its edges' errors, ready to be cut at any price."""
+
+    def __init__(self, program: Program, edges: Edges) -> None:
+        self.graph, self.edges = program.graph, edges
+        self.fingerprint = fingerprint(program.graph)
+        self.model = program.costs
+        program.paints, program.casts = {}, ()
+        run_passes((Paint(), RepaintByRange()), program)
+        paints = program.paints
+        fixed = {name: paint.colour for name, paint in paints.items() if paint.reason is not Reason.ON_ALLOWLIST}
+        tied = {node.tie for node in self.graph if node.tie and node.name in fixed}
+        self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.tie not in tied}
+        self.low = {name for name, paint in paints.items() if name not in self.open and paint.colour is Colour.LOW}
+        self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
+        self.typical = sum(self._copy(node) for node in self.graph if movable(node))
+        program.paints = {}
+        times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
+        self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
+        """More than any plan takes: an error that costs as much is kept out whatever it takes."""
+
+    def kept(self, price: float, heavies: bool) -> set[str]:
+        """Open ops that the cheapest plan at this price a unit of squared error runs high; `heavies`: those of the allowlist too,
+        beside all others."""
+        network = Network()
+        by_tie: dict[str, int] = {}
+        vertices: dict[str, int] = {}
+        for name in self.open:
+            node = self.graph[name]
+            if (name in self.heavy) != heavies:
+                vertices[name] = SINK if heavies else SOURCE
+                continue
+            if node.tie not in by_tie:
+                by_tie[node.tie or name] = network.vertex()
+            vertices[name] = by_tie[node.tie or name]
+        for name in self.low:
+            vertices[name] = SOURCE
+
+        def end(name: str) -> int:
+            return vertices.get(name, SINK)
+
+        for name in self.open:
+            node = self.graph[name]
+            read = elements_read(self.graph, node)
+            more = self.model.op(node, self.model.low, read) - self.model.op(node, FP32, read)
+            network.arc(end(name), SINK, max(more, 0))
+            network.arc(SOURCE, end(name), max(-more, 0))
+        for node in self.graph:
+            if node.carries_fp32:
+                self._copies(network, node, end)
+        self._errors(network, end, price)
+        low, _ = min_cut(network)
+        return {name for name in self.open if not low[end(name)]}
+
+    def _copy(self, node: OpNode) -> int:
+        return self.model.cast(node) + (self.model.crossing(node) if self.model.training else 0)
+
+    def _copies(self, network: Network, node: OpNode, end: Callable[[str], int]) -> None:
+        maker, cost = end(node.name), self._copy(node)
+        low: set[int] = set()
+        high: set[int] = set()
+        for reader, operand in _reads(self.graph, node):
+            own = end(reader.name) if operand.demand is not Demand.HIGH else SINK
+            if _rounds(operand):
+                low.add(own)
+            if operand.demand is not Demand.PROMOTE:
+                high.add(own)
+        for readers, outwards in ((low - {maker, SINK}, True), (high - {maker, SOURCE}, False)):
+            if not readers:
+                continue
+            copy = network.vertex()
+            for reader_end in readers:
+                network.arc(*((reader_end, copy) if outwards else (copy, reader_end)), INFINITE)
+            network.arc(*((copy, maker) if outwards else (maker, copy)), cost)
+
+    def _errors(self, network: Network, end: Callable[[str], int], price: float) -> None:
+        for (value, name), squared in self.edges.items():
+            node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
+            if node is None or reader is None or not squared:
+                continue
+            cost = min(round(price * min(squared, 1e6)), self.dearest)  # a rounding out of range is bad enough
+            if _hands_on(reader):
+                network.arc(end(value), end(name), cost)
+                continue
+            network.arc(end(value), SINK, cost)
+            if any(operand.value == value and _rounds(operand) for operand in reader.operands):
+                network.arc(end(name), end(value), cost)
+
+    def why(self, name: str) -> str:
+        """The edge of this node that costs most, in words."""
+        touching = {edge: squared for edge, squared in self.edges.items() if name in edge}
+        if not touching:
+            return "its neighbours are kept"
+        (value, reader), squared = max(touching.items(), key=lambda item: item[1])
+        return f"rounding {value} for {reader} adds {math.sqrt(squared):.2g} to the output's error"
+
+
+def _reads(graph: OpGraph, node: OpNode) -> Iterator[tuple[OpNode, Operand]]:
+    for reader in graph.readers(node.name):
+        for operand in reader.operands:
+            if operand.value == node.name and operand.demand is not Demand.ANY:
+                yield reader, operand
+
+
+def _rounds(operand: Operand) -> bool:
+    """Whether a reader that runs low reads this operand rounded."""
+    return operand.demand is Demand.COLOUR or (operand.demand is Demand.PROMOTE and not operand.scalar)
+
+
+def _hands_on(node: OpNode) -> bool:
+    return node.role == "op" and node.kind is OpKind.CLEAR
+
+
+class Chain:
+    """Nested sets of nodes to keep high: the first is empty, the last holds every node."""
+
+    def __init__(self, edges: Sequence[tuple[Program, Edges]], own: Callable[[Program], set[str]]) -> None:
+        """`own` gives the names that the planner itself runs low in a program."""
+        self.lows = {fingerprint(program.graph): own(program) for program, _ in edges}
+        self.graphs = [Graph(program, found) for program, found in edges]
+        ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
+        self._rank = {(g.fingerprint, name): (self.graphs.index(g), rank) for g, name, rank in ranks}
+        self._sets: list[tuple[frozenset[tuple[str, str]], bool]] = [(frozenset(), False)]
+        for heavies in (False, True):
+            for price in self._prices():
+                self._add(frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies)), heavies)
+        self._add(frozenset((g.fingerprint, node.name) for g in self.graphs for node in g.graph if movable(node)), True)
+        heavy = {(g.fingerprint, name) for g in self.graphs for name in g.heavy}
+        self.raised = [len(kept & heavy) for kept, _ in self._sets]
+        self.heavy = len(heavy)
+
+    def _prices(self) -> list[float]:
+        """λ from where nothing is worth a copy to where everything is."""
+        squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
+        times = sum(g.typical for g in self.graphs)
+        if not squares or not times:
+            return []
+        low, high = math.log(times / sum(squares) / 1e4, STEP), math.log(times / (sum(squares) * 1e-9) * 10, STEP)
+        return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
+
+    def _add(self, kept: frozenset[tuple[str, str]], heavies: bool) -> None:
+        """Of a set only what the planner would run low counts; a set like the one before it is left out."""
+        last = self._sets[-1][0]
+        kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
+        fresh = sorted(kept - last, key=lambda each: self._rank[each])
+        size = max(math.ceil(len(fresh) / SLICES), LEAST_SLICE)
+        for stop in range(size, len(fresh), size):
+            self._sets.append((last | frozenset(fresh[:stop]), heavies))
+        if fresh:
+            self._sets.append((kept, heavies))
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def words(self, index: int) -> str:
+        """What the plan is, in words."""
+        kept, raised = len(self._sets[index][0]), self.raised[index]
+        if index == 0:
+            return "the planner's own choice"
+        matmuls = f", {raised} of {self.heavy} matmuls among them" if raised else ""
+        return f"{kept} nodes kept high{matmuls}"
+
+    def careful(self, index: int) -> Careful:
+        """The set at a place of the chain, with reasons."""
+        kept = self._sets[index][0]
+        graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
+        return Careful(graphs)
+
+
+__all__ = ["Chain", "movable"]

@@ -1,0 +1,273 @@
+"""The cheapest plan that keeps an accuracy: a bisection over nested plans, scored by the strict interpreter.
+
+1. Measure the error of every edge (`sensitivity`): (value, reader) → squared error of rounding the value for this reader.
+2. Cut time + λ·error² for growing λ (`error_cut`): nested sets of nodes to keep high, from none to all.
+3. What a set leaves open, the planner of the lists places as it always does.
+4. The planner's own choice may do. Else bisect: the error of a plan falls along the chain, nearly monotonically; so look at
+   the neighbours of what was found. At most ceil(log2(plans)) + 3 evaluations.
+5. Where only plans with raised matmuls are as good as torch.autocast, keep high what its rules keep high: its error, its
+   matmuls, and casts that are shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from amprewrite.accuracy.error_cut import Chain
+from amprewrite.accuracy.sensitivity import measure_edges
+from amprewrite.accuracy.strict.score import Strictly, exactly, planned, reference, strict_error
+from amprewrite.accuracy.trial import Forward, Trial
+from amprewrite.ir.cost import TICK, price
+from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.ranges import as_text, fingerprint
+from amprewrite.ir.program import Program
+from amprewrite.runtime.model.rewritten import session_of
+from amprewrite.runtime.options import Options
+from amprewrite.tables.boundary.arguments import is_word, shown
+from amprewrite.tables.errors import AccuracyError, PolicyError
+from amprewrite.tables.formats import Format
+from amprewrite.tables.vocabulary import Colour
+
+NEIGHBOURS = 2
+"""Cheaper plans that are tried beside the one found, for the error is only nearly monotone."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was tried."""
+
+    name: str
+    error: float
+    """Strict: relative L2 of the outputs, root mean square over the batches."""
+    seconds: float
+    """Of ops that the planner prices and of casts, in one pass, by the cost model: compare, do not add up."""
+    activation_casts: int
+    low_ops: int
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What a search tried, and found. `print(frontier)` shows it as a table, `plot(path)` draws it."""
+
+    careful: Careful
+    target: float
+    candidates: tuple[Candidate, ...]
+    """By error, worst first."""
+    plans: int
+    """Length of the chain that was searched."""
+    evaluations: int
+    """Plans of the chain that were run."""
+
+    @property
+    def chosen(self) -> Candidate:
+        """The plan that was taken."""
+        return next(candidate for candidate in self.candidates if candidate.chosen)
+
+    def table(self) -> Table:
+        """The plans that were tried, as a rich table."""
+        title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g}"
+        table = Table(title=title, caption="* the plan that was taken")
+        for column in ("plan", "error", "predicted time", "activation casts", "low ops"):
+            table.add_column(column, justify="left" if column == "plan" else "right")
+        for each in self.candidates:
+            style = "bold" if each.chosen else ""
+            mark = "* " if each.chosen else "  "
+            numbers = (f"{each.error:.3e}", f"{1e6 * each.seconds:.1f} us", str(each.activation_casts), str(each.low_ops))
+            table.add_row(mark + each.name, *numbers, style=style)
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self.table())
+
+    def plot(self, path: str | Path) -> None:
+        """Draw predicted time against error, to a file that matplotlib can write; AccuracyError where that is not installed."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise AccuracyError("plot() needs matplotlib: pip install 'amprewrite[plot]'; print(frontier) needs nothing") from error
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="predicted time, us", ylabel="strict error, relative L2", yscale="symlog")
+        finite = [each for each in self.candidates if math.isfinite(each.error)]
+        axes.set_yscale("symlog", linthresh=max(min((e.error for e in finite if e.error), default=1e-8), 1e-8))
+        axes.plot([1e6 * each.seconds for each in finite], [each.error for each in finite], "o", label="tried")
+        axes.plot([1e6 * self.chosen.seconds], [self.chosen.error], "*", markersize=14, label="taken")
+        axes.axhline(self.target, linestyle="--", label="asked for")
+        axes.legend()
+        figure.savefig(path)
+
+
+def search(
+    module: nn.Module,
+    batches: Sequence[Any] | None,
+    options: Options,
+    tolerance: float | None = None,
+    accuracy: str | None = None,
+    forward: Forward | None = None,
+) -> Frontier:
+    """The cheapest plan of the chain whose strict error is within the target, as `rewrite` takes it.
+
+    Raises PolicyError for a target that makes no sense, AccuracyError for one that fp32 itself or the chain's last plan
+    misses, and where there are no batches.
+    """
+    check_target(tolerance, accuracy)
+    asked = f"tolerance={tolerance:g}" if tolerance is not None else f"accuracy={shown(accuracy)}"
+    if not batches:
+        raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
+    trial = Trial(module, options, forward)
+    low = options.low or _low_of(trial)
+    trial = Trial(module, replace(options, low=low), forward)
+    exact = reference(trial, batches)
+    tried: list[Candidate] = []
+
+    def run(name: str, prepare: Callable[[Program], Program]) -> float:
+        manner = Strictly(prepare)
+        error = strict_error(trial, batches, exact, manner)
+        tried.append(_candidate(name, error, manner))
+        return error
+
+    target = tolerance if tolerance is not None else run("torch.autocast's rules", autocast_rules)
+    if tolerance is not None:
+        check_floor(trial, batches, exact, tolerance)
+    chain = Chain(measure_edges(trial, batches, low), _own_choice)
+
+    def error_of(index: int) -> float:
+        return run(chain.words(index), lambda program: _keeping(program, chain.careful(index)))
+
+    errors = bisect(error_of, len(chain), target)
+    within = [index for index, error in errors.items() if error <= target]
+    times = {each.name: each.seconds for each in tried}
+    found = min(within, key=lambda index: (chain.raised[index], times[chain.words(index)], index), default=None)
+    if found is None:
+        best = min(tried[-len(errors) :], key=lambda each: each.error)
+        raise AccuracyError(
+            f"{asked} is not reachable: the best of the plans tried ({best.name}) has an error of {best.error:.3g}, and {target:.3g} was "
+            "asked for; overrides that force ops low cost the rest, or code that runs outside the captured graphs differs by itself"
+        )
+    careful, name = chain.careful(found), chain.words(found)
+    if tolerance is None and chain.raised[found]:
+        theirs = _kept_by_autocast(trial, chain)
+        if run(_THEIRS, lambda program: _keeping(program, theirs)) <= target:
+            careful, name = theirs, _THEIRS
+    candidates = sorted((replace(each, chosen=each.name == name) for each in tried), key=lambda each: -each.error)
+    taken = next(each for each in candidates if each.chosen)
+    note = f"{asked}: {name}; strict error {taken.error:.3g} where {target:.3g} was allowed; {len(errors)} of {len(chain)} plans tried"
+    return Frontier(replace(careful, note=note), target, tuple(candidates), len(chain), len(errors))
+
+
+_THEIRS = "what torch.autocast keeps high, casts shared"
+
+
+def _kept_by_autocast(trial: Trial, chain: Chain) -> Careful:
+    """Of what the planner would run low, the nodes that torch.autocast's rules run high."""
+    graphs: dict[str, dict[str, str]] = {}
+    for program in trial.programs.values():
+        graph, theirs = fingerprint(program.graph), program.by_autocast
+        pairs = zip(program.graph, theirs.graph, strict=True) if theirs is not None else ()
+        high = {ours.name for ours, node in pairs if theirs is not None and theirs.paints[node.name].colour is Colour.HIGH}
+        graphs[graph] = dict.fromkeys(sorted(high & chain.lows[graph]), "torch.autocast's rules run it high")
+    return Careful(graphs)
+
+
+def check_target(tolerance: float | None, accuracy: str | None) -> None:
+    """PolicyError where what is asked for makes no sense."""
+    if tolerance is not None and accuracy is not None:
+        raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
+    if accuracy is not None and not is_word(accuracy, "autocast"):
+        raise PolicyError(f"accuracy={shown(accuracy)} is not known: 'autocast' is; for a number use tolerance=")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1):
+        raise PolicyError(f"tolerance={shown(tolerance)} is no relative error: use a number between 0 and 1, such as 1e-3")
+
+
+def _low_of(trial: Trial) -> Format:
+    """The format that `dtype=None` stands for on the model's device."""
+    session = session_of(trial.amp)
+    return session.policy_for(session._device()).low
+
+
+def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch.Tensor]], tolerance: float) -> None:
+    """AccuracyError for a tolerance below the error that a last-bit change of weights and inputs makes in fp32 itself."""
+    generator = torch.Generator().manual_seed(0)
+
+    def nudged(value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided):
+            return value
+        up = torch.randint(0, 2, value.shape, generator=generator).to(value.device).bool()
+        return torch.nextafter(value, torch.where(up, math.inf, -math.inf).to(value))
+
+    def manner(program: Program, inputs: tuple[Any, ...]) -> Any:
+        with torch.no_grad():
+            return exactly(program, tuple(nudged(value) for value in inputs))
+
+    floor = strict_error(trial, batches, exact, manner)
+    if tolerance < floor:
+        raise AccuracyError(
+            f"tolerance={tolerance:g} is below what fp32 itself reproduces: a change in the last bit of weights and inputs moves the "
+            f"outputs by {floor:.2g}; ask for more than that"
+        )
+
+
+def autocast_rules(program: Program) -> Program:
+    """The same graph, to be decided by torch.autocast's lists alone."""
+    assert program.by_autocast is not None
+    return program.by_autocast
+
+
+def _own_choice(program: Program) -> set[str]:
+    """Ops that the planner of the lists runs low by itself."""
+    program.careful = None
+    planned(program)
+    return {name for name, colour in program.colours.items() if colour is Colour.LOW}
+
+
+def _keeping(program: Program, careful: Careful) -> Program:
+    program.careful = careful
+    return program
+
+
+def _candidate(name: str, error: float, manner: Strictly) -> Candidate:
+    casts = [cast for plan in manner.plans for cast in plan.casts]
+    low = sum(node.role == "op" and node.colour is Colour.LOW for plan in manner.plans for node in plan.nodes)
+    seconds = sum(predicted_seconds(program) for program in manner.programs)
+    return Candidate(name, error, seconds, sum(not cast.weight for cast in casts), low)
+
+
+def predicted_seconds(program: Program) -> float:
+    """What the cost model says that a decided program takes in one pass, ops and casts."""
+    return price(program.graph, program.colours, program.costs.time).total * TICK
+
+
+def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:
+    """Errors of the plans looked at, by index in 0 … plans - 1: at most ceil(log2(plans)) + 3 of them.
+
+    The first is looked at first, and may do. The errors are taken to fall, and since they only nearly do, the NEIGHBOURS
+    before the index found are looked at too.
+    """
+    errors: dict[int, float] = {}
+
+    def within(index: int) -> bool:
+        if index not in errors:
+            errors[index] = error_of(index)
+        return errors[index] <= target
+
+    if within(0):
+        return errors
+    below, above = 1, plans
+    while below < above:
+        middle = (below + above) // 2
+        if within(middle):
+            above = middle
+        else:
+            below = middle + 1
+    if below < plans:
+        for index in range(below - 1, max(below - 1 - NEIGHBOURS, 0), -1):
+            within(index)
+    return errors

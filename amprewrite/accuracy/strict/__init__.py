@@ -1,0 +1,1 @@
+"""The strict interpreter: fp32 everywhere, rounded wherever a plan says low."""

@@ -1,0 +1,313 @@
+"""The strict interpreter: runs a captured graph in fp32 and rounds to nearest even wherever its plan says low.
+
+`verify` and `debug` are built on it: it measures every result against what it was before rounding and against a first,
+unrounded run. With gradients on, the rounding of a low value rounds its gradient on the way back, times the loss scale, as the
+low kernels would hand it on; those are measured, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
+from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
+from amprewrite.passes.driver import read_program
+from amprewrite.tables.formats import FP32, Format, saturate
+from amprewrite.tables.vocabulary import Colour
+
+
+@dataclass(frozen=True)
+class Row:
+    """What rounding did to one result, to one cast copy of it, or to the gradient that came back to it."""
+
+    name: str
+    op: str
+    """Name of the op, or "cast"."""
+    colour: Colour
+    introduced: float
+    """Relative L2 error of the rounding alone: against the same op in fp32 on the same rounded inputs."""
+    accumulated: float
+    """Relative L2 error against the fp32 model."""
+    largest: float
+    """Largest finite magnitude before rounding."""
+    overflow: float
+    """Share of values that were finite and are not after rounding."""
+    underflow: float
+    """Share of values that were not zero and are after rounding."""
+    module: str = ""
+    source: str = ""
+    weight: bool = False
+    """A cast of a parameter."""
+    inherited: float = math.nan
+    """Relative L2 error before rounding: what came in with the operands."""
+    smallest: float = 0.0
+    """Smallest magnitude before rounding that is not zero; 0 where all are."""
+    inputs: tuple[str, ...] = ()
+    """Rows that this one read: results, or the cast copies of them."""
+
+
+# -- numbers ------------------------------------------------------------------------------
+def round_to(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`tensor` with every value rounded to nearest even in `fmt`, in fp32 storage."""
+    return tensor.detach().to(fmt.dtype).to(torch.float32)
+
+
+def relative_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """Relative L2 error over several tensors together. Infinities may be equal; any other non-finite difference is inf."""
+    difference = size = 0.0
+    for a, b in zip(got, exact, strict=True):
+        a, b = a.detach().double(), b.detach().double()
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference += torch.where(same, 0, a - b).square().sum().item()
+        size += torch.where(b.isfinite(), b, 0).square().sum().item()
+    if difference == 0:
+        return 0.0
+    return math.sqrt(difference / size) if size and math.isfinite(difference) else math.inf
+
+
+def measure(
+    name: str,
+    op: str,
+    colour: Colour,
+    got: list[torch.Tensor],
+    before: list[torch.Tensor],
+    exact: list[torch.Tensor] | None,
+    limit: float = math.inf,
+) -> Row:
+    """Compare a result with what it was before rounding and with the fp32 run; `limit` clamps both where the plan saturates."""
+    if math.isfinite(limit):
+        before = [saturate(t, limit) for t in before]
+        exact = None if exact is None else [saturate(t, limit) for t in exact]
+    count = max(sum(t.numel() for t in before), 1)
+    sizes = [torch.where(t.isfinite(), t, 0).abs() for t in before if t.numel()]
+    largest = max((t.max().item() for t in sizes), default=0.0)
+    smallest = min((t.min().item() for t in (t[t > 0] for t in sizes) if t.numel()), default=0.0)
+    overflow = sum(int((t.isfinite() & ~r.isfinite()).sum()) for t, r in zip(before, got, strict=True))
+    underflow = sum(int(((t != 0) & (r == 0)).sum()) for t, r in zip(before, got, strict=True))
+    accumulated = inherited = math.nan
+    if exact is not None and [t.shape for t in exact] == [t.shape for t in got]:
+        accumulated, inherited = relative_error(got, exact), relative_error(before, exact)
+    introduced = relative_error(got, before)
+    return Row(
+        name, op, colour, introduced, accumulated, largest, overflow / count, underflow / count, inherited=inherited, smallest=smallest
+    )
+
+
+def is_fp32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
+
+
+def floats(value: Any) -> list[torch.Tensor]:
+    """Dense floating tensors of a result that can be looked at: those inside a vmap cannot, its results can."""
+    tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
+
+
+# -- one graph and one run of it -----------------------------------------------------------------
+@dataclass
+class StrictRegion:
+    """A captured fp32 graph with its plan."""
+
+    module: torch.fx.GraphModule
+    plan: RegionPlan
+    nodes: dict[torch.fx.Node, NodePlan]
+    huge: frozenset[str]
+    policy: Policy
+
+    @classmethod
+    def of(cls, program: Program, plan: RegionPlan) -> StrictRegion:
+        """Nodes are matched by their place: the reader's order is canonical, names may differ in the body of a checkpoint."""
+        assert program.module is not None
+        pairs = list(zip(program.graph, plan.nodes, strict=True))
+        nodes = {program.fx_nodes[vertex.name]: planned for vertex, planned in pairs}
+        return cls(
+            program.module, plan, nodes, frozenset(planned.name for vertex, planned in pairs if vertex.huge), program.policy
+        )
+
+
+@dataclass
+class Recording:
+    """What one run of a graph keeps, and how it is run."""
+
+    reference: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """Results of the unrounded run by name."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Gradients of the unrounded run by name."""
+    rounding: bool = False
+    kept: frozenset[str] = frozenset()
+    """Nodes that run high whatever the plan says; low readers get a rounded copy of their results."""
+    backward: bool = False
+    scale: float = 1.0
+    """Loss scale: gradients are rounded times it."""
+    rows: list[Row] = field(default_factory=list)
+    gradient_rows: list[Row] = field(default_factory=list)
+    """In the order in which backward came by."""
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds a value; on the way back rounds its gradient, and hands both to `seen`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
+        ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        rounded = round_to(gradient * ctx.scale, ctx.fmt) / ctx.scale
+        ctx.seen(rounded, gradient)
+        return rounded, None, None, None, None
+
+
+class StrictInterpreter(torch.fx.Interpreter):
+    """Runs a captured fp32 graph.
+
+    Rounding, it does as the plan says and measures against the recorded reference; else it fills the reference.
+    """
+
+    def __init__(self, region: StrictRegion, recording: Recording, path: str = "") -> None:
+        super().__init__(region.module, garbage_collect_values=True)
+        self.region, self.recording, self.path = region, recording, path
+        self.low = region.policy.low
+        self.copies: dict[Cast, Any] = {}
+        self.casts = {
+            (cast.value, user): cast
+            for cast in region.plan.casts
+            if cast.to != FP32.name
+            for user in cast.users
+            if recording.rounding and user not in recording.kept
+        }
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        planned = self.region.nodes[n]
+        if planned.role != "op":
+            result = super().run_node(n)
+            self._keep(planned, result)
+            return result
+        args, kwargs = map_arg((n.args, n.kwargs), lambda node: self._operand(planned, node))
+        if is_checkpoint(n):
+            return self._run_body(n, args[1:])
+        if not self.recording.rounding:
+            result = getattr(self, n.op)(n.target, args, kwargs)
+            self._keep(planned, args[0] if result is None and args else result)
+            return result
+        low = self._is_low(planned)
+        if low:
+            args, kwargs = map_aggregate((args, kwargs), self._fit)
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        shown = args[0] if result is None and args else result  # setitem and the like stand for what they write
+        before = [t.detach().clone() if low else t.detach() for t in floats(shown)]
+        if low:
+            rounded = tree_map(lambda value: self._round(planned, value, args[:1]), shown)
+            result = None if result is None else rounded
+            shown = rounded
+        if before:
+            limit = self.low.max if low and planned.name in self.region.huge else math.inf
+            row = self._row(planned, floats(shown), before, limit)
+            self.recording.rows.append(replace(row, inputs=tuple(self._read(planned, value) for value in planned.inputs)))
+        return result
+
+    def _is_low(self, planned: NodePlan) -> bool:
+        return planned.colour is Colour.LOW and planned.name not in self.recording.kept
+
+    def _read(self, reader: NodePlan, value: str) -> str:
+        """Name of the row of what a node reads."""
+        cast = self.casts.get((value, reader.name))
+        return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
+
+    def _keep(self, planned: NodePlan, value: Any) -> None:
+        if self.recording.rounding:
+            return
+        name = self.path + planned.name
+        found = floats(value)
+        self.recording.reference[name] = [t.detach().clone() for t in found]
+        if self.recording.backward and len(found) == 1 and found[0].requires_grad and planned.colour is Colour.LOW:
+
+            def keep(gradient: torch.Tensor) -> None:
+                self.recording.gradients[name] = gradient.detach().clone()
+
+            found[0].register_hook(keep)
+
+    def _operand(self, reader: NodePlan, node: torch.fx.Node) -> Any:
+        planned = self.region.nodes[node]
+        cast = self.casts.get((planned.name, reader.name))
+        if cast is not None:
+            return self._copy(cast, planned, self.env[node])
+        if planned.name in self.recording.kept and self.recording.rounding and self._is_low(reader):
+            return self._copy(Cast(planned.name, self.low.name, ()), planned, self.env[node])
+        return self.env[node]
+
+    def _copy(self, cast: Cast, planned: NodePlan, value: Any) -> Any:
+        """The low copy of a value, made when its first reader wants it and shared by all."""
+        if cast not in self.copies:
+            limit = self.low.max if cast.saturate else math.inf
+            self.copies[cast] = tree_map(
+                lambda t: self._low_value(planned, t, saturate(t, limit) if cast.saturate else t) if is_fp32(t) else t, value
+            )
+            row = self._row(planned, floats(self.copies[cast]), [t.detach() for t in floats(value)], limit)
+            name = f"{row.name} -> {cast.to}"
+            self.recording.rows.append(replace(row, name=name, op="cast", colour=Colour.LOW, weight=cast.weight, inputs=(row.name,)))
+        return self.copies[cast]
+
+    def _low_value(self, planned: NodePlan, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """A rounded value; with gradients on, one that rounds its gradient."""
+        rounded = round_to(source, self.low)
+        if not (self.recording.backward and value.requires_grad and torch.is_grad_enabled()):
+            return rounded
+
+        def seen(got: torch.Tensor, before: torch.Tensor) -> None:
+            name = self.path + planned.name
+            exact = self.recording.gradients.get(name) if planned.role == "op" else None
+            scale = self.recording.scale
+            row = measure(name, planned.op, planned.colour, [got * scale], [before * scale], None if exact is None else [exact * scale])
+            self.recording.gradient_rows.append(
+                replace(row, module=planned.module, source=planned.source, weight=planned.role == "parameter")
+            )
+
+        found: torch.Tensor = _Rounded.apply(source, rounded, self.low, self.recording.scale, seen)  # type: ignore[no-untyped-call]
+        return found
+
+    def _row(self, planned: NodePlan, got: list[torch.Tensor], before: list[torch.Tensor], limit: float) -> Row:
+        name = self.path + planned.name
+        colour = planned.colour if planned.name not in self.recording.kept else Colour.HIGH
+        row = measure(name, planned.op, colour, got, before, self.recording.reference.get(name), limit)
+        return replace(row, module=planned.module, source=planned.source)
+
+    def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
+        """A rounded fp32 tensor. What an op wrote in place is rounded in place; where nothing changes the very tensor is kept,
+        for it may be a view of another."""
+        if not is_fp32(value):
+            return value
+        rounded = round_to(value, self.low)
+        if any(value is operand for operand in first):
+            value.data.copy_(rounded)  # not seen by autograd, which may have saved the value: gradients pass as they are
+            return value
+        return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
+
+    def _fit(self, leaf: Any) -> Any:
+        """Constants beyond the low format's range become its ends, as the rewrite makes them."""
+        outside = isinstance(leaf, float) and math.isfinite(leaf) and abs(leaf) > self.low.max
+        return math.copysign(self.low.max, leaf) if outside else leaf
+
+    def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
+        """The body of a rewritten activation checkpoint, by its own plan."""
+        name = str(n.args[0].target)  # type: ignore[union-attr]
+        module = getattr(self.module, name)
+        plan = next((body for body in self.region.plan.bodies if body.name == name), None)
+        if plan is None:
+            return torch.fx.Interpreter(module).run(*args)
+        program = read_program(module, self.region.policy, name, "", plan.training)
+        return StrictInterpreter(StrictRegion.of(program, plan), self.recording, f"{self.path}{name}/").run(*args)
+
+
+__all__ = ["Recording", "Row", "StrictInterpreter", "StrictRegion", "floats", "is_fp32", "measure", "relative_error", "round_to"]

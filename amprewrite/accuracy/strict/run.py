@@ -1,0 +1,203 @@
+"""A rewritten model under the strict interpreter: captured anew, run once unrounded, then rounded as often as asked.
+
+1. Capture the plain twin as the rewritten model is captured, and decide each region's plan anew: at run time nothing is
+   kept for this.
+2. Run it unrounded and keep every result; with `backward`, the gradient of a loss at every low result, too.
+3. `rounded` runs it as planned, perhaps with some nodes kept high, and gives a row for every result, copy and gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, floats, relative_error
+from amprewrite.graphs.fx.read.names import frame_path
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.passes.driver import rewrite_graph
+from amprewrite.runtime.ambient.kept_state import state_kept
+from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
+from amprewrite.runtime.model.parts import part_paths
+from amprewrite.runtime.model.rewritten import Rewritten, plain_of, session_of
+from amprewrite.tables.errors import CaptureError, PolicyError
+from amprewrite.tables.formats import FP32
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rounded run gave."""
+
+    rows: tuple[Row, ...]
+    """In the order in which they ran."""
+    error: float
+    """Relative L2 error of the model's floating outputs together, against fp32."""
+    gradient_rows: tuple[Row, ...] = ()
+    """In the order in which backward came by."""
+    gradients: dict[str, float] = field(default_factory=dict)
+    """Relative L2 error of each parameter's gradient."""
+    notes: tuple[str, ...] = ()
+
+
+class StrictRun:
+    """The model, its inputs, and the unrounded run to compare with.
+
+    Raises PolicyError where `amp` is not rewritten, CaptureError where nothing of it can be captured.
+    """
+
+    def __init__(
+        self,
+        amp: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        backward: bool = False,
+        loss: Loss | None = None,
+        asker: str = "verify",
+    ) -> None:
+        if not isinstance(amp, Rewritten):
+            raise PolicyError(f"{asker} takes a rewritten model, not {type(amp).__name__}; pass what amprewrite.rewrite returned")
+        if not isinstance(args, tuple):
+            raise PolicyError(f"{asker} takes the arguments as a tuple, not {type(args).__name__}; write {asker}(amp, (x,))")
+        refuse_ambient_autocast()
+        self.session = session_of(amp)
+        self.args, self.kwargs, self.backward, self.loss = args, kwargs, backward, loss
+        self.low = FP32.name
+        self.regions: list[StrictRegion] = []
+        self.kept: frozenset[str] = frozenset()
+        self.rounding = self.diverged = False
+        self.reference: list[tuple[int, Recording]] = []
+        self.runs: list[tuple[int, Recording]] = []
+        self.model = plain_of(amp)
+        for path in part_paths(self.model, self.session.options.granularity) or ("",):
+            part = self.model.get_submodule(path)
+            forward = part.forward
+            backend = self._capture_in(path, parameter_names(forward))
+            part.__dict__["forward"] = compile_afresh(forward, backend, whole=False, root=part)
+        outputs, self.exact_gradients = self._run()
+        self.exact = [t.detach().clone() for t in outputs]
+        self.reference = self.runs
+        if not self.reference:
+            name = type(self.model).__name__
+            raise CaptureError(f"nothing of {name} can be captured, so there is no plan to {asker}; call it and see amp.plan.skipped")
+
+    @property
+    def plan(self) -> CastPlan:
+        """The plan of the captured regions."""
+        regions = tuple(part for region in self.regions for part in region.plan.flat(region.plan.name))
+        return CastPlan(self.low, regions)
+
+    def rounded(self, kept: frozenset[str] = frozenset()) -> Outcome:
+        """Run with the rounding of the plan, but for the nodes named in `kept`, which run high."""
+        self.rounding, self.kept, self.diverged, self.runs = True, kept, False, []
+        outputs, gradients = self._run()
+        notes = ("rounding sent the model's control flow another way: later results have no fp32 counterpart",) * self.diverged
+        comparable = [t.shape for t in self.exact] == [t.shape for t in outputs]
+        error = relative_error(outputs, self.exact) if comparable else math.inf
+        several = len(self.regions) > 1
+        rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
+        # backward goes through the last region first
+        back = [_prefixed(row, self._prefix(number), several) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
+        errors = {name: relative_error([g], [self.exact_gradients[name]]) for name, g in gradients.items() if name in self.exact_gradients}
+        return Outcome(tuple(rows), error, tuple(back), errors, notes)
+
+    def _prefix(self, number: int) -> str:
+        return f"{self.regions[number].plan.name}/"
+
+    # -- capture ------------------------------------------------------------------------------
+    def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+        """Dynamo's backend for the part at `path`, whose positional parameters are `names`."""
+        return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
+
+    def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+        found = frame_path(module.graph, example_inputs, self.model)
+        program = self.session.read(module, example_inputs, f"graph{len(self.regions)}", path if found is None else found, names)
+        self.low = program.policy.low.name
+        _, plan = rewrite_graph(program)
+        region, number = StrictRegion.of(program, plan), len(self.regions)
+        self.regions.append(region)
+
+        def run(*inputs: Any) -> Any:
+            with torch.set_grad_enabled(self.backward and torch.is_grad_enabled()):
+                return self._run_region(number, region, inputs)
+
+        return run
+
+    # -- running --------------------------------------------------------------------------------
+    def _run_region(self, number: int, region: StrictRegion, inputs: tuple[Any, ...]) -> Any:
+        recording = Recording(rounding=self.rounding, kept=self.kept, backward=self.backward)
+        if self.rounding:
+            place = len(self.runs)
+            self.diverged = self.diverged or place >= len(self.reference) or self.reference[place][0] != number
+            if not self.diverged:
+                recording.reference, recording.gradients = self.reference[place][1].reference, self.reference[place][1].gradients
+            scale = self.session.loss_scale
+            recording.scale = scale.value if scale.enabled else 1.0
+        self.runs.append((number, recording))
+        return StrictInterpreter(region, recording).run(*inputs)
+
+    def _run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Floating outputs of the model on copies of the inputs, and the gradients of its parameters.
+
+        Buffers, random state and `.grad` stay as they were.
+        """
+        args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs or {})))
+        with state_kept(self.model):
+            output = self.model(*args, **kwargs)
+        return output_floats(output), self._gradients(output) if self.backward else {}
+
+    def _gradients(self, output: Any) -> dict[str, torch.Tensor]:
+        loss = (self.loss or default_loss)(output)
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            raise PolicyError("loss= takes a function that makes of the model's output a 0-dim tensor with a gradient")
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None and not g.is_sparse}
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """The output's `loss` where it has one, the output where it is a number already, else the mean squares of all of it."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and not own.dim():
+        return own
+    found = [t for t in output_floats(output) if t.requires_grad]
+    if len(found) == 1 and not found[0].dim():
+        return found[0]
+    if not found:
+        raise PolicyError("no output of the model has a gradient: call debug with backward=False, or give it a loss=")
+    return torch.stack([t.float().square().mean() for t in found]).sum()
+
+
+def _prefixed(row: Row, prefix: str, several: bool) -> Row:
+    """A row named as `plan.nodes` names it."""
+    return replace(row, name=prefix + row.name, inputs=tuple(prefix + name for name in row.inputs)) if several else row
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return copy.deepcopy(leaf)
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def output_floats(value: Any) -> list[torch.Tensor]:
+    """Floating tensors of a model's result, in objects that pytree does not know too."""
+
+    def inside(part: Any, depth: int) -> Iterator[torch.Tensor]:
+        for leaf in tree_leaves(part):
+            if isinstance(leaf, torch.Tensor):
+                yield from floats(leaf)
+            elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and depth < 4:
+                yield from inside(vars(leaf), depth + 1)
+
+    return list(inside(value, 0))
+
+
+__all__ = ["Loss", "Outcome", "StrictRun", "default_loss", "output_floats"]

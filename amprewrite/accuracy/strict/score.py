@@ -1,0 +1,91 @@
+"""Plans run strictly, without the measurements of `verify`: what a search for an accuracy evaluates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, relative_error
+from amprewrite.accuracy.strict.run import output_floats
+from amprewrite.accuracy.trial import Manner, Trial
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.program import Program
+from amprewrite.passes.driver import decide, rewrite_graph
+from amprewrite.tables.errors import CalibrationError
+from amprewrite.tables.vocabulary import Colour
+
+_NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class _Unmeasured(StrictInterpreter):
+    """The strict interpreter, measuring nothing."""
+
+    def _row(self, *args: Any) -> Row:
+        return _NOTHING
+
+
+def exactly(program: Program, inputs: tuple[Any, ...]) -> Any:
+    """A manner of running graphs: as they were captured, in fp32."""
+    assert program.module is not None
+    with torch.no_grad():
+        return program.module(*inputs)
+
+
+class Strictly:
+    """A manner of running graphs: in fp32, rounded wherever the plan says low. Each graph is planned when it first runs.
+
+    `prepare` gives the program to decide: the same one told what to keep high, or one read by other lists.
+    """
+
+    def __init__(self, prepare: Callable[[Program], Program]) -> None:
+        self.prepare = prepare
+        self.regions: dict[int, StrictRegion] = {}
+        self.programs: list[Program] = []
+
+    def __call__(self, program: Program, inputs: tuple[Any, ...]) -> Any:
+        if id(program) not in self.regions:
+            asked = self.prepare(program)
+            self.regions[id(program)] = StrictRegion.of(asked, planned(asked))
+            self.programs.append(asked)
+        with torch.no_grad():
+            return _Unmeasured(self.regions[id(program)], Recording(rounding=True)).run(*inputs)
+
+    @property
+    def plans(self) -> list[RegionPlan]:
+        """The plans of the graphs that ran, bodies of checkpoints among them."""
+        return [part for region in self.regions.values() for part in region.plan.flat(region.plan.name)]
+
+
+def planned(program: Program) -> RegionPlan:
+    """Decide a program anew. Only the first time is the edited graph tried: which ops refuse low inputs is then known."""
+    program.paints, program.casts = {}, ()
+    if program.tried and not program.has_bodies:
+        return decide(program)
+    _, plan = rewrite_graph(program)
+    program.tried, program.has_bodies = True, bool(plan.bodies)
+    return plan
+
+
+def reference(trial: Trial, batches: Sequence[Any]) -> list[list[torch.Tensor]]:
+    """The floating outputs of the fp32 model on each batch. CalibrationError where some are not finite or there are none."""
+    results = [[t.detach().clone() for t in output_floats(trial.run(batch, exactly))] for batch in batches]
+    trial.check_captured()
+    for index, outputs in enumerate(results):
+        if not outputs:
+            raise CalibrationError(f"{trial.name} gives no floating tensor for batch {index}: there is no error to measure")
+        if any(bool(t.isnan().any()) for t in outputs):
+            raise CalibrationError(f"{trial.name} gives NaN in fp32 for batch {index}: no plan can be compared with that")
+    return results
+
+
+def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch.Tensor]], manner: Manner) -> float:
+    """Root mean square, over the batches, of the relative L2 error of the outputs; inf where they overflow or change shape."""
+    squares = []
+    for batch, wanted in zip(batches, exact, strict=True):
+        outputs = output_floats(trial.run(batch, manner))
+        same = [t.shape for t in outputs] == [t.shape for t in wanted]
+        squares.append(relative_error(outputs, wanted) ** 2 if same else math.inf)
+    return math.sqrt(sum(squares) / len(squares))

@@ -1,0 +1,202 @@
+"""A model captured as `rewrite` captures it, whose graphs are then run in any manner: watched, rounded, with gradients taken.
+
+Calibration, the search for an accuracy and the sensitivity report all stand on this: graphs and nodes are those of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
+from amprewrite.passes.driver import read_parts, read_program
+from amprewrite.runtime.ambient.kept_state import state_kept
+from amprewrite.runtime.compiler.dynamo import parameter_names, refuse_ambient_autocast
+from amprewrite.runtime.model.rewritten import Rewritten, plain_of, rewritten, session_of
+from amprewrite.runtime.options import Options
+from amprewrite.runtime.session import Graphs, Region, Session
+from amprewrite.tables.errors import CalibrationError
+
+Manner = Callable[[Program, tuple[Any, ...]], Any]
+"""Runs a captured graph on real inputs, and gives its results."""
+Forward = Callable[[nn.Module, Any], Any]
+"""Calls the model on a batch."""
+
+
+class _TrialSession(Session):
+    """Captures as any rewritten model does, and leaves the running of each graph to the trial's manner of the moment."""
+
+    manner: Manner | None = None
+
+    def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        program = self.read_region(graphs, module, example_inputs)
+        policy = Policy(program.policy.low, "autocast")
+        program.by_autocast = read_program(module, policy, program.name, program.entry, program.training, graphs.entry.names)
+        read_parts(program)
+        plan = RegionPlan(program.name, (), (), program.training, (), program.entry)
+
+        def run(*inputs: Any) -> Any:
+            assert self.manner is not None, "a trial model runs in trials alone"
+            return self.manner(program, inputs)
+
+        return Region(graphs.entry, plan, run)
+
+    def warn_fp32(self, message: str, cause: str = "") -> None:
+        """What is left out is told when the model is rewritten."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A batch given as the arguments of one call."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Trial:
+    """A model on trial. Its mode (train or eval) is the model's; parameters, buffers and random state stay as they were."""
+
+    def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
+        refuse_ambient_autocast()
+        plain = plain_of(model) if isinstance(model, Rewritten) else model
+        self.options = replace(options, backend="eager", loss_scale="none", strict=False, given=None)
+        self.amp = rewritten(plain, self.options, _TrialSession)
+        self.name = type(plain).__name__
+        self.forward = forward or call_on
+        self.programs: dict[int, Program] = {}
+        """Every graph that has run so far, in order."""
+
+    def run(self, batch: Any, manner: Manner) -> Any:
+        """The model's result on one batch, its graphs run in this manner."""
+        session = session_of(self.amp)
+        assert isinstance(session, _TrialSession)
+
+        def noted(program: Program, inputs: tuple[Any, ...]) -> Any:
+            self.programs.setdefault(id(program), program)
+            return manner(program, inputs)
+
+        session.manner = noted
+        try:
+            with state_kept(self.amp):
+                return self.forward(self.amp, batch)
+        finally:
+            session.manner = None
+
+    def check_captured(self) -> None:
+        """CalibrationError where no graph of the model has run."""
+        if not self.programs:
+            why = "; ".join(str(part) for part in session_of(self.amp).left_out) or "it has no op that Dynamo captures"
+            raise CalibrationError(f"nothing of {self.name} could be captured, so nothing can be measured: {why}")
+
+
+def _is_no_list(batches: Any) -> bool:
+    """Whether this is one batch, or nothing that batches can be taken from."""
+    return isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__") or not isinstance(batches, Iterable)
+
+
+# -- batches --------------------------------------------------------------------------------
+def call_on(model: nn.Module, batch: Any) -> Any:
+    """A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument."""
+    if isinstance(batch, Call):
+        return model(*batch.args, **batch.kwargs)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+class Batches:
+    """Batches as a DataLoader gives them, each checked before it is handed on. CalibrationError says which is wrong, and how."""
+
+    def __init__(self, batches: Any, model: nn.Module, own_forward: bool) -> None:
+        if _is_no_list(batches):
+            raise CalibrationError(
+                f"batches= takes an iterable of batches, such as a DataLoader or a list, not one {type(batches).__name__}; "
+                "a single batch goes into a list"
+            )
+        self.batches, self.model, self.own_forward = batches, model, own_forward
+        self.spec: TreeSpec | None = None
+        self.kinds: list[str] = []
+
+    def __len__(self) -> int:
+        """0 where nobody knows."""
+        try:
+            return len(self.batches) if isinstance(self.batches, Sized) else 0
+        except TypeError:  # a DataLoader over a stream has a length in name only
+            return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        index = -1
+        for index, batch in enumerate(self.batches):
+            self._check(index, batch)
+            yield batch
+        if index < 0:
+            raise CalibrationError("there is no batch to calibrate with: the iterable is empty (a generator may be used up)")
+
+    def _check(self, index: int, batch: Any) -> None:
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        leaves, spec = tree_flatten(plain)
+        kinds = [_kind(leaf) for leaf in leaves]
+        if self.spec is None:
+            self.spec, self.kinds = spec, kinds
+            self._check_arity(batch)
+        elif spec != self.spec or kinds != self.kinds:
+            raise CalibrationError(
+                f"batch {index} is built otherwise than the first: {_outline(spec, kinds)} where that has "
+                f"{_outline(self.spec, self.kinds)}; batches may differ in size, not in structure or dtype"
+            )
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+                where = f" (leaf {place} of {len(leaves)})" if len(leaves) > 1 else ""
+                raise CalibrationError(f"batch {index} holds NaN or infinite values{where}: clean the data, or leave the batch out")
+
+    def _check_arity(self, batch: Any) -> None:
+        if self.own_forward or not isinstance(batch, tuple | list):
+            return
+        names = parameter_names(self.model.forward)
+        takes_any = any(leaf in names for leaf in ("args", "kwargs")) or not names
+        if len(batch) > len(names) and not takes_any:
+            raise CalibrationError(
+                f"a batch is a {type(batch).__name__} of {len(batch)}, and {type(self.model).__name__} takes {len(names)} "
+                f"argument{'s' * (len(names) != 1)} ({', '.join(names)}); if the rest are labels, say how to call the model: "
+                "forward=lambda model, batch: model(batch[0])"
+            )
+
+
+MOST_KEPT = 8
+"""Batches that are kept to measure errors on: of more the first are taken."""
+
+
+def kept(batches: Any, into: list[Any]) -> Any:
+    """`batches` as they are, of which the first MOST_KEPT end up in `into` too once they are gone through."""
+    if _is_no_list(batches):
+        return batches  # whoever goes through them says what is wrong
+
+    def each() -> Iterator[Any]:
+        for batch in batches:
+            if len(into) < MOST_KEPT:
+                into.append(batch)
+            yield batch
+
+    return each()
+
+
+def _kind(leaf: Any) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{leaf.dim()}d]" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+
+
+def _outline(spec: TreeSpec, kinds: list[str]) -> str:
+    text = ", ".join(kinds)
+    return f"{spec.type.__name__ if spec.type else 'a tensor'} of ({text})" if spec.num_children else text
+
+
+__all__ = ["Batches", "Call", "Forward", "Manner", "Trial", "call_on", "kept"]

@@ -1,0 +1,107 @@
+"""What a plan does to a model's numbers, op by op, whatever the kernels of this machine do.
+
+CPU kernels hide low precision (they may compute fp16 in fp32 throughout), so a claim about a plan is checked under the strict
+interpreter: every op runs in fp32, and its result is rounded to nearest even where the plan says low and where a cast to low
+stands. Each op's result before rounding gives the error that the op itself introduces, an unrounded run that accumulated so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from amprewrite.accuracy.strict.interpreter import Row, relative_error, round_to
+from amprewrite.accuracy.strict.run import StrictRun
+from amprewrite.tables.vocabulary import Colour
+
+Measure = Literal["accumulated", "introduced", "overflow", "underflow", "largest"]
+WIDTH = 80
+"""Columns that a printed report takes at most."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The errors of a rewritten model on one set of inputs. `print(report)` shows the worst nodes first."""
+
+    low: str
+    rows: tuple[Row, ...]
+    """In the order in which they ran."""
+    output_error: float
+    """Relative L2 error of the model's floating outputs together, against fp32."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def overflows(self) -> tuple[Row, ...]:
+        """Where values left the range of the low format, in the order in which they ran: the first is the cause."""
+        return tuple(row for row in self.rows if row.overflow > 0)
+
+    def worst(self, n: int = 10, by: Measure = "accumulated") -> tuple[Row, ...]:
+        """The `n` worst rows: those that overflow as they ran, then the others by the measure asked for."""
+
+        def badness(row: Row) -> float:
+            value: float = getattr(row, by)
+            return -1.0 if math.isnan(value) else value
+
+        others = sorted((row for row in self.rows if not row.overflow), key=badness, reverse=True)
+        return (*self.overflows, *others)[:n]
+
+    def table(self, n: int = 20, by: Measure = "accumulated") -> str:
+        """The `n` worst rows as text, at most 80 columns wide: each row's own error, that in total, the largest value,
+        over- and underflow; low ops that only hand values on are left out."""
+        numbers = ("colour", "own", "total", "largest", "over", "under")
+        widths = (6, 8, 8, 8, 6, 6)
+        left = WIDTH - sum(widths) - len(widths)
+        lines = [f"{'node':{left}}" + "".join(f" {title:>{width}}" for title, width in zip(numbers, widths, strict=True))]
+        shown = [row for row in self.worst(len(self.rows), by) if row.colour is Colour.HIGH or row.introduced or row.overflow]
+        for row in shown[:n]:
+            values = (
+                row.colour.value, f"{row.introduced:.2e}", f"{row.accumulated:.2e}", f"{row.largest:.2e}",
+                _share(row.overflow), _share(row.underflow),
+            )  # fmt: skip
+            lines.append(_place(row, left) + "".join(f" {text:>{width}}" for text, width in zip(values, widths, strict=True)))
+        if len(shown) > n:
+            lines.append(f"and {len(shown) - n} more")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        bad = self.overflows
+        lines = [f"strict run in {self.low}: output error {self.output_error:.2e} over {len(self.rows)} results and cast copies"]
+        if bad:
+            lines.append(f"overflow: {bad[0].name} is the first of {len(bad)}; it reaches {bad[0].largest:.3g}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, "", self.table()])
+
+
+def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Report:
+    """What the plan of the rewritten model `amp` does to its numbers on these inputs, with true rounding.
+
+    The model is captured anew in its present mode (train or eval, with or without gradients); buffers, random state and
+    the inputs are left as they were. All results of one fp32 run are held in memory meanwhile.
+
+    Raises PolicyError where `amp` is not rewritten, CaptureError where nothing of it can be captured.
+    """
+    run = StrictRun(amp, args, kwargs)
+    found = run.rounded()
+    return Report(run.low, found.rows, found.error, found.notes)
+
+
+# -- text -----------------------------------------------------------------------------------
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %" if share else "-"
+
+
+def _place(row: Row, width: int) -> str:
+    """Name and module in `width` columns; a long module path loses its front."""
+    name = row.name if len(row.name) <= width else "…" + row.name[1 - width :]
+    room = width - len(name) - len(" in ")
+    if not row.module or room < 6:
+        return f"{name:{width}}"
+    module = row.module if len(row.module) <= room else "…" + row.module[1 - room :]
+    return f"{name} in {module}".ljust(width)
+
+
+__all__ = ["Report", "Row", "relative_error", "round_to", "verify"]

@@ -1,0 +1,1 @@
+"""What users call: rewrite, plan, export, logs, ONNX, the command line."""

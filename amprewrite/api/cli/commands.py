@@ -1,0 +1,374 @@
+"""What each command does. Every one gets its parsed options and returns the exit status: 0 well, 1 a bar that is not met."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from amprewrite.accuracy.calibrate import calibrate as run_calibrate
+from amprewrite.accuracy.debug import debug as run_debug
+from amprewrite.accuracy.debug import op_table
+from amprewrite.accuracy.verify import verify as run_verify
+from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
+from amprewrite.api.cli.output import as_json, say, table, text, working
+from amprewrite.api.cli.pt2 import save_program
+from amprewrite.api.rewrite import plan as make_plan
+from amprewrite.api.rewrite import rewrite
+from amprewrite.ir.evidence.ranges import Calibration, as_text
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.passes import APPLY, DECIDE, WEIGH
+from amprewrite.passes.lower.tidy import Tidy
+from amprewrite.report.explain import region_of
+from amprewrite.report.listing import code_lines, fold_table, laid_out
+from amprewrite.report.what_if import WhatIf
+from amprewrite.runtime.model.rewritten import onnx_road
+from amprewrite.tables.boundary.files import resolved, write_text
+from amprewrite.tables.devices import DEVICES, device_row
+from amprewrite.tables.errors import AccuracyError
+from amprewrite.tables.formats import parse_format
+from amprewrite.tables.ops.op_lists import OPS, find_op, op_lists
+from amprewrite.tables.vocabulary import Colour
+
+Options = argparse.Namespace
+
+
+# -- plan, explain, diff ---------------------------------------------------------------------
+def plan(options: Options) -> int:
+    found, report = _plan_of(load(options.model, options.trust), options), None
+    if options.html and options.errors:
+        source = torch_model(load(options.model, options.trust), "plan --errors")
+        with working("measuring errors"), _mode(options):
+            report = run_debug(_rewritten(source, options), source.args, source.kwargs)
+    written = [
+        (options.html, lambda path: found.to_html(path, _title(options.model), report)),
+        (options.svg, lambda path: found.to_svg(path, options.depth)),
+        (options.png, lambda path: found.to_png(path, options.depth)),
+        (options.dot, found.to_dot),
+        (options.model_explorer, found.to_model_explorer),
+        (options.output, lambda path: write_text(path, found.to_json())),
+    ]
+    for path, write in written:
+        if path:
+            with working(f"writing {path}"):
+                write(path)
+    if options.json:
+        print(found.to_json())
+        return 0
+    if options.code:
+        say(laid_out(list(code_lines(found))))
+        return 0
+    if options.nodes:
+        text(str(found))
+        return 0
+    if options.ops:
+        text(op_table(found))
+        return 0
+    text(found.summary())
+    print()
+    say(fold_table(found, _rows()))
+    for path, _ in written:
+        if path:
+            say([("note", f"wrote {path}")])
+    return 0
+
+
+def explain(options: Options) -> int:
+    found = _plan_of(load(options.model, options.trust), options)
+    if options.json:
+        as_json([_answer(found, node) for node in (found.find(options.node) if options.node else found.nodes)])
+        return 0
+    text(found.explain(options.node))
+    return 0
+
+
+def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
+    """All that is known of a node, as data."""
+    told = asdict(node) | {
+        "colour": node.colour.value, "reason": node.reason.name, "kind": node.kind.value if node.kind else None, "why": node.why(),
+    }  # fmt: skip
+    asked = WhatIf.of(region_of(plan, node)) if node.role == "op" and node.colour is not Colour.PLAIN else None
+    if asked is not None:
+        bare = node.name.rpartition("/")[2] if len(plan.regions) > 1 else node.name
+        for key, change in (("cause", asked.cause(bare)), ("alone", asked.forced(bare))):
+            told[key] = change and asdict(change) | {"colour": change.colour.value, "overrides": change.overrides}
+    return told
+
+
+def diff(options: Options) -> int:
+    """As diff(1) does: 0 where nothing differs, 1 where something does."""
+    here, there = (_plan_of(load(word, options.trust), options) for word in (options.a, options.b))
+    lines = here.diff(there).splitlines()
+    if options.json:
+        as_json({"same": not lines, "differences": lines})
+    else:
+        text("\n".join(lines))
+    return 1 if lines else 0
+
+
+# -- convert, verify, debug ------------------------------------------------------------------------
+def convert(options: Options) -> int:
+    source, out = load(options.model, options.trust), Path(options.out)
+    if isinstance(source, CastPlan):
+        raise UsageError("convert takes a model: name a callable, a .pt2 or an .onnx file")
+    if out.suffix not in (".onnx", ".pt2") or (out.suffix == ".pt2" and isinstance(source, OnnxModel)):
+        raise UsageError(f"{out}: name the result .onnx" + ("" if isinstance(source, OnnxModel) else ", or .pt2 for a PyTorch model"))
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
+    resolved(out)  # what stands there may be no file to replace: say so before the work is done
+    report = _converted(source, out, options)
+    error = report["error"]
+    met = options.max_rel_err is None or error <= options.max_rel_err
+    if options.json:
+        as_json(report | {"met": met})
+    else:
+        for line in report["lines"]:
+            say([("", line)])
+        if not met:
+            say([("bad", f"the error is {error:.3g}, asked for at most {options.max_rel_err:g}: nothing was written")])
+    return 0 if met else 1
+
+
+def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> dict[str, Any]:
+    """Convert; OUT is touched only if the error is within --max-rel-err."""
+    limit = options.max_rel_err
+    try:
+        if isinstance(source, OnnxModel):
+            with working("converting"):
+                asked = _onnx_options(options)
+                result = onnx_road().rewrite_onnx(source.path, out, **asked, keep_io=not options.low_io, max_rel_err=limit)
+        else:
+            amp = _rewritten(source, options)
+            with working("exporting"), torch.no_grad():
+                if out.suffix == ".pt2":
+                    return _exported(amp, source, out, limit)
+                result = amp.export_onnx(
+                    out, source.args, source.kwargs, keep_io=not options.low_io, max_rel_err=limit, time_limit=options.time_limit
+                )
+    except AccuracyError as error:
+        if error.result is None:
+            raise
+        result = error.result
+    lines = [*result.plan.summary().splitlines(), *str(result.report).splitlines()]
+    return {"out": str(out), "error": result.report.strict_error, "lines": [*lines, f"wrote {out}"] if result.path else lines}
+
+
+def _exported(amp: Any, source: TorchModel, out: Path, limit: float | None) -> dict[str, Any]:
+    """Export to a .pt2 file; nothing is written if the error exceeds `limit`."""
+    program = amp.export_program(source.args, source.kwargs)
+    error = run_verify(amp, source.args, source.kwargs).output_error
+    lines = [f"relative L2 error under strict rounding: {error:.3g}"]
+    if limit is None or error <= limit:
+        save_program(program, out)
+        lines.append(f"wrote {out}")
+    return {"out": str(out), "error": error, "lines": lines}
+
+
+def verify(options: Options) -> int:
+    source = load(options.model, options.trust)
+    if isinstance(source, CastPlan):
+        raise UsageError("verify runs a model and a saved plan is none: name the model, and the plan as --plan")
+    if isinstance(source, OnnxModel):
+        with working("running both"):
+            result = onnx_road().rewrite_onnx(source.path, None, **_onnx_options(options))
+        error, told = result.report.strict_error, str(result.report)
+        data: dict[str, Any] = {"error": error, "runtime_error": result.report.runtime_error, "low": result.plan.low}
+    else:
+        amp = _rewritten(source, options)
+        with working("running both"), _mode(options):
+            report = run_verify(amp, source.args, source.kwargs)
+        error, told = report.output_error, str(report)
+        rows = [asdict(row) | {"colour": row.colour.value} for row in report.worst(options.top)]
+        data = {"error": error, "low": report.low, "notes": list(report.notes), "worst": rows}
+    met = options.max_rel_err is None or (error is not None and error <= options.max_rel_err)
+    if options.json:
+        as_json(data | {"met": met})
+        return 0 if met else 1
+    text(told)
+    if not met:
+        said = "was not measured" if error is None else f"is {error:.3g}"
+        say([("bad", f"the output error {said}, above --max-rel-err {options.max_rel_err:g}")])
+    return 0 if met else 1
+
+
+def debug(options: Options) -> int:
+    source = torch_model(load(options.model, options.trust), "debug")
+    amp = _rewritten(source, options)
+    with working("running low beside fp32"), _mode(options):
+        report = run_debug(amp, source.args, source.kwargs, backward=options.train)
+    overrides = None
+    if options.suggest:
+        with working("bisecting"), _mode(options):
+            overrides = report.suggest_overrides(options.max_rel_err)
+    if options.json:
+        findings = [
+            {
+                "kind": f.kind,
+                "seen": f.row.name,
+                "lost": f.lost_at.name,
+                "source": f.lost_at.source,
+                "detail": f.detail,
+                "backward": f.backward,
+            }
+            for f in report.findings
+        ]
+        as_json({"error": report.output_error, "low": report.low, "findings": findings, "overrides": overrides})
+    else:
+        text(str(report))
+        if overrides is not None:
+            say([("good", f"overrides={overrides}")])
+    return 1 if report.findings else 0
+
+
+def calibrate(options: Options) -> int:
+    source = torch_model(load(options.model, options.trust), "calibrate")
+    batches = load_batches(options.batches) if options.batches else [None]
+    source = _on_device(source, options)
+
+    def on_inputs(model: Any, batch: Any) -> Any:
+        return model(*source.args, **source.kwargs)
+
+    if options.device and options.batches:
+        batches = (tree_map(lambda leaf: leaf.to(options.device) if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches)
+    found = run_calibrate(_set(source.model, options), batches, forward=None if options.batches else on_inputs)
+    if options.output:
+        write_text(options.output, found.to_json())
+    if options.json:
+        print(found.to_json())
+        return 0
+    text(as_text(found.table(options.top), 80).rstrip())
+    if options.output:
+        say([("note", f"wrote {options.output}")])
+    return 0
+
+
+# -- lists, passes, devices --------------------------------------------------------------------------
+def lists(options: Options) -> int:
+    fmt = parse_format(options.dtype or "bf16")
+    held = op_lists(options.lists, fmt, options.device or "cuda")
+    if options.op and find_op(options.op) is None:
+        import difflib
+
+        near = difflib.get_close_matches(options.op, sorted(OPS), 3, 0.5)
+        raise UsageError(f"there is no op {options.op!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    rows = [OPS[find_op(options.op).name]] if options.op else [OPS[name] for name in sorted(OPS)]  # type: ignore[union-attr]
+    kinds = [(row, kind.value if (kind := held.kind(row.name)) else "-") for row in rows]
+    if options.json:
+        as_json([{"op": row.name, "kind": kind, "why": row.why, "spellings": list(row.spellings)} for row, kind in kinds])
+        return 0
+    colour = {"allow": "low", "deny": "high", "internal": "cast"}
+    shown = [(row.name[:34], kind, row.why) for row, kind in kinds]
+    room = 80 - max(len(op) for op, _, _ in shown) - len(f"list ({fmt.name})") - 4
+    cells = [(op, kind, _cut(why, room)) for op, kind, why in shown]
+    say(table(("op", f"list ({fmt.name})", "why"), cells, [colour.get(kind, "") for _, kind, _ in shown]))
+    return 0
+
+
+def passes(options: Options) -> int:
+    rows = []
+    for stage, members in (("decide", DECIDE), ("weigh", WEIGH), ("apply", (*APPLY, Tidy()))):
+        for each in members:
+            module = inspect.getmodule(type(each))
+            said = (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")
+            rows.append((stage, each.name, said))
+    if options.json:
+        as_json([{"stage": stage, "pass": name, "what": said} for stage, name, said in rows])
+        return 0
+    say(table(("stage", "pass", "what it does"), [(stage, name, _cut(said, 53)) for stage, name, said in rows]))
+    return 0
+
+
+def devices(options: Options) -> int:
+    here = {device_row("cpu").name, *(device_row(f"cuda:{i}").name for i in range(torch.cuda.device_count()))}
+    rows = [(d.name, ", ".join(d.low_formats) or "-", f"{d.bandwidth / 1e9:g} GB/s", "yes" if d.name in here else "") for d in DEVICES]
+    if options.json:
+        as_json([asdict(device) | {"here": device.name in here} for device in DEVICES])
+        return 0
+    say(table(("device", "gains from", "memory", "here"), rows, ["low" if row[3] else "" for row in rows]))
+    return 0
+
+
+# -- shared --------------------------------------------------------------------------------------------
+def _plan_of(source: Source, options: Options) -> CastPlan:
+    if isinstance(source, CastPlan):
+        return source
+    if isinstance(source, OnnxModel):
+        with working("reading"):
+            result = onnx_road().rewrite_onnx(source.path, None, **_onnx_options(options), verify=False)
+        found: CastPlan = result.plan
+        return found
+    source = _on_device(source, options)
+    with working("capturing"), _mode(options):
+        return make_plan(_set(source.model, options), source.args, source.kwargs, **_rewrite_options(options))
+
+
+def _rewritten(source: TorchModel, options: Options) -> Any:
+    source = _on_device(source, options)
+    return rewrite(_set(source.model, options), **_rewrite_options(options))
+
+
+def _on_device(source: TorchModel, options: Options) -> TorchModel:
+    return source.to(options.device) if options.device else source
+
+
+def _set(model: Any, options: Options) -> Any:
+    """The model in training or evaluation mode; an exported program has its own."""
+    return model.train(options.train) if isinstance(model, nn.Module) else model
+
+
+def _mode(options: Options) -> Any:
+    return nullcontext() if options.train else torch.no_grad()
+
+
+def _rewrite_options(options: Options) -> dict[str, Any]:
+    found: dict[str, Any] = {"dtype": options.dtype, "lists": options.lists, "overrides": _overrides(options)}
+    if getattr(options, "plan", None):
+        source = load(options.plan)
+        if not isinstance(source, CastPlan):
+            raise UsageError(f"--plan {options.plan}: name a plan's .json file")
+        found["plan"] = source
+    if options.calibration:
+        found["calibration"] = Calibration.load(options.calibration)
+    return found
+
+
+def _onnx_options(options: Options) -> dict[str, Any]:
+    found = {"lists": options.lists, "overrides": _overrides(options), "calibration": options.calibration, "time_limit": options.time_limit}
+    return found | ({"dtype": options.dtype} if options.dtype else {})
+
+
+def _overrides(options: Options) -> dict[str, str]:
+    found = {}
+    for word in options.override:
+        key, equals, kind = word.rpartition("=")
+        if not equals or not key:
+            raise UsageError(f"--override {word}: write KEY=KIND, such as softmax=deny or module:encoder.*=fp32")
+        found[key] = kind
+    return found
+
+
+def _title(word: str) -> str:
+    return Path(word).stem if Path(word).suffix else word.rpartition(":")[2]
+
+
+def _cut(said: str, width: int) -> str:
+    return said if len(said) <= width else f"{said[: width - 1]}…"
+
+
+def _rows() -> int:
+    """Rows of a table that leave room for the summary on this terminal; a pipe gets 40."""
+    try:
+        return max(os.get_terminal_size().lines - 8, 12)
+    except OSError:
+        return 40
+
+
+__all__ = ["calibrate", "convert", "debug", "devices", "diff", "explain", "lists", "passes", "plan", "verify"]

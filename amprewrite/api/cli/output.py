@@ -1,0 +1,77 @@
+"""How the command line prints: tables in columns, colour on terminals only, progress on stderr, JSON where asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from amprewrite.tables.boundary.printable import printable
+
+STYLES = {
+    "low": "cyan", "high": "yellow", "cast": "magenta", "plain": "dim", "module": "bold", "graph": "bold underline",
+    "title": "bold", "note": "dim", "bad": "bold red", "good": "green", "": "",
+}  # fmt: skip
+OUT = Console(highlight=False, soft_wrap=True)
+ERR = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(lines: Iterable[tuple[str, str]]) -> None:
+    """Print (kind, text) lines: coloured and cut to the width on a terminal, whole and plain in a pipe."""
+    for kind, text in lines:
+        text = printable(text)
+        shown = text if not OUT.is_terminal or len(text) <= OUT.width else f"{text[: OUT.width - 1]}…"
+        OUT.print(Text(shown, style=STYLES.get(kind, "")))
+
+
+def text(found: str) -> None:
+    """Print text as it is, long lines left to the terminal to wrap."""
+    for line in found.split("\n") if found else ():
+        bad = line.startswith(("heavy op left high", "left out"))
+        OUT.print(Text(printable(line), style=STYLES["high"] if bad else ""))
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """(kind, text) of rows in columns; the last column is left ragged."""
+    held = [list(map(str, row)) for row in rows]
+    widths = [max([len(title), *(len(row[column]) for row in held)]) for column, title in enumerate(titles)]
+    named = [*kinds] or [""] * len(held)
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+    yield "title", line(titles)
+    for kind, row in zip(named, held, strict=True):
+        yield kind, line(row)
+
+
+def as_json(data: Any) -> None:
+    """Print data as JSON; infinities and nan go as words, for JSON has none."""
+    sys.stdout.write(json.dumps(_sound(data), indent=1) + "\n")
+
+
+def _sound(data: Any) -> Any:
+    if isinstance(data, float) and (data != data or data in (float("inf"), float("-inf"))):
+        return str(data)
+    if isinstance(data, dict):
+        return {key: _sound(value) for key, value in data.items()}
+    return [_sound(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner with the time spent, on terminals."""
+    if not ERR.is_terminal:
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=ERR, transient=True) as progress:
+        progress.add_task(printable(what), total=None)
+        yield

@@ -1,0 +1,1 @@
+"""ONNX for users: rewriting a file, exporting a rewritten model."""

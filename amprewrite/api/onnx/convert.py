@@ -1,0 +1,237 @@
+"""ONNX, both roads: rewrite an fp32 file that never saw PyTorch, and export a rewritten model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from amprewrite.api.onnx.job import Job, OnnxReport, OnnxResult, Order, Rejected
+from amprewrite.api.onnx.plans import REGION
+from amprewrite.graphs.onnx.check import invalid
+from amprewrite.graphs.onnx.ops import VOCABULARY
+from amprewrite.graphs.onnx.read.load import Source, load, name_of
+from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, runtime
+from amprewrite.graphs.onnx.run.samples import CallersError, read_feeds
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.policies.policy import Policy, parse_overrides
+from amprewrite.tables.boundary.files import resolved
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import AccuracyError, AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line
+from amprewrite.tables.formats import FP32, parse_format
+from amprewrite.tables.ops.op_lists import OpLists, find_op
+
+
+def rewrite_onnx(
+    model: Source,
+    out: str | Path | None = None,
+    *,
+    dtype: Any = None,
+    lists: str | OpLists = "default",
+    overrides: Mapping[str, str] | None = None,
+    plan: CastPlan | None = None,
+    calibration: Any = None,
+    keep_io: bool = True,
+    external_data: bool | str = "auto",
+    plan_path: str | Path | None = None,
+    verify: bool = True,
+    max_rel_err: float | None = None,
+    time_limit: TimeLimit = "auto",
+) -> OnnxResult:
+    """Rewrite an fp32 ONNX model into mixed precision, with the passes and lists of `rewrite`.
+
+    Args:
+        model: a path, a ModelProto or an onnx_ir model; it is not changed.
+        out: where to write; an existing file is only replaced by one that passed all checks. None: write nothing.
+        dtype: "fp16" (the default, or the plan's) or "bf16".
+        overrides: as for `rewrite`; ops may be named as in ONNX ("Softmax"), modules as torch's exporter recorded them.
+        plan: follow this plan, of this very model and perhaps edited, instead of deciding.
+        calibration: a mapping of input names to arrays, an .npz path, or any iterable of such, taken one at a time. Their
+            magnitudes decide what fits the low format, and the first eight measure the error; None: made-up inputs do.
+        keep_io: inputs and outputs stay fp32.
+        external_data: True, False, or "auto": weights go into `out`.data where they do not fit one protobuf.
+        plan_path: write the plan there, too, as JSON.
+        verify: full check, load and run in ONNX Runtime, and the error under true rounding.
+        max_rel_err: an error under true rounding beyond this raises AccuracyError, and nothing is written.
+        time_limit: seconds that one sample run may take, four times that under true rounding; None: no limit. "auto": 5, and one
+            more for every 20 MB of weights.
+
+    Raises:
+        CaptureError: no ONNX model, or one that cannot be read. PolicyError: options that make no sense. PlanError: a plan
+        that does not fit. EmitError: the result cannot be written or fails a check; AccuracyError is one of them.
+    """
+    if plan is not None and not isinstance(plan, CastPlan):
+        raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
+    low = parse_format(dtype if dtype is not None else plan.low if plan is not None else "fp16")
+    if low is FP32:
+        raise PolicyError("dtype='fp32' leaves nothing to rewrite; use 'fp16' or 'bf16'")
+    policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low))
+    order = _order(out, plan_path, external_data, verify, max_rel_err, time_limit)
+    if plan is not None and overrides:
+        raise PolicyError("plan= and overrides= both say what runs where; put the overrides into the plan with plan.edit")
+    if calibration is not None:
+        runtime()
+    with _blamed(model):
+        job = Job(load(model), policy, keep_io, name=name_of(model))
+        job.given = plan
+        job.prepare()
+        return job.run(None if calibration is None else read_feeds(job.model, calibration), order)
+
+
+def export_onnx(
+    amp: Any,
+    path: str | Path,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    opset: int | None = None,
+    dynamic_shapes: Any = None,
+    keep_io: bool = True,
+    external_data: bool | str = "auto",
+    plan: CastPlan | None = None,
+    plan_path: str | Path | None = None,
+    calibration: Any = None,
+    verify: bool = True,
+    max_rel_err: float | None = None,
+    time_limit: TimeLimit = "auto",
+) -> OnnxResult:
+    """Write a rewritten model as an ONNX file: its plain fp32 twin goes through torch.onnx.export, the result through the passes.
+
+    The model's dtype, lists and overrides decide, `node:` overrides and a plan given to `rewrite` by the module and op that
+    they name. Loss scaling and padding are no part of the file.
+
+    Args:
+        args, kwargs: example inputs; they are the sample run, too, unless there is `calibration`.
+        opset, dynamic_shapes: for torch.onnx.export.
+        plan: follow this plan instead of deciding: an edited one of an earlier export, or of the PyTorch graph.
+        The others are those of `rewrite_onnx`.
+
+    Raises:
+        CaptureError: torch.onnx.export cannot export the model. PlanError: a plan that does not fit. PolicyError, EmitError:
+        as `rewrite_onnx`.
+    """
+    from amprewrite.api.onnx.export import exported, torch_plan
+
+    if plan is not None and not isinstance(plan, CastPlan):
+        raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
+    order = _order(path, plan_path, external_data, verify, max_rel_err, time_limit)
+    model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes)
+    job = Job(model, policy, keep_io, notes, exported=True)
+    if plan is not None and plan.low != policy.low.name:
+        raise PlanError(f"the plan is for low = {plan.low}, this model's is {policy.low.name}; rewrite it with dtype={plan.low!r}")
+    if policy.low is FP32:
+        return job.unchanged(order)
+    if plan is not None and any(region.name == REGION for region in plan.regions):
+        job.given = plan
+    else:
+        job.torch_plan = torch_plan(amp, args, kwargs, plan)
+    with _blamed(model):
+        job.prepare()
+        if calibration is not None:
+            return job.run(read_feeds(job.model, calibration), order)
+        job.example_inputs = True
+        return job.run((feed,) if feed else None, order)
+
+
+@contextlib.contextmanager
+def _blamed(source: Source) -> Iterator[None]:
+    """Errors of parsers and libraries as ours: CaptureError if the source itself is to blame, PassError if we are."""
+    try:
+        yield
+    except Rejected as error:
+        problem = _source_problem(source)
+        if problem:
+            raise CaptureError(f"{name_of(source)} is not valid ONNX: {problem}; export it again") from error
+        raise
+    except AmpRewriteError:
+        raise
+    except CallersError as error:
+        raise error.original from None
+    except Exception as error:
+        name, said = name_of(source), f"{type(error).__name__}: {one_line(error)}"
+        problem = _source_problem(source)
+        if problem:
+            raise CaptureError(f"{name} is not valid ONNX: {problem}; export it again") from error
+        if isinstance(error, MemoryError):
+            raise CaptureError(f"{name} takes more memory than there is ({said})") from error
+        raise PassError(f"{name} cannot be rewritten ({said}); please report this model") from error
+
+
+def _source_problem(source: Source) -> str:
+    """What is wrong with a source: what onnx.checker says, or that it cannot be written again as it was read; "" if nothing is."""
+    try:
+        model = load(source)
+        if any(isinstance(word, bytes) for graph in model.graphs() for node in graph for word in (node.name, node.op_type, node.domain)):
+            return "a name in it is no UTF-8 text"
+        found = ir.to_proto(model)
+    except Exception as error:
+        return one_line(error)
+    return invalid(found if isinstance(source, ir.Model) else source)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a command line needs of one conversion: what to print, and how to exit."""
+
+    result: OnnxResult
+    problem: str = ""
+    """Why nothing was written; "" where the file is there."""
+
+    @property
+    def exit_status(self) -> int:
+        """0 where the file was written, 1 where its error was larger than asked for."""
+        return 1 if self.problem else 0
+
+    def __str__(self) -> str:
+        report = replace(self.result.report, notes=())  # the plan's summary has them
+        lines = [self.result.plan.summary(), str(report)]
+        return "\n".join([*lines, self.problem or f"written: {self.result.path}"])
+
+
+def convert_file(source: str | Path, out: str | Path, **options: Any) -> Conversion:
+    """`rewrite_onnx(source, out, **options)` for a command line.
+
+    An error beyond `max_rel_err` is an outcome here, with exit status 1 and a report. All other AmpRewriteErrors are raised,
+    each with a message of one line: for them a command exits with 2.
+    """
+    try:
+        return Conversion(rewrite_onnx(source, out, **options))
+    except AccuracyError as error:
+        return Conversion(error.result, str(error))
+
+
+def _order(
+    out: Any, plan_path: Any, external_data: bool | str, verify: bool, max_rel_err: float | None, time_limit: TimeLimit
+) -> Order:
+    if plan_path is not None and out is None:
+        raise PolicyError("plan_path= goes with a file that is written: give out=, or save result.plan.to_json() yourself")
+    return Order(_target(out), _target(plan_path), external_data, verify, max_rel_err, time_limit)
+
+
+def _target(out: Any) -> Path | None:
+    if out is None:
+        return None
+    if not isinstance(out, str | Path):
+        raise PolicyError(f"a path is a string or a Path, not {type(out).__name__}")
+    if "\0" in str(out):
+        raise EmitError(f"{printable(out)} cannot be written: a path holds no NUL character; give another path")
+    target = Path(out).absolute()
+    if not os.path.isdir(target.parent):  # noqa: PTH112  # it raises for no name
+        raise EmitError(f"{target} cannot be written: there is no folder {target.parent}; make it first")
+    resolved(target)  # what stands there may be no file to replace: say so before the work is done
+    return target
+
+
+def _onnx_names(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Op overrides in the vocabulary's words."""
+    if not isinstance(overrides, Mapping):
+        raise PolicyError(f"overrides= takes a dict such as {{'Softmax': 'deny'}}, not {type(overrides).__name__}")
+    return {VOCABULARY.get(key, key) if find_op(key) is None else key: word for key, word in overrides.items()}
+
+
+__all__ = ["Conversion", "OnnxReport", "OnnxResult", "convert_file", "export_onnx", "rewrite_onnx"]

@@ -1,0 +1,156 @@
+"""PyTorch → fp32 ONNX: the plain twin of a rewritten model through torch.onnx.export, and its example inputs by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.api.rewrite import warm
+from amprewrite.graphs.fx.log_quiet import Quiet
+from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
+from amprewrite.graphs.onnx.run.rounded import relative_error
+from amprewrite.graphs.onnx.run.samples import Feed
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.runtime.ambient.kept_state import state_kept
+from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
+from amprewrite.runtime.model.rewritten import Rewritten, plain_of, rewritten, session_of
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import CaptureError, PolicyError
+from amprewrite.tables.formats import FP32
+
+_TALKATIVE = [
+    logging.getLogger(name)
+    for name in (
+        "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
+    )
+]  # fmt: skip
+"""Loggers of the exporter that print advice on what is checked here anyway."""
+AGREES = 1e-2
+"""Relative L2 error beyond which an fp32 export is wrong."""
+
+
+def exported(
+    amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any
+) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
+    """The fp32 model, the example inputs as a feed, the policy, and notes. CaptureError where the exporter fails."""
+    if not isinstance(amp, Rewritten):
+        raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
+    if args is None and kwargs is None:
+        raise PolicyError("export_onnx needs example inputs: pass args=, kwargs= or both")
+    args, kwargs = tuple(args or ()), dict(kwargs or {})
+    plain, session = plain_of(amp), session_of(amp)
+    device = next((t.device.type for t in (*plain.parameters(), *plain.buffers())), "cpu")
+    policy = session.policy_for(device)
+    notes: tuple[str, ...] = ()
+    if plain.training:
+        notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
+    if policy.low is FP32:
+        notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
+    policy = replace(policy, overrides=tuple(o for o in policy.overrides if o.scope != "node"))  # torch_plan has those
+    if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
+        raise PolicyError(f"opset= takes a number such as 20, not {shown(opset)}")
+    model = _export(plain, args, kwargs, opset, dynamic_shapes)
+    written = model.opset_imports.get("", 0)
+    if opset is not None and written != opset:
+        raise CaptureError(f"torch.onnx.export writes opset {written} where {opset} was asked for; leave opset= out, or ask for another")
+    feed = _feed(model, plain, args, kwargs)
+    if feed and not _agrees(model, feed, plain, args, kwargs):
+        whole = _export(plain, args, kwargs, opset, dynamic_shapes, optimize=False)
+        if _agrees(whole, feed, plain, args, kwargs):
+            model = whole
+            notes += ("the exporter's optimiser changes what this model computes: exported without it",)
+        else:
+            notes += ("the fp32 export does not compute what the model does on the example inputs",)
+    return model, feed, policy, notes
+
+
+def torch_plan(
+    amp: Rewritten, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: CastPlan | None
+) -> tuple[CastPlan, bool] | None:
+    """What PyTorch nodes the user chose colours for: a plan, and whether only nodes that an override names count.
+
+    `plan` goes before one that was given to `rewrite`, and that before `node:` overrides; None where there is none of them.
+    """
+    options = session_of(amp).options
+    given = plan if plan is not None else options.given
+    if given is not None:
+        return given, False
+    if not any(override.scope == "node" for override in options.overrides):
+        return None
+    twin = rewritten(plain_of(amp), options)  # captured for these inputs, as a call would do; `amp` itself stays as it is
+    with torch.no_grad():
+        warm(twin, tuple(args or ()), dict(kwargs or {}))
+    return twin.plan, True
+
+
+def _export(
+    plain: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    opset: int | None,
+    dynamic_shapes: Any,
+    optimize: bool = True,
+) -> ir.Model:
+    try:
+        with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad():
+            program = torch.onnx.export(
+                plain,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                dynamic_shapes=dynamic_shapes,
+                optimize=optimize,
+            )
+    except Exception as error:
+        cause = error.__cause__ or error  # the exporter wraps what went wrong in a page of advice
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        raise CaptureError(
+            f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "
+            "export the plain model with torch.onnx.export to see its full report"
+        ) from error
+    assert program is not None
+    model: ir.Model = program.model
+    return model
+
+
+def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the file gives what the model gives; True, too, where one of them cannot be run here or results differ in number."""
+    if is_large(model) or not has_runtime():
+        return True
+    try:
+        got = session(ir.to_proto(model), 0).run(None, feed)
+        with torch.no_grad(), state_kept(plain):
+            wanted = tree_leaves(copy.deepcopy(plain)(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+    except Exception:
+        return True
+    arrays = [leaf.detach().cpu().numpy() for leaf in wanted if isinstance(leaf, torch.Tensor)]
+    if [a.shape for a in arrays] != [g.shape for g in got]:
+        return True
+    return relative_error([arrays], [got]) < AGREES
+
+
+def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed:
+    """Example inputs by the file's input names; empty where they do not correspond one to one."""
+    names = [str(value.name) for value in model.graph.inputs]
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    if not args and set(names) == set(tensors):
+        return {name: tensors[name].detach().cpu().numpy() for name in names}
+    with contextlib.suppress(TypeError, ValueError):
+        bound = inspect.signature(plain.forward).bind(*args, **kwargs)
+        args, kwargs = tuple(bound.arguments.values()), {}
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if len(leaves) != len(names):
+        return {}
+    return {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, leaves, strict=True)}

@@ -1,0 +1,311 @@
+"""One ONNX model on its way from fp32 to mixed: sample, read, decide, edit, write, verify.
+
+1. Run samples: reference outputs, and the magnitudes that decide what fits.
+2. Read the op graph, run the same deciding passes as for PyTorch graphs, plan the constants.
+3. Edit as planned; write beside the target; check, load, run, and measure under true rounding; only then move into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from amprewrite.api.onnx.plans import REGION, carry_over, given_region
+from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
+from amprewrite.graphs.onnx.read.load import make_ready
+from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
+from amprewrite.graphs.onnx.read.weights import Loss
+from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
+from amprewrite.graphs.onnx.run.rounded import relative_error, strict_outputs
+from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
+from amprewrite.graphs.onnx.write.apply_plan import apply_plan
+from amprewrite.graphs.onnx.write.save import Written, written
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.plans.follow_plan import check_casts
+from amprewrite.ir.plans.plan import Cast, CastPlan, RegionPlan
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
+from amprewrite.passes import DECIDE
+from amprewrite.tables.boundary.arguments import is_flag, is_word, shown
+from amprewrite.tables.boundary.files import resolved
+from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import OpLists, op_lists
+from amprewrite.tables.vocabulary import Colour
+
+TARGET = "meta"
+"""Device whose lists and costs are used: no particular one, a file is made for any accelerator."""
+LONGEST = 1e6
+"""Seconds beyond which a time limit is none."""
+
+
+class Rejected(EmitError):
+    """A rewritten model fails a check. Whose fault it is, its source tells."""
+
+
+@dataclass(frozen=True)
+class OnnxReport:
+    """What was checked about a rewritten file, and what it cost.
+
+    Errors are over all outputs. Rows of attention that a mask blocks wholly carry no meaning, and may differ in fp16: fp32 spreads
+    them evenly, and where a mask's number saturates, fp16 does not.
+    """
+
+    strict_error: float | None = None
+    """Relative L2 error of the outputs against fp32, every low result really rounded; None where it was not measured."""
+    runtime_error: float | None = None
+    """The same as ONNX Runtime computes it here; its CPU provider hides rounding."""
+    samples: int = 0
+    """Sample runs from which ranges come."""
+    valid: bool = False
+    """Whether onnx.checker's full check was run, and passed."""
+    weights_before: int = 0
+    weights_after: int = 0
+    """Bytes of constants."""
+    losses: tuple[Loss, ...] = ()
+    """Constants that do not simply round."""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        share = self.weights_after / self.weights_before if self.weights_before else 1.0
+        lines = [f"weights: {self.weights_before} -> {self.weights_after} bytes ({share:.2f})"]
+        if self.valid:
+            lines.append("onnx.checker: full check passed")
+        if self.strict_error is not None:
+            lines.append(f"relative L2 error under strict rounding: {self.strict_error:.3g}")
+        if self.runtime_error is not None:
+            lines.append(f"relative L2 error in ONNX Runtime here: {self.runtime_error:.3g}")
+        lines += [f"constant {loss}" for loss in self.losses]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+@dataclass(frozen=True)
+class OnnxResult:
+    """A rewritten ONNX model, its plan and what was found out about it."""
+
+    plan: CastPlan
+    report: OnnxReport
+    path: Path | None
+    """Where it was written; None where it was only made."""
+    plan_path: Path | None
+    """Where its plan was written as JSON."""
+    ir_model: ir.Model = field(repr=False)
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The model as a protobuf; one beyond 2 GB refers to the data beside `path`."""
+        return ir.to_proto(self.ir_model)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where a result goes and what is asked of it."""
+
+    target: Path | None = None
+    plan_target: Path | None = None
+    external_data: bool | str = "auto"
+    verify: bool = True
+    max_rel_err: float | None = None
+    time_limit: TimeLimit = "auto"
+
+    def __post_init__(self) -> None:
+        if not is_flag(self.external_data) and not is_word(self.external_data, "auto"):
+            raise PolicyError(f"external_data= takes True, False or 'auto', not {shown(self.external_data)}")
+        limit = self.max_rel_err
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf")):
+            raise PolicyError(f"max_rel_err= takes a relative error such as 1e-2, not {shown(limit)}")
+        seconds = self.time_limit
+        if seconds not in (None, "auto") and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST
+        ):
+            raise PolicyError(f"time_limit= takes seconds up to {LONGEST:g}, None for no limit, or 'auto', not {shown(seconds)}")
+        if limit is not None and not self.verify:
+            raise PolicyError("max_rel_err= needs verify=True: without it no error is measured")
+        if self.verify:
+            runtime()
+        if self.plan_target is not None and self.target is not None and resolved(self.plan_target) == resolved(self.target):
+            raise PolicyError("plan_path= is the path of the model itself; give the plan a file of its own")
+
+
+class Job:
+    """What a model goes through. `given` is a plan of this ONNX graph, `torch_plan` one of the PyTorch graph it came from."""
+
+    def __init__(
+        self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
+    ) -> None:
+        self.name = name
+        self.policy, self.low, self.keep_io = policy, policy.low, keep_io
+        self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
+        self.notes, self.exported = list(notes), exported
+        self.before = constant_bytes(model)
+        self.model = model
+        self.given: CastPlan | None = None
+        self.torch_plan: tuple[CastPlan, bool] | None = None
+        """The plan, and whether only nodes that an override names count."""
+        self.example_inputs = False
+        """Whether the samples are what the model was exported with, and not what the caller chose for the purpose."""
+
+    def prepare(self) -> None:
+        """Make the model ready and check overrides against it."""
+        self.model, notes = make_ready(self.model, self.low, self.lists)
+        self.notes += notes
+        if not self.exported:
+            nodes = [node for graph in self.model.graphs() for node in graph]
+            self.policy.check_modules({module for node in nodes if (module := provenance(node)[0])})
+            self.policy.check_nodes(node.name or op_of(node) for node in nodes)
+
+    # -- 1 and 2. decide ------------------------------------------------------------------------
+    def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:
+        samples = self.sample(feeds, order.time_limit)
+        if samples.invalid and (order.verify or feeds is not None):
+            remedy = "export it again" if feeds is not None else "export it again, or pass verify=False to have it neither run nor checked"
+            raise CaptureError(f"{self.name} is not valid ONNX: onnx.checker says {samples.invalid}; {remedy}")
+        asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
+        reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
+        if self.torch_plan is not None:
+            self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]).note())
+        region = decide(reading, self.policy, self.lists, self.given)
+        apply_plan(self.model, reading, region, self.low)
+        self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
+        report = OnnxReport(
+            samples=samples.seen,
+            weights_before=self.before,
+            weights_after=constant_bytes(self.model),
+            losses=tuple(reading.losses.values()),
+        )
+        return self.emit(region, report, samples, order)
+
+    def sample(self, feeds: Iterable[Feed] | None, limit: TimeLimit) -> Samples:
+        wanted = [v for n in self.model.graph if n.op_type != "Constant" for v in n.outputs if v.name and format_of(v) == "fp32"]
+        try:
+            samples = observe(self.model, feeds, wanted, limit)
+        except PolicyError as error:
+            if not self.example_inputs:
+                raise
+            samples = Samples(problem=str(error))  # the example inputs ran in PyTorch: the user is not to blame
+        if samples.problem:
+            self.notes.append(f"no sample run, so no ranges are known and range-bound ops stay fp32: {samples.problem}")
+        elif samples.made_up:
+            self.notes.append("ranges come from a run on made-up inputs; calibration= takes real ones")
+        return samples
+
+    # -- 3. emit ---------------------------------------------------------------------------------
+    def emit(self, region: RegionPlan, report: OnnxReport, samples: Samples, order: Order) -> OnnxResult:
+        model, low, name = self.model, self.low.name, self.policy.lists_name
+        if order.target is None and not is_large(model):
+            if order.verify:
+                report = self.verify(None, report, samples, order)
+            self.check_accuracy(region, report, order)
+            plan = CastPlan(low, (region,), notes=tuple(self.notes), lists=name)
+            return OnnxResult(plan, replace(report, notes=plan.notes), None, None, model)
+        with written(model, order.target, order.external_data) as made:
+            if order.verify:
+                report = self.verify(made, report, samples, order)
+            self.check_accuracy(region, report, order)
+            plan = CastPlan(low, (region,), notes=tuple(self.notes), lists=name)
+            if order.target is not None:
+                made.keep({} if order.plan_target is None else {order.plan_target: plan.to_json()})
+                if is_large(model):
+                    model = ir.load(order.target)  # the data that it was made from may just have been replaced
+        return OnnxResult(plan, replace(report, notes=plan.notes), order.target, order.plan_target, model)
+
+    def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
+        """Full check, load and run, and the true rounding error. EmitError for what fails."""
+        proto, outside = (ir.to_proto(self.model), False) if made is None else (made.proto, made.outside)
+        file = str(made.path) if made is not None and outside else None
+        try:
+            onnx.checker.check_model(file or proto, full_check=True)
+        except Exception as error:
+            raise Rejected(f"the rewritten model fails onnx.checker: {one_line(error)}; please report this model") from error
+        strict = None
+        try:
+            loaded = self._run_here(file or proto, samples, order.time_limit)
+            if samples.feeds:
+                folder = made.path.parent if made is not None and outside else None
+                strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
+        except TooSlow as error:
+            raise EmitError(f"the rewritten model is too slow to check: {error}, and smaller samples as calibration= take less") from error
+        return replace(report, valid=True, runtime_error=loaded, strict_error=strict)
+
+    def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
+        """AccuracyError where the error is larger than asked for, or where it is unknown."""
+        if order.max_rel_err is None:
+            return
+        error = report.strict_error
+        if error is None:
+            raise EmitError("max_rel_err= cannot be kept: the model did not run on samples; pass calibration=")
+        if not error <= order.max_rel_err:
+            plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
+            result = OnnxResult(plan, replace(report, notes=plan.notes), None, None, self.model)
+            found = f"the relative L2 error under strict rounding is {error:.3g}, more than {order.max_rel_err:g}"
+            raise AccuracyError(f"{found}; nothing was written", result)
+
+    def _run_here(self, made: str | onnx.ModelProto, samples: Samples, limit: TimeLimit) -> float | None:
+        try:
+            runner = session(made)
+        except Exception as error:
+            if self.low.name == "bf16":
+                self.notes.append("ONNX Runtime has no bf16 kernels for it here; checked, and run under strict rounding only")
+                return None
+            if samples.problem:
+                self.notes.append(f"ONNX Runtime loads neither the fp32 model nor this one: {one_line(error)}")
+                return None
+            raise Rejected(f"ONNX Runtime refuses the rewritten model: {one_line(error)}; please report this model") from error
+        if not samples.feeds:
+            return None
+        if any(format_of(value) == "bf16" for value in (*self.model.graph.inputs, *self.model.graph.outputs)):
+            self.notes.append("ONNX Runtime takes and gives no bf16 here; checked, loaded, and run under strict rounding only")
+            return None
+        kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if v.dtype is not None}
+        feeds = [{name: np.asarray(array, kinds[name]) for name, array in feed.items()} for feed in samples.feeds]
+        seconds = seconds_for(weight_bytes(self.model), limit)
+        try:
+            return relative_error(samples.outputs, [run_within(runner, None, feed, seconds) for feed in feeds])
+        except TooSlow:
+            raise
+        except Exception as error:
+            raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}; please report this model") from error
+
+    def unchanged(self, order: Order) -> OnnxResult:
+        """Write the model as it is: its policy is fp32."""
+        report = OnnxReport(weights_before=self.before, weights_after=self.before)
+        return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
+
+
+def decide(reading: Reading, policy: Policy, lists: OpLists, given: CastPlan | None = None) -> RegionPlan:
+    """Run the deciding passes over what was read, then plan the constants; edits nothing. PlanError where `given` does not fit."""
+    program = Program(reading.graph, policy, lists, name=REGION, device=TARGET)
+    if given is not None:
+        program.given = given_region(given, program)
+    run_passes(DECIDE, program)
+    program.casts += plan_constants(reading, program.colours, policy.low)
+    if program.given is not None:
+        check_casts(program.given, program.casts)
+    return program.region_plan()
+
+
+def plan_constants(reading: Reading, colours: dict[str, Colour], low: Format) -> tuple[Cast, ...]:
+    """Constants go along with the ops that read them; one low copy serves all that read it low."""
+    users: dict[str, dict[str, None]] = {}
+    for read in reading.constants:
+        if colours[read.partner or read.reader] is Colour.LOW:
+            users.setdefault(read.constant, {})[read.reader] = None
+    return tuple(
+        Cast(constant, low.name, tuple(readers), saturate=_saturates(reading, constant), weight=True) for constant, readers in users.items()
+    )
+
+
+def _saturates(reading: Reading, constant: str) -> bool:
+    loss = reading.losses.get(str(reading.values[constant].name))
+    return loss is not None and loss.clamped > 0
+
+
+def constant_bytes(model: ir.Model) -> int:
+    """Bytes of initialisers and Constant nodes."""
+    held = (constant_tensor(node.outputs[0]) for graph in model.graphs() for node in graph if node.op_type == "Constant")
+    return weight_bytes(model) + sum(tensor.nbytes for tensor in held if tensor is not None)

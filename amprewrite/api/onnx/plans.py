@@ -1,0 +1,125 @@
+"""Plans that were made before, on an ONNX graph read now.
+
+1. A plan of an ONNX file names its nodes: it must fit node by node, and is followed as it is.
+2. A plan of a PyTorch model names nodes of another graph. torch's exporter leaves on each ONNX node the module path and the
+   ATen op that it came from; the n-th node of an op in a module there is the n-th of that op in that module here. Where their
+   numbers differ, all must have one colour to be carried over.
+3. High is always carried over; low is where no fact forbids it, as overrides do.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.ir.plans.follow_plan import match_region
+from amprewrite.ir.plans.plan import CastPlan, NodePlan, RegionPlan
+from amprewrite.ir.program import Program
+from amprewrite.tables.errors import PlanError
+from amprewrite.tables.ops.op_lists import find_op
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+REGION = "onnx"
+"""Name of the one region of a plan of an ONNX file."""
+CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
+"""Reasons of colours that the user chose node by node."""
+SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE, Reason.CANCELS)
+"""Facts that a given plan of the very graph may overrule: whoever wrote it has seen them."""
+
+
+def given_region(plan: CastPlan, program: Program) -> RegionPlan:
+    """The region to follow. PlanError where the plan is not of this graph, or asks for what no op can do."""
+    region = match_region(plan, program)
+    for planned in region.nodes:
+        vertex = program.graph.nodes.get(planned.name)
+        if vertex is None or vertex.pinned is None or planned.colour is not Colour.LOW:
+            continue
+        colour, reason, detail = vertex.pinned
+        if colour is Colour.HIGH and reason not in SOFT:
+            why = f"{reason.value} ({detail})" if detail else reason.value
+            raise PlanError(f"{planned.name} is low in the plan, but cannot be: {why}; colour it high")
+    return region
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What became of a plan of a PyTorch graph."""
+
+    followed: int
+    """ONNX nodes whose colour comes from it."""
+    missed: tuple[str, ...]
+    """Its nodes that are no op of their own in the file."""
+
+    def note(self) -> str:
+        text = f"the plan of the PyTorch graph decides {self.followed} ops of the file"
+        if not self.missed:
+            return text
+        more = f" and {len(self.missed) - 4} more" if len(self.missed) > 4 else ""
+        return f"{text}; lists decide what {', '.join(self.missed[:4])}{more} became: it is no op of its own there"
+
+
+def carry_over(plan: CastPlan, reading: Reading, only_chosen: bool) -> Carried:
+    """Pin the vertices of `reading` to the colours of a PyTorch plan; `only_chosen`: those that an override names."""
+    planned: dict[tuple[str, str], list[NodePlan]] = {}
+    for node in plan.nodes:
+        if node.role == "op" and node.colour is not Colour.PLAIN:
+            planned.setdefault((node.module, _base(node.op)), []).append(node)
+    made: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name, made_of in reading.nodes.items():
+        origin = _origin(made_of)
+        if origin is not None and reading.graph[name].carries_fp32:
+            module, op, fx_name = origin
+            made.setdefault((module, op), {}).setdefault(fx_name, []).append(name)
+    followed, missed = 0, []
+    for key, nodes in planned.items():
+        groups = list(made.get(key, {}).values())
+        alike = len({node.colour for node in nodes}) == 1
+        if len(groups) != len(nodes):
+            groups = [[name for group in groups for name in group]] if alike and groups else []
+        if not groups:
+            missed += [node.name for node in nodes if _counts(node, only_chosen)]
+            continue
+        for node, names in zip(nodes, groups, strict=False):
+            if _counts(node, only_chosen):
+                followed += sum(_pin(reading, name, node) for name in names)
+    return Carried(followed, tuple(missed))
+
+
+def _counts(node: NodePlan, only_chosen: bool) -> bool:
+    return not only_chosen or (node.reason is Reason.ASKED and node.detail.startswith("node:"))
+
+
+def _pin(reading: Reading, name: str, planned: NodePlan) -> bool:
+    vertex = reading.graph[name]
+    if planned.colour is Colour.LOW:
+        chosen = planned.reason in CHOSEN
+        if vertex.pinned is not None and not (chosen and vertex.pinned[1] is Reason.CONSTANT):
+            return False
+        if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
+            return False
+    reason = Reason.ASKED if planned.reason is Reason.ASKED else Reason.IN_PLAN
+    pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
+    reading.graph.nodes[name] = replace(vertex, pinned=pinned)
+    return True
+
+
+def _base(op: str) -> str:
+    row = find_op(op)
+    return row.name if row is not None else op
+
+
+def _origin(node: ir.Node) -> tuple[str, str, str] | None:
+    """Module path, ATen base name and FX name that torch's exporter left on a node; None where it left none."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    target = re.search(r"target=torch\.ops\.\w+\.(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+    if not scopes or target is None:
+        return None
+    try:
+        names = ast.literal_eval(scopes)
+        return str(names[-2]), _base(target[1]), str(names[-1])
+    except (ValueError, SyntaxError, IndexError):
+        return None

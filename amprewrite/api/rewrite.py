@@ -1,0 +1,272 @@
+"""The public functions: rewrite a model, or just plan it.
+
+What needs Dynamo is imported by the first call: whoever only imports these functions does not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from amprewrite.ir.evidence.ranges import Calibration
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.policies.pad_policy import parse_pad
+from amprewrite.ir.policies.policy import Policy, parse_overrides
+from amprewrite.runtime.ambient.kept_state import state_kept
+from amprewrite.runtime.model.half_parameters import refuse_trainable
+from amprewrite.runtime.model.parts import MODEL, parse_granularity
+from amprewrite.runtime.options import Options
+from amprewrite.runtime.training.find_optimizers import optimizer_inside
+from amprewrite.runtime.training.loss_scale import parse_loss_scale
+from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keywords, shown
+from amprewrite.tables.devices import named_device
+from amprewrite.tables.errors import OpListError, PlanError, PolicyError
+from amprewrite.tables.formats import FP32, LOW_FORMATS, Format, parse_format
+from amprewrite.tables.ops.op_lists import PRESETS, OpLists, op_lists
+
+M = TypeVar("M")
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+
+
+def rewrite(
+    model: M,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    optimizer: Optimizers = None,
+    dtype: str | torch.dtype | Format | None = None,
+    lists: str | OpLists = "default",
+    overrides: Mapping[str, str] | None = None,
+    plan: CastPlan | None = None,
+    calibration: Calibration | Iterable[Any] | None = None,
+    tolerance: float | None = None,
+    accuracy: str | None = None,
+    device: str | None = None,
+    measure: bool = False,
+    memory: float = 0.0,
+    high: str = "fp32",
+    loss_scale: Any = "auto",
+    pad: Any = "auto",
+    granularity: str | Iterable[str] = MODEL,
+    backend: str | Callable[..., Any] = "eager",
+    cache_weights: bool | str = True,
+    strict: bool = False,
+) -> M:
+    """A mixed-precision twin of `model`: same class, same Parameters and buffers, fp32 in and out.
+
+    Nothing is captured until the first call, which captures with the real inputs; `example_inputs` (and `example_kwargs`)
+    capture at once, so that `amp.plan` is there. The original is left as it is.
+
+    Args:
+        model: an nn.Module (a GraphModule too), or a torch.export.ExportedProgram.
+        optimizer: one optimizer or several that step this model's parameters: a step whose gradients overflowed is skipped.
+            Those not named here are found at their first step.
+        dtype: "bf16", "fp16" or a torch dtype: done as asked. None: what the device does best, which may be nothing.
+        lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
+        overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`.
+        plan: follow this plan, perhaps edited, instead of deciding; one that does not fit raises PlanError.
+        calibration: what `amprewrite.calibrate` gave, or batches to calibrate with: in fp16, values that would overflow or
+            be flushed stay fp32, with the evidence in the plan. Batches run in the model's present mode.
+        tolerance: relative L2 error of the outputs that may be spent; the cheapest plan found within it is taken.
+        accuracy: "autocast": the cheapest plan found whose error is not above that of torch.autocast's rules. Both measure on
+            the calibration batches, or on `example_inputs`; `amprewrite.accuracy.frontier.search` has the details and the frontier.
+        device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.tables.devices.NAMED` has them all) instead of the one at
+            hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
+        memory: seconds that a gigabyte of activations kept for backward is worth to the plan, such as 0.01; 0 plans for speed.
+        measure: time ops and casts on the device at hand instead of taking prices from the table; kept on disk.
+        high: "fp32". TF32 is no choice: PyTorch has one switch for the whole process, which kernels read as they start, so
+            no region of a graph can have its own without changing it for everybody and breaking torch.compile's guards.
+            Where it is set (`torch.set_float32_matmul_precision("high")`), ops that stay high use it and are priced so.
+        loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", the name of a preset, a number that stays, None, or
+            a LossScale, which several models may share. It is built into the training graphs: gradients arrive unscaled.
+        granularity: "model" captures as much as it can at once. "blocks" captures each repeated block by itself, as FSDP2
+            block by block needs it; a list of module paths (shell patterns) names the blocks. One loss scale serves all.
+        pad: round dims of low matrix products up to what Tensor Cores want: "auto" where the device's cost table says it pays,
+            "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
+            gradients, state_dict and results keep their sizes.
+        backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
+        cache_weights: True: a call without gradients copies all weights of its graph in one launch, over the memory of the
+            last copies; they serve that call alone, so no write is missed. `amp.frozen_weights()` keeps them for a block, and
+            `generate()` for itself. "step": copies are kept until any optimizer steps, the mode changes or weights are
+            loaded, in training too, so gradient accumulation casts nothing twice; copies of weights that take no gradient
+            outlive the step. Call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack,
+            collectives): most are found at a later call, with a warning, but not all. False: every weight is cast where it is
+            read, and no memory is kept.
+        strict: whatever cannot be captured raises CaptureError instead of running in fp32 with a warning.
+
+    Raises:
+        PolicyError: options that make no sense. CaptureError: a model that cannot be captured. PlanError: a plan that does
+        not fit. CalibrationError: batches that cannot be run, ranges of another model. AccuracyError: an accuracy that
+        cannot be reached. All are AmpRewriteErrors.
+    """
+    from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
+    from amprewrite.runtime.model.rewritten import is_rewritten, module_of, plain_of, rewritten
+
+    module = module_of(model)
+    if not isinstance(example_inputs, tuple | list | None):
+        raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
+    example_kwargs = None if example_kwargs is None else keywords("example_kwargs", example_kwargs)
+    options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
+    options = replace(
+        options,
+        loss_scale=_checked_scale(loss_scale, options.low),
+        granularity=parse_granularity(granularity, module),
+        device=_checked_device(device, flag("measure", measure)),
+        measure=bool(measure),
+        memory=_checked_memory(memory),
+        pad=parse_pad(pad, torch.cuda.is_available()),
+    )
+    options.pad.check_modules(path for path, _ in module.named_modules())
+    _check_high(high)
+    refuse_ambient_autocast()
+    module = plain_of(module) if is_rewritten(module) else module
+    options = replace(options, **evidence(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
+    amp = rewritten(module, options)
+    for each in optimizers_of(optimizer):
+        amp.attach(each)
+    if example_inputs is not None or example_kwargs is not None:
+        warm(amp, tuple(example_inputs or ()), example_kwargs or {})
+    return amp  # type: ignore[no-any-return]
+
+
+def evidence(
+    module: nn.Module,
+    options: Options,
+    calibration: Calibration | Iterable[Any] | None,
+    tolerance: float | None,
+    accuracy: str | None,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What sample batches say of the model: the options `calibration` and `careful`."""
+    from amprewrite.accuracy.calibrate import calibrate
+    from amprewrite.accuracy.frontier import check_target, search
+    from amprewrite.accuracy.trial import Call, kept
+
+    found: dict[str, Any] = {}
+    batches: list[Any] = [] if args is None and kwargs is None else [Call(tuple(args or ()), dict(kwargs or {}))]
+    if isinstance(calibration, Calibration):
+        found["calibration"] = calibration
+    elif calibration is not None:
+        batches = []
+        found["calibration"] = calibrate(module, kept(calibration, batches), progress=False)
+    if calibration is not None:
+        found["calibration"].check(module)
+    check_target(tolerance, accuracy)
+    if tolerance is not None or accuracy is not None:
+        if options.given is not None:
+            raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")
+        found["careful"] = search(module, batches, replace(options, **found), tolerance, accuracy).careful
+    return found
+
+
+def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:
+    """The plan that `rewrite(model, **options)` would run for these inputs, without rewriting anything."""
+    amp = rewrite(model, example_inputs=args, example_kwargs=kwargs, **options)
+    found: CastPlan = amp.plan
+    return found
+
+
+def warm(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Capture now: one call that leaves buffers, gradients and random state as they were."""
+    with state_kept(amp):
+        amp(*args, **kwargs)
+
+
+def _options(
+    module: nn.Module,
+    dtype: str | torch.dtype | Format | None,
+    lists: str | OpLists,
+    overrides: Mapping[str, str] | None,
+    plan: CastPlan | None,
+    backend: str | Callable[..., Any],
+    cache_weights: bool | str,
+    strict: bool,
+) -> Options:
+    refuse_trainable(module)
+    if not is_flag(cache_weights) and not is_word(cache_weights, "step"):
+        raise PolicyError(f"cache_weights={shown(cache_weights)} is not understood: use True, False or 'step'")
+    if plan is not None and not isinstance(plan, CastPlan):
+        raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
+    if plan is not None:
+        dtype = plan.low if dtype is None else dtype
+        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists  # they decide what is one op
+    cache_weights = cache_weights if isinstance(cache_weights, str) else bool(cache_weights)
+    strict = flag("strict", strict)
+    low = None if dtype is None else parse_format(dtype)
+    if plan is not None and low is not None and plan.regions and plan.low != low.name:
+        raise PlanError(f"the plan is for low = {plan.low}, dtype= asks for {low.name}; leave dtype= out, or make a plan for {low.name}")
+    checked = parse_overrides({} if overrides is None else overrides, low or LOW_FORMATS[1])
+    if not isinstance(lists, str | OpLists):
+        raise OpListError(f"lists={shown(lists)} is no preset; use the name of one, or an OpLists value")
+    op_lists(lists, low or LOW_FORMATS[1], "cpu")
+    if not (isinstance(backend, str) or callable(backend)):
+        raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
+    if not is_word(backend, "eager"):
+        from amprewrite.runtime.compiler.dynamo import lookup_backend
+
+        try:
+            lookup_backend(backend)
+        except Exception as error:
+            known = ", ".join(torch._dynamo.list_backends())
+            raise PolicyError(f"backend={shown(backend)} is no torch.compile backend; there are eager, {known}") from error
+    options = Options(low, lists, checked, backend, cache_weights, strict, plan)
+    if low is FP32 and plan is None:
+        options = Options(low, op_lists("default", LOW_FORMATS[1], "cpu"), checked, backend, cache_weights, strict, plan)
+    Policy(low or LOW_FORMATS[1], overrides=checked).check_modules(path for path, _ in module.named_modules())
+    return options
+
+
+def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
+    """`loss_scale` as `parse_loss_scale` takes it; PolicyError where it does not."""
+    if loss_scale is None:
+        loss_scale = "none"
+    parse_loss_scale(loss_scale, low or FP32)
+    return loss_scale
+
+
+def _checked_device(device: Any, measure: bool) -> str:
+    """The name of the device to plan for, "" for the one at hand."""
+    if device is None:
+        return ""
+    if measure:
+        raise PolicyError(f"measure=True times the device at hand, device={shown(device)} plans for another: choose one")
+    named_device(device)
+    return str(device)
+
+
+def _checked_memory(memory: Any) -> float:
+    """Seconds a byte."""
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
+        raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
+    return memory / 1e9
+
+
+def _check_high(high: Any) -> None:
+    if is_word(high, "tf32"):
+        raise PolicyError(
+            "high='tf32' cannot be done by region: PyTorch has one TF32 switch for the whole process; "
+            "torch.set_float32_matmul_precision('high') sets it, and the planner prices fp32 by it"
+        )
+    if not is_word(high, "fp32"):
+        raise PolicyError(f"high={shown(high)} is not understood: what is not low runs in 'fp32'")
+
+
+def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """One optimizer or several as a list; PolicyError for anything else."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        return [optimizer_inside(optimizer)]
+    if not isinstance(optimizer, Iterable):
+        raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(optimizer).__name__}")
+    found = list(optimizer)
+    for each in found:
+        if not (isinstance(each, torch.optim.Optimizer) or hasattr(each, "optimizer")):
+            raise PolicyError(f"optimizer= takes a torch.optim.Optimizer or several, not {type(each).__name__}")
+    return [optimizer_inside(each) for each in found]

@@ -1,0 +1,358 @@
+"""What is read off one fx node: value, dtype, role, what it writes, and the shapes behind its FLOPs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.ir.op_graph import Operand
+from amprewrite.tables.formats import dtype_name
+from amprewrite.tables.ops.op_lists import Op, find_op, is_inplace, op_name
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+GRAD_SWITCHES = ("_set_grad_enabled", "set_grad_enabled")
+CONVERSIONS = {"to", "type", "type_as", "float", "_to_copy", "convert_element_type"}
+"""Ops that change a dtype and nothing else."""
+BODIES = {"tag_activation_checkpoint"}
+"""Higher-order ops whose body is rewritten like a graph of its own; any other is opaque."""
+TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+                    "new_full", "new_empty"}  # fmt: skip
+"""Ops that take a shape, and unless told otherwise the dtype, of another tensor."""
+ABSOLUTE = {"float"}
+"""Conversions that are always spelled out."""
+BIT_VIEWS = {"view", "view_copy"}
+"""Ops that read the bits of their operand as another dtype where they are told one."""
+LEAVES = "amprewrite_leaves"
+"""Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), or memory that does (SHARED)."""
+RETURNED, SHARED = "returned", "shared"
+NODE = "amprewrite_node"
+"""Key in the meta of a node of an edited graph: its name in the plan; a cast has the name of the value it copies."""
+
+ROLES = {"placeholder", "get_attr", "output"}
+FUNCTORCH = ("_increment_nesting", "_decrement_nesting")
+"""Ends of the names of the ops that open and close a torch.func transform."""
+ENTER_AUTOCAST, EXIT_AUTOCAST = "_enter_autocast", "_exit_autocast"
+
+
+@dataclass
+class Fact:
+    """What is read off one fx node before it becomes a vertex."""
+
+    node: torch.fx.Node
+    position: int
+    op: str
+    row: Op | None
+    role: str
+    value: Any
+    dtype: str
+    writes: tuple[torch.fx.Node, ...] = ()
+    autocast: str = ""
+    transformed: bool = False
+    pinned: tuple[Colour, Reason, str] | None = None
+    relative: bool = False
+    free_source: bool = False
+    kind: OpKind | None = None
+    huge: bool = False
+    name: str = ""
+    rank: int = 0
+    operands: list[Operand] = field(default_factory=list)
+
+
+def example_value(node: torch.fx.Node) -> Any:
+    """What capture says the node gives: a fake tensor, a structure of them, or None."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def is_checkpoint(node: torch.fx.Node) -> bool:
+    """Whether the node runs the body of an activation checkpoint."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a vmap inside the graph batches this tensor: it can be computed with, not looked at."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def storages(value: Any) -> set[int]:
+    """Which memory the tensors in `value` lie in. A tensor that torch.func wraps lies where the tensor inside it does."""
+    found = set()
+    for tensor in tensors(value):
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if tensor.layout == torch.strided and not tensor.is_nested:
+            found.add(tensor.untyped_storage()._cdata)
+    return found
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a gradient may belong to `value`.
+
+    Capture's `requires_grad` is no guide: it is lost behind data-dependent shapes. So every floating tensor counts.
+    """
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def value_dtype(value: Any) -> str:
+    """Name of the dtype of a value's floating tensors, or of all its tensors where none is floating."""
+    every = tensors(value)
+    floating = [t for t in every if t.is_floating_point() or t.is_complex()]
+    names = {dtype_name(t.dtype) if t.layout == torch.strided else f"sparse {dtype_name(t.dtype)}" for t in floating or every}
+    return "+".join(sorted(names))
+
+
+def hint(size: Any) -> int:
+    """A size as a plain int without making a guard: symbolic sizes give their hint."""
+    if isinstance(size, int):
+        return size
+    known = getattr(getattr(size, "node", None), "_hint", None)
+    return int(known) if isinstance(known, int) else 64
+
+
+def read_fact(node: torch.fx.Node, position: int) -> Fact:
+    op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # not the attribute of that name
+    row = find_op(op) if op else None
+    value = example_value(node)
+    fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        fact.dtype = ""  # what it gives is read off its getitems
+    fact.writes = written(node)
+    if value is None and fact.writes:  # setitem and the like give nothing: they stand for what they write
+        fact.value = example_value(fact.writes[0])
+        fact.dtype = value_dtype(fact.value)
+    return fact
+
+
+def _role(node: torch.fx.Node, value: Any) -> str:
+    if node.op == "output":
+        return "output"
+    if node.op not in ROLES:
+        return "op"
+    source = source_name(node)
+    held = held_value(node) if node.op == "get_attr" else None
+    if isinstance(value, torch.nn.Parameter) or isinstance(held, torch.nn.Parameter) or "_parameters[" in source:
+        return "parameter"
+    if "_buffers[" in source or (isinstance(held, torch.Tensor) and is_buffer(node)):
+        return "buffer"
+    return "constant" if node.op == "get_attr" else "input"
+
+
+def held_value(node: torch.fx.Node) -> Any:
+    """What a get_attr node reads."""
+    held: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        held = getattr(held, part, None)
+    return held
+
+
+def is_buffer(node: torch.fx.Node) -> bool:
+    path, _, last = str(node.target).rpartition(".")
+    owner = node.graph.owning_module
+    return owner is not None and last in owner.get_submodule(path)._buffers
+
+
+@dataclass(frozen=True)
+class InputSource:
+    """Where Dynamo found a graph input, without the input: a weak reference to a weight would keep `swap_tensors` from it."""
+
+    source: Any
+
+
+def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
+    """What a copy of a captured node keeps of what Dynamo noted on it."""
+    found = meta.get("grapharg")
+    return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
+
+
+def forget_inputs(graph: torch.fx.Graph) -> None:
+    """Let the fake modes of a graph that was captured and compiled forget of which tensors they made fakes, held weakly."""
+    modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
+    tracing = torch._guards.TracingContext.try_get()  # AOTAutograd has a mode of its own
+    if tracing is not None:
+        tracing.tensor_to_context.clear()
+    for mode in modes | ({tracing.fake_mode} if tracing is not None and tracing.fake_mode is not None else set()):
+        describer = mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
+
+
+def source_name(node: torch.fx.Node) -> str:
+    """Where Dynamo found a graph input: "L['self']._modules['fc']._parameters['weight']"; "" elsewhere."""
+    arg = node.meta.get("grapharg")
+    source = getattr(arg, "source", None)
+    name = getattr(source, "name", "")
+    return name() if callable(name) else name
+
+
+def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    """Tensors that the node writes in place."""
+    written = [a for a in tree_leaves(node.kwargs.get("out")) if isinstance(a, torch.fx.Node)]
+    first = node.args[0] if node.args else None
+    if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
+        inplace = is_inplace(node.target)
+        if not inplace and node.op == "call_function" and "inplace" in _parameters(node.target):
+            at = _parameters(node.target).index("inplace")
+            inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
+        if inplace and tensors(example_value(first)):
+            written.append(first)
+    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of what it writes
+        written += [a for a in tree_leaves(first) if isinstance(a, torch.fx.Node)]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        written += _written_by_bodies(node)
+    elif isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        written += [argument for argument in _written_by_schema(node) if argument not in written]
+    return tuple(written)
+
+
+def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Arguments that a custom op says it writes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.fx.Node))
+
+
+def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
+    """The graphs that a higher-order op runs."""
+    owner = node.graph.owning_module
+    if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    found = [getattr(owner, str(argument.target), None) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return [body for body in found if isinstance(body, torch.fx.GraphModule)]
+
+
+def _written_by_bodies(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Operands that the body of a higher-order op writes: the very ones of a checkpoint, of other ops all, if any."""
+    operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
+    if "mutation" in node.target.name():  # type: ignore[union-attr]
+        return operands
+    found: list[torch.fx.Node] = []
+    for body in bodies(node):
+        memory = {storage for inner in body.graph.nodes for target in written(inner) for storage in storages(example_value(target))}
+        inputs = body.graph.find_nodes(op="placeholder")
+        places = [place for place, inner in enumerate(inputs) if memory & storages(example_value(inner))]
+        if is_checkpoint(node):
+            found += [a for place in places if isinstance(a := node.args[place + 1], torch.fx.Node)]
+        elif places:
+            found += operands
+    return list(dict.fromkeys(found))
+
+
+def has_own_backward(node: torch.fx.Node) -> bool:
+    """Whether the gradient of the node's result passes through code of the user: an autograd Function, or a hook in a body."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    name = node.target.name()
+    return "autograd_function" in name or any(
+        has_own_backward(inner) or "register_hook" in str(inner.target) for body in bodies(node) for inner in body.graph.nodes
+    )
+
+
+def takes_gradients(graph: torch.fx.Graph) -> bool:
+    """Whether the graph calls torch.autograd.grad or backward."""
+    return any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
+    """Names of the parameters a target takes, in order; () where nobody knows."""
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple(argument.name for argument in target._schema.arguments)
+    if callable(target) and not isinstance(target, torch._ops.OpOverloadPacket):
+        try:
+            return tuple(inspect.signature(target).parameters)
+        except (ValueError, TypeError):
+            pass  # a builtin: its ATen schema has the names
+    packet = getattr(torch.ops.aten, op_name(target), None)
+    return _parameters(getattr(packet, packet.overloads()[0])) if packet is not None else ()
+
+
+def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
+    """Mark nodes inside the model's own autocast regions: "on" or "off"."""
+    stack: list[tuple[torch.fx.Node, str]] = []
+    for node, fact in facts.items():
+        if fact.op == ENTER_AUTOCAST:
+            stack.append((node, "on" if node.args[2] else "off"))
+        elif fact.op == EXIT_AUTOCAST:
+            stack = [entry for entry in stack if entry[0] is not node.args[0]]
+        elif stack:
+            fact.autocast = stack[-1][1]
+
+
+def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes inside a torch.func transform (vmap, grad, jvp): their values exist at a level of their own."""
+    depth, found = 0, set()
+    for node in graph.nodes:
+        opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
+        depth += opens
+        if depth:
+            found.add(node)
+        depth -= closes
+    return found
+
+
+def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For each node inside a torch.func transform, the node that opens the outermost one around it."""
+    inside, opening, found = transformed_nodes(graph), None, {}
+    for node in graph.nodes:
+        opening = (opening or node) if node in inside else None
+        if opening is not None:
+            found[node] = opening
+    return found
+
+
+def is_opaque(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
+    """Every node among the arguments, with the name of the parameter it is passed to ("" where unknown)."""
+    names = _parameters(node.target) if node.op in ("call_function", "call_method") else ()
+    for position, argument in enumerate(node.args):
+        name = names[position] if position < len(names) else ""
+        yield from ((name, leaf) for leaf in tree_leaves(argument) if isinstance(leaf, torch.fx.Node))
+    for name, argument in node.kwargs.items():
+        yield from ((name, leaf) for leaf in tree_leaves(argument) if isinstance(leaf, torch.fx.Node))
+
+
+def device_of(value: Any) -> str:
+    found = tensors(value)
+    return found[0].device.type if found else "cpu"
+
+
+def flops(op: str, node: torch.fx.Node) -> int:
+    """Multiply-adds times two of a matmul, convolution or attention, from shapes; 0 for anything else."""
+    shapes = [tuple(hint(s) for s in t.shape) for a in node.all_input_nodes for t in tensors(example_value(a))[:1]]
+    out = [math.prod(hint(s) for s in t.shape) for t in tensors(example_value(node))[:1]]
+    if not out or not shapes or not shapes[0]:
+        return 0
+    if op in ("linear", "matmul", "bmm", "mm", "mv", "dot"):
+        return 2 * out[0] * shapes[0][-1]
+    if op in ("addmm", "baddbmm", "addbmm", "addmv") and len(shapes) > 1 and shapes[1]:
+        return 2 * out[0] * shapes[1][-1]
+    if op == "scaled_dot_product_attention" and len(shapes) > 1:
+        return 4 * math.prod(shapes[0]) * shapes[1][-2]
+    if op.startswith("conv") and len(shapes) > 1 and len(shapes[1]) > 1:
+        moved = math.prod(shapes[0]) if "transpose" in op else out[0]
+        return 2 * moved * math.prod(shapes[1]) // max(shapes[1][0], 1)
+    if op in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        steps = math.prod(shapes[0][:-1])
+        return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
+    return 0

@@ -1,0 +1,1 @@
+"""What rewritten graphs call: copies of many tensors, loss scaling, pads, hooks, masks."""

@@ -1,0 +1,140 @@
+"""Attention masks that say nothing, or are plainly causal: found, and told apart.
+
+A model that skips its mask when it would say nothing (all positions, or plainly causal) decides so by looking at values, which
+capture cannot: the captured graph builds the mask and hands it on. That costs the fastest attention kernels, which take no mask
+but know `is_causal` (ATen/native/transformers/cuda/sdp_utils.cpp: flash attention refuses `attn_mask`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.fused_copy import is_plain
+from amprewrite.tables.ops.op_lists import is_inplace, op_name
+
+PURE = frozenset({
+    "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "scalar_tensor",
+    "getitem", "to", "bool", "int", "long", "float", "type_as", "contiguous", "clone", "size",
+    "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "t",
+    "repeat", "cat", "stack", "flip", "gather", "index_select", "where", "masked_fill", "tril", "triu", "cumsum", "diff",
+    "add", "sub", "mul", "neg", "floor_divide", "remainder", "abs", "clamp", "saturate", "minimum", "maximum",
+    "eq", "ne", "lt", "le", "gt", "ge",
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor", "logical_not",
+})  # fmt: skip
+"""Ops that masks are made of: each gives the same for the same arguments, and nothing else happens."""
+MOST_ELEMENTS = 1 << 27
+"""A larger mask is not looked at: that takes three bytes an element."""
+_BLOCKED = -6e4
+"""What is added to a score to block it lies below this (fp16's lowest is -65504), and its exponential is 0."""
+
+
+class Kind(Enum):
+    """What a mask says."""
+
+    ALL = "all positions"
+    CAUSAL = "causal"
+    OTHER = "something else"
+
+
+def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]] | None:
+    """(nodes that compute `mask`, in order; sizes they read); None where it depends on anything else or is written in place."""
+    inner: set[torch.fx.Node] = set()
+    sizes: dict[torch.fx.Node, None] = {}
+    waiting = [mask]
+    while waiting:
+        node = waiting.pop()
+        if node in inner or node in sizes:
+            continue
+        if isinstance(example_value(node), int | torch.SymInt):
+            sizes[node] = None
+            continue
+        if node.op not in ("call_function", "call_method") or op_name(node.target) not in PURE or is_inplace(node.target):
+            return None
+        inner.add(node)
+        waiting += node.all_input_nodes
+    if any(writes_to(node, inner) for node in mask.graph.nodes):
+        return None
+    return tuple(node for node in mask.graph.nodes if node in inner), tuple(sizes)
+
+
+def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
+    """Whether `node` writes in place what, through views perhaps, may be one of `known`."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if not (is_inplace(node.target) or node.kwargs.get("inplace") or "out" in node.kwargs):
+        return False
+    written: Any = node.kwargs.get("out", node.args[0] if node.args else None)
+    while isinstance(written, torch.fx.Node):
+        if written in known:
+            return True
+        written = written.args[0] if written.args else None
+    return False
+
+
+class Masks:
+    """A mask of a graph as a function of its sizes, with what it was found to say at each."""
+
+    def __init__(self, nodes: Sequence[torch.fx.Node], sizes: Sequence[torch.fx.Node]) -> None:
+        graph = torch.fx.Graph()
+        made = {size: graph.placeholder(size.name) for size in sizes}
+        for node in nodes:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(made[nodes[-1]])
+        self._module = torch.fx.GraphModule({}, graph)
+        self._kinds: dict[tuple[tuple[int, ...], tuple[int, int]], Kind] = {}
+
+    def kind(self, sizes: tuple[int, ...], lengths: tuple[int, int]) -> Kind:
+        """What the mask says at these `sizes`, for `lengths` (queries, keys)."""
+        key = (sizes, lengths)
+        found = self._kinds.get(key)
+        if found is None:
+            with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+                found = self._kinds[key] = kind_of(self._module(*sizes), lengths)
+        return found
+
+    def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...], device: torch.device) -> tuple[Tensor | None, bool]:
+        """(mask to hand on, is_causal). Looking at a mask waits for the device, once for each set of sizes."""
+        known = all(type(size) is int for size in (*sizes, *lengths))
+        may_look = known and ((sizes, lengths) in self._kinds or not recording(device))
+        kind = self.kind(sizes, lengths) if may_look else Kind.OTHER
+        return (self._module(*sizes), False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
+
+
+def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    """`Masks.find` as a graph calls it."""
+    return masks.find((query.shape[-2], key.shape[-2]), tuple(sizes), query.device)
+
+
+def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    """(mask to hand on, is_causal) by the values of a boolean `mask` on a CPU, where nobody waits for a device."""
+    kind = kind_of(mask, (query.shape[-2], key.shape[-2])) if mask.is_cpu and is_plain(mask) else Kind.OTHER
+    return (mask, False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
+
+
+def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
+    """What `mask`, broadcast over (..., queries, keys), says: booleans that allow, or floats that are added."""
+    mask = mask.detach()[tuple(0 if step == 0 and at < mask.dim() - 2 else slice(None) for at, step in enumerate(mask.stride()))]
+    if mask.numel() > MOST_ELEMENTS:
+        return Kind.OTHER
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((allowed | (mask <= _BLOCKED)).all()):
+        return Kind.OTHER
+    if bool(allowed.all()):
+        return Kind.ALL
+    queries, keys = lengths
+    if queries != keys or tuple(allowed.shape[-2:]) != lengths or bool(allowed[..., 0, -1].any()):
+        return Kind.OTHER
+    causal = torch.ones(lengths, dtype=torch.bool, device=mask.device).tril()
+    return Kind.CAUSAL if torch.equal(allowed, causal.expand_as(allowed)) else Kind.OTHER
+
+
+__all__ = ["Kind", "Masks", "find_mask", "kind_of", "look_at_mask", "sources_of", "writes_to"]

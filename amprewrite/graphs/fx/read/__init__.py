@@ -1,0 +1,1 @@
+"""fx graph → op graph: nodes, names, memory, calls, inner graphs, magnitudes of weights."""

@@ -1,0 +1,92 @@
+"""fx graph → calls: arguments and shapes of every op as plain data, and which ops write memory that others see."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from amprewrite.graphs.fx.node_facts import example_value, tensors, transformed_nodes, written
+from amprewrite.ir.op_calls import Call, Ref, Shape
+from amprewrite.ir.op_graph import OpGraph
+
+
+def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[str, Call]:
+    """A Call for every vertex of `graph`, by name, in the order in which the fx graph runs them."""
+    names = {node: name for name, node in fx_nodes.items()}
+    if not names:
+        return {}
+    module_graph = next(iter(names)).graph
+    transformed = transformed_nodes(module_graph)
+    opaque = _aliased_writes(module_graph, transformed)
+    opaque |= dict.fromkeys(transformed, "it runs inside a torch.func transform")
+    return {
+        names[node]: _call(graph, names[node], node, names, opaque.get(node, "")) for node in module_graph.nodes if node in names
+    }
+
+
+def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.fx.Node, str], opaque: str) -> Call:
+    vertex, value = graph[name], example_value(node)
+    found = tensors(value)
+    if any(is_traceable_wrapper_subclass(t) or t.layout != torch.strided for t in found):
+        opaque = opaque or "its tensor is no plain strided one"
+    of_tuple = vertex.op == "getitem" and node.args and not isinstance(example_value(node.args[0]), torch.Tensor)  # type: ignore[arg-type]
+    return Call(
+        name,
+        vertex.op,
+        tuple(_plain(a, names) for a in node.args),
+        {key: _plain(a, names) for key, a in node.kwargs.items()},
+        tuple(_shape(t) for t in found),
+        not isinstance(value, torch.Tensor),
+        bool(found) and all(t.is_floating_point() for t in found),
+        node.args[1] if of_tuple and isinstance(node.args[1], int) else None,
+        opaque,
+        vertex.role,
+    )
+
+
+def _shape(tensor: torch.Tensor) -> Shape:
+    return tuple(s if isinstance(s, int) else str(s) for s in tensor.shape)
+
+
+def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
+    """An argument without fx nodes: a node becomes a Ref, but a number that capture knows becomes that number."""
+    if isinstance(argument, torch.fx.Node):
+        value = example_value(argument)
+        return value if type(value) in (int, float, bool) else Ref(names.get(argument, argument.name))
+    if isinstance(argument, slice):
+        return slice(*(_plain(a, names) for a in (argument.start, argument.stop, argument.step)))
+    if isinstance(argument, tuple | list):
+        return tuple(_plain(a, names) for a in argument)
+    if isinstance(argument, dict):
+        return {key: _plain(a, names) for key, a in argument.items()}
+    return argument
+
+
+def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
+    """Nodes whose memory is written while somebody else still reads it.
+
+    An in-place op on a value that nobody reads afterwards is no such case: it does what the same op out of place would.
+    Nodes inside torch.func transforms have no memory to ask for.
+    """
+    place = {node: position for position, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        found_here = [] if node.op == "output" or node in transformed else tensors(example_value(node))
+        for tensor in found_here:
+            if tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor):
+                sharing[tensor.untyped_storage()._cdata].append(node)
+    found: dict[torch.fx.Node, str] = {}
+    for node in graph.nodes:
+        for target in written(node) if node not in transformed else ():
+            peers = {peer for t in tensors(example_value(target)) for peer in sharing.get(t.untyped_storage()._cdata, ())}
+            before = [peer for peer in peers if place[peer] < place[node]]
+            outside = any(peer.op in ("placeholder", "get_attr") for peer in before)
+            read_later = any(place[user] > place[node] for peer in before for user in peer.users)
+            if outside or read_later or example_value(node) is None:
+                found |= dict.fromkeys((*peers, node), "its memory is written in place while others may read it")
+    return found

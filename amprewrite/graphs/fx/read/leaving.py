@@ -1,0 +1,192 @@
+"""What leaves a graph must be one fp32 value for the graph and for its caller: in number, memory and gradient.
+
+A low value that is returned is cast. If others go on reading the low value, the cast stands beside their path: the caller's gradient
+with respect to the result misses them. And two results that share memory become two casts, which share none.
+So before a graph is read, an idle `x.to(x.dtype)` is put behind the value, and all its other readers read that. In the captured graph
+it gives `x` itself. Coloured high, it is the place where the cast stands, on everybody's path:
+
+    before   y = linear(x); z = relu(y); return y, z
+    after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
+
+1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
+   node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it.
+2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
+   graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.node_facts import (
+    LEAVES,
+    RETURNED,
+    SHARED,
+    differentiable,
+    example_value,
+    is_opaque,
+    storages,
+    tensors,
+    transformed_nodes,
+    written,
+)
+from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.tables.ops.op_lists import op_name
+
+Node = torch.fx.Node
+
+
+def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without_grad: set[Node] | None) -> torch.fx.GraphModule:
+    """`module`, or if anything leaves as itself a copy with the nodes above. `copy` gives (copy, {node: its copy}).
+
+    `without_grad` are the nodes that run without gradients; None says that all do.
+    """
+    memory = Memory(module.graph)
+    shared = memory.leaving(with_gradients=without_grad is not None)
+    chains = {node for storage in shared for node in memory.chain(storage)}
+    makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
+    if without_grad is not None:
+        left = dict.fromkeys((*map(_before_hooks, read_results(module.graph)), *_hooked_results(module.graph)))
+        makers |= dict.fromkeys(node for node in left if node not in chains and node not in without_grad)
+    if not makers and not chains:
+        return module
+    copied, twin = copy(module)
+    for node in chains:
+        twin[node].meta[LEAVES] = SHARED
+    for maker in makers:
+        _follow(copied.graph, twin[maker])
+    copied.recompile()
+    marked: torch.fx.GraphModule = copied
+    return marked
+
+
+def _follow(graph: torch.fx.Graph, maker: Node) -> None:
+    """Put the idle conversion behind `maker`; all others read it."""
+    readers = list(maker.users)
+    with graph.inserting_after(maker):
+        node = graph.call_method("to", (maker, example_value(maker).dtype))
+    node.meta = {**maker.meta, LEAVES: RETURNED}
+    maker.meta.pop(LEAVES, None)
+    for reader in readers:
+        reader.replace_input_with(maker, node)
+
+
+def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
+    """Results that may have a gradient and that other ops read with one; what the graph itself takes gradients of counts as well."""
+    apart = transformed_nodes(graph)
+    asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
+    for node in dict.fromkeys((*_results(graph), *asked)):
+        made = node.op not in ("placeholder", "get_attr") and node not in apart and differentiable(example_value(node))
+        if made and any(user.op != "output" and _takes_gradient(user) for user in node.users):
+            yield node
+
+
+def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
+    """Makers of results that have hooks: the caller's `retain_grad` sees the gradient behind them, so they stand on what leaves."""
+    for node in _results(graph):
+        maker = _before_hooks(node)
+        if maker is not node and maker.op not in ("placeholder", "get_attr") and differentiable(example_value(node)):
+            yield maker
+
+
+def _before_hooks(node: Node) -> Node:
+    """The value that `node` is with the hooks on it."""
+    while node.target is hooked:
+        (node,) = node.all_input_nodes[:1]
+    return node
+
+
+def _takes_gradient(reader: Node) -> bool:
+    """Whether a gradient may come from `reader`: not from indices, comparisons and sizes."""
+    if op_name(reader.target) == "detach":
+        return False
+    if any(differentiable(t) for t in tensors(example_value(reader))):
+        return True
+    return bool(written(reader)) or is_opaque(reader) or reader.target is torch.autograd.grad
+
+
+def _results(graph: torch.fx.Graph) -> list[Node]:
+    return next(node for node in graph.nodes if node.op == "output").all_input_nodes
+
+
+def _overlaps(value: Any) -> bool:
+    """Whether elements of a tensor share memory with one another, as those of an expanded one do."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return any(isinstance(stride, int) and stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+class Memory:
+    """Which nodes of a graph lie in which memory."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.holders: dict[int, list[Node]] = defaultdict(list)
+        self.results, self.inputs, self.written, self.written_inside = set[int](), set[int](), set[int](), set[int]()
+        self.last_write: dict[int, int] = {}
+        self.position = {node: position for position, node in enumerate(graph.nodes)}
+        self.sinks: set[Node] = set()
+        apart = transformed_nodes(graph)
+        for node in graph.nodes:
+            for target in written(node):
+                for storage in storages(example_value(target)):
+                    self.written.add(storage)
+                    self.last_write[storage] = self.position[node]
+                    if is_opaque(node):
+                        self.written_inside.add(storage)
+                        self.sinks.add(target)
+            if node.op == "output" or not any(differentiable(t) for t in tensors(example_value(node))):
+                continue
+            for storage in storages(example_value(node)):
+                if node.op in ("placeholder", "get_attr"):
+                    self.inputs.add(storage)
+                if node not in apart:
+                    self.holders[storage].append(node)
+        found = _results(graph)
+        self.sinks |= set(found)
+        counted: dict[int, int] = defaultdict(int)
+        for result in found:
+            for storage in storages(example_value(result)):
+                self.results.add(storage)
+                counted[storage] += 1
+                counted[storage] += _overlaps(example_value(result))
+        self.several = {storage for storage, count in counted.items() if count > 1}
+
+    def leaving(self, with_gradients: bool) -> list[int]:
+        """Memory that leaves as itself."""
+        found = self.several | (self.results & self.inputs) | self.written_inside
+        if with_gradients:
+            found |= (self.results & self.written) | (self.inputs & self.written)
+        return sorted((storage for storage in found if storage in self.holders), key=lambda s: self.position[self.holders[s][0]])
+
+    def maker(self, storage: int) -> Node | None:
+        """The node whose result the memory is; None if it comes from outside, or if several results of one op lie in it."""
+        if storage in self.inputs:
+            return None
+        first = self.holders[storage][0]
+        if isinstance(example_value(first), torch.Tensor):
+            return first
+        parts = [node for node in self.holders[storage] if first in node.all_input_nodes]
+        return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
+
+    def chain(self, storage: int) -> set[Node]:
+        """The nodes that lead to the results in this memory, and all that may write it."""
+        holders = set(self.holders[storage])
+        found: set[Node] = set()
+        waiting = [node for node in holders if node in self.sinks]
+        if storage in self.written:
+            waiting += [node for node in holders if self.position[node] <= self.last_write[storage]]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node.op not in ("placeholder", "get_attr"):
+                found.add(node)
+                waiting += [feeder for feeder in node.all_input_nodes if feeder in holders]
+        maker = self.maker(storage)
+        return found - {maker} if maker is not None else found
+
+
+__all__ = ["mark_leaving", "read_results"]

@@ -1,0 +1,77 @@
+"""How large the weights of a captured graph are, and whether a narrow format holds them: known without any data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amprewrite.graphs.fx.node_facts import held_value
+from amprewrite.ir.program import Program
+from amprewrite.tables.formats import Format
+
+NARROW = 1e30
+"""A format that ends below this has a range that matters: fp16 does, bf16 ends where fp32 does."""
+
+
+class Fit(enum.Enum):
+    """Whether a low copy of a weight says what the weight says."""
+
+    FITS = "fits"
+    TOO_LARGE = "too large"
+    FLUSHED = "flushed"
+    """All of it is below the smallest number of the format."""
+
+
+def fit(size: float, low: Format) -> Fit:
+    """The fit of a weight whose largest magnitude is `size`. A weight is what it is: no tail, no headroom."""
+    if size > low.max:
+        return Fit.TOO_LARGE
+    return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
+
+
+def magnitudes(program: Program, inputs: Sequence[Any]) -> dict[str, float]:
+    """Largest magnitude of each fp32 parameter and buffer of the graph, by node; {} for a wide low format."""
+    found = weights_among(program, inputs)
+    return dict(zip(found, largest(list(found.values())), strict=True))
+
+
+def weights_among(program: Program, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """The fp32 parameters and buffers that the graph takes among its `inputs` or reads from its module, by node.
+
+    {} for a wide low format.
+
+    Tensors of other classes (distributed, fake) are left out: looking at them is not free.
+    """
+    if program.policy.low.max > NARROW or program.module is None:
+        return {}
+    by_node = {node: name for name, node in program.fx_nodes.items()}
+    placeholders = zip(program.module.graph.find_nodes(op="placeholder"), inputs, strict=False)
+    held = ((node, held_value(node)) for node in program.module.graph.find_nodes(op="get_attr"))
+    found: dict[str, Tensor] = {}
+    for node, value in (*placeholders, *held):
+        vertex = program.graph.nodes.get(by_node.get(node, ""))
+        plain = type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32 and value.layout == torch.strided
+        if plain and vertex is not None and vertex.role in ("parameter", "buffer") and value.device.type != "meta" and value.numel():
+            found[vertex.name] = value
+    return found
+
+
+def largest(tensors: Sequence[Tensor]) -> list[float]:
+    """Largest magnitude of each; one read by the host for each device."""
+    if not tensors:
+        return []
+    with torch.no_grad():
+        norms = torch._foreach_norm([tensor.detach() for tensor in tensors], ord=float("inf"))
+    sizes = [0.0] * len(norms)
+    for device in {norm.device for norm in norms}:
+        places = [place for place, norm in enumerate(norms) if norm.device == device]
+        for place, size in zip(places, torch.stack([norms[place] for place in places]).tolist(), strict=True):
+            sizes[place] = size
+    return sizes
+
+
+__all__ = ["NARROW", "Fit", "fit", "largest", "magnitudes", "weights_among"]

@@ -1,0 +1,108 @@
+"""Canonical names and order: depth first from the outputs, so that the order of the fx nodes changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.node_facts import Fact, source_name
+
+_PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
+
+
+def module_path(node: torch.fx.Node, entry: str) -> str:
+    """Path of the module that the node was called in, from the root of the rewritten model."""
+    stack = node.meta.get("nn_module_stack")
+    inner = ""
+    if stack:
+        inner = clean_path(next(reversed(stack.values()))[0])
+    return ".".join(part for part in (entry, inner) if part)
+
+
+def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Module) -> str | None:
+    """Path in `root` of the module whose frame was captured: after a graph break that may be a part of the model.
+
+    `inputs` are the real inputs of the graph, of which parameters and buffers tell where they live. None where none does.
+    """
+    paths: dict[int, list[str]] = {}
+    for path, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
+        paths.setdefault(id(tensor), []).append(path)
+    for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):
+        local = clean_path(source_name(node))
+        for path in paths.get(id(value), ()):
+            if local and (path == local or path.endswith(f".{local}")):
+                return path[: -len(local)].rstrip(".")
+    return None
+
+
+def clean_path(text: str) -> str:
+    """"L['self']._modules['net']._modules['0']", "L['self'].net.0" and "L__self___net_0" style roots removed: "net.0"."""
+    text = re.sub(r"^(?:L|G)\['[^']*'\]", "", text)
+    if not text.startswith((".", "[")):
+        return text
+    return ".".join(next(filter(None, match)) for match in _PATH.findall(text) if next(filter(None, match)) not in _PRIVATE)
+
+
+_PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
+
+
+def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
+    node = fact.node
+    if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"size_{fact.op}" if fact.role == "op" else "size"  # they come and go with symbolic shapes
+    if fact.role == "op":
+        return fact.op
+    if fact.role == "output":
+        return "output"
+    if node.op == "get_attr":
+        return str(node.target)
+    source = source_name(node)
+    path = clean_path(source)
+    if fact.role in ("parameter", "buffer") and path:
+        return ".".join(part for part in (entry, path) if part)
+    positional = re.fullmatch(r"L\['args'\]\[(\d+)\]", source)
+    if positional and int(positional[1]) < len(names):
+        return names[int(positional[1])]
+    words = re.findall(r"'([^']+)'", source)
+    return words[-1] if words else str(node.target)
+
+
+def canonical_order(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
+    return sorted(facts, key=lambda node: facts[node].rank)
+
+
+def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
+    """Post-order from the outputs; then writes and other effects that no output reads, in graph order."""
+    done: dict[torch.fx.Node, None] = {}
+    outputs = [node for node in facts if node.op == "output"]
+    effects = [node for node in facts if node.op != "output"]
+    for root in (*(a for o in outputs for a in o.all_input_nodes), *effects, *outputs):
+        stack = [(root, iter(root.all_input_nodes))]
+        while stack:
+            node, feeders = stack[-1]
+            if node in done:
+                stack.pop()
+                continue
+            feeder = next((f for f in feeders if f not in done), None)
+            if feeder is None:
+                done[node] = None
+                stack.pop()
+            else:
+                stack.append((feeder, iter(feeder.all_input_nodes)))
+    return list(done)
+
+
+def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
+    """Canonical ranks, and names by op and count: linear, linear_1, …"""
+    counts: Counter[str] = Counter()
+    for rank, node in enumerate(_depth_first(facts)):
+        fact = facts[node]
+        base = _base_name(fact, entry, names)
+        fact.rank = rank
+        fact.name = f"{base}_{counts[base]}" if counts[base] else base
+        counts[base] += 1

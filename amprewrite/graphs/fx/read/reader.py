@@ -1,0 +1,375 @@
+"""fx graph → op graph: one vertex an op, with dtype, shape, device, source line and module path as facts.
+
+1. Read facts from the example values that capture left on the nodes.
+2. Tell which operands follow an op's colour, from its row in the op table.
+3. Pin what facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, kernels that do not exist.
+4. Tie what shares memory that is written in place, and what comes out of one kernel.
+5. Name and order canonically: depth first from the outputs, so that the order of the fx nodes changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import PurePath
+
+import torch
+import torch.fx
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.node_facts import (
+    ABSOLUTE,
+    BIT_VIEWS,
+    CONVERSIONS,
+    ENTER_AUTOCAST,
+    GRAD_SWITCHES,
+    LEAVES,
+    RETURNED,
+    SHARED,
+    TAKES_SHAPE_ONLY,
+    Fact,
+    arguments,
+    device_of,
+    example_value,
+    flops,
+    hint,
+    is_opaque,
+    note_autocast,
+    read_fact,
+    tensors,
+    transformed_nodes,
+    value_dtype,
+)
+from amprewrite.graphs.fx.read.aliasing import Ties, memory
+from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
+from amprewrite.graphs.fx.read.source_text import dtype_is_literal, location
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import OpLists, op_name
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+_ORDINARY = 64
+"""Activations of this size are nothing out of the ordinary."""
+_FLOATING = ("fp", "bf", "float", "complex", "sparse")
+"""How the names of dtypes begin that hold fractions."""
+_PASSES_ON = {
+    "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
+    "contiguous", "clone", "repeat", "to", "type_as", "float",
+}  # fmt: skip
+"""Ops that give the values of a mask as they are."""
+_MAKES_SCORES = {"add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum"} | _PASSES_ON
+"""What may stand between the sum of scores and mask, and the softmax."""
+_CONSTANT_SENSITIVE = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "mul", "full", "full_like", "fill"}
+
+
+def read_graph(
+    module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = (), training: bool = False
+) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
+    """The op graph of `module` and the fx node of each vertex.
+
+    `low` is the low format, `lists` say the kind of each op, `entry` is the path of the module that was called, `names` are
+    the names of its positional parameters, `training` says whether a backward may follow.
+    """
+    facts = {node: read_fact(node, position) for position, node in enumerate(module.graph.nodes)}
+    note_autocast(facts)
+    for node in transformed_nodes(module.graph):
+        facts[node].transformed = True
+    ties, epochs = memory(facts)
+    name_all(facts, entry, names)
+    no_grad = without_grad(module.graph) if training else set()
+    for fact in facts.values():
+        kind = fact.kind = _kind(fact, lists, low)
+        fact.operands = _operands(fact, facts, kind, epochs, no_grad)
+        fact.pinned = _pin(fact, kind, low, ties, training)
+        fact.huge = _is_huge(fact, facts, low)
+    _absorb_explicit_internal(facts, lists)
+    order = canonical_order(facts)
+    graph = OpGraph.of(_vertex(facts[node], lists, ties, entry) for node in order)
+    return graph, {facts[node].name: node for node in order}
+
+
+def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
+    """What the lists say of the op as it is called here.
+
+    Three things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, a power
+    that only a tanh reads (GELU) may overflow without harm, and a product of a value with itself is a square.
+    """
+    if fact.row is None:
+        return None
+    kind = lists.kind(fact.row.name)
+    if kind is None and fact.op in CONVERSIONS:
+        return OpKind.CLEAR  # to the dtype it has already, but for those with facts of their own
+    if kind is None and lists.rule == "local":
+        return OpKind.INFER  # torch.autocast lets it follow its inputs
+    if lists.rule == "cost" and fact.row.name not in lists.asked:
+        small = low.max > 1e30 or _only_tanh_reads(fact.node)
+        if kind is OpKind.DENY and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
+            return OpKind.INFER if small else kind
+        if kind is OpKind.INFER and fact.op == "mul" and len(fact.node.args) == 2 and fact.node.args[0] is fact.node.args[1]:
+            return kind if small else lists.kind("square")
+    return kind
+
+
+def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
+    """Whether products and sums lead from `node` to tanh and to nothing else."""
+    names = {op_name(user.target) for user in node.users}
+    if names == {"tanh"}:
+        return True
+    return steps > 0 and bool(names) and names <= {"add", "mul"} and all(_only_tanh_reads(user, steps - 1) for user in node.users)
+
+
+def turns_grad_on(graph: torch.fx.Graph) -> bool:
+    """Whether the model itself enables gradients somewhere, so that a backward may follow though the caller disabled them."""
+    return any(op_name(node.target) in GRAD_SWITCHES and bool(node.args[0]) for node in graph.nodes)
+
+
+def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
+    """Whether the model itself switches torch.autocast on around every matmul and convolution of a graph that has any."""
+    heavy = [node for node in ops if node.flops]
+    switched_on = any(op_name(node.target) == ENTER_AUTOCAST and bool(node.args[2]) for node in graph.nodes)
+    theirs = (Reason.HALF, Reason.INSIDE_AUTOCAST)
+    return switched_on and bool(heavy) and all(node.pinned is not None and node.pinned[1] in theirs for node in heavy)
+
+
+def without_grad(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes that run without gradients: under the model's own no_grad, or under its caller's."""
+    found, enabled = set(), torch.is_grad_enabled()
+    for node in graph.nodes:
+        if op_name(node.target) in GRAD_SWITCHES:
+            enabled = bool(node.args[0])
+        elif not enabled:
+            found.add(node)
+    return found
+
+
+# -- 2. operands ------------------------------------------------------------------------
+def _operands(
+    fact: Fact,
+    facts: dict[torch.fx.Node, Fact],
+    kind: OpKind | None,
+    epochs: Callable[[torch.fx.Node, Fact], int],
+    no_grad: set[torch.fx.Node],
+) -> list[Operand]:
+    """The fp32 tensors an op reads. Copies are shared within an epoch, and never between no_grad code and the rest.
+
+    A result leaves in the grad mode that made it, whatever mode the graph ends in.
+    """
+    found: dict[torch.fx.Node, Operand] = {}
+    for parameter, node in arguments(fact.node):
+        feeder = facts[node]
+        if feeder.dtype != "fp32" or node in found:
+            continue
+        scalar = isinstance(feeder.value, torch.Tensor) and feeder.value.dim() == 0
+        epoch = 2 * epochs(node, fact) + ((node if fact.role == "output" else fact.node) in no_grad)
+        found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, epoch)
+    if sum(operand.demand is Demand.PROMOTE and not operand.scalar for operand in found.values()) < 2:
+        return [replace(o, demand=Demand.COLOUR) if o.demand is Demand.PROMOTE and not o.scalar else o for o in found.values()]
+    return list(found.values())
+
+
+def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> Demand:
+    row = fact.row
+    if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
+        return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
+    if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
+        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the indices beside low values
+    if fact.dtype != "fp32":
+        answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
+        return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
+    if fact.op in TAKES_SHAPE_ONLY or (fact.op == "type_as" and parameter == "other"):
+        return Demand.ANY
+    if fact.op == "to" and feeder is not None and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node:
+        return Demand.ANY
+    if row.data and parameter not in row.data:
+        device = device_of(feeder.value)
+        return Demand.HIGH if device in row.mixed_on else Demand.COLOUR
+    return Demand.PROMOTE if row.promotes else Demand.COLOUR
+
+
+def _reads_bits(fact: Fact) -> bool:
+    """Whether the op reads the bits of its operand, not its value: `x.view(torch.int32)`."""
+    return fact.op in BIT_VIEWS and any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((fact.node.args, fact.node.kwargs)))
+
+
+# -- 3. pins -----------------------------------------------------------------------------
+def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: bool) -> tuple[Colour, Reason, str] | None:
+    """The colour that facts force; None where lists and passes decide."""
+    if fact.role == "op" and fact.dtype in ("bf16", "fp16"):
+        return Colour.PLAIN, Reason.HALF, fact.dtype
+    if fact.role == "output" or fact.dtype != "fp32":
+        return Colour.PLAIN, Reason.NO_FLOAT, ""
+    if fact.role != "op":
+        return Colour.HIGH, Reason.PARAMETER if fact.role == "parameter" else Reason.BOUNDARY, fact.role
+    if fact.autocast:
+        return Colour.HIGH, Reason.INSIDE_AUTOCAST, f"enabled={fact.autocast == 'on'}"
+    if fact.transformed:
+        return Colour.HIGH, Reason.OPAQUE, "inside a torch.func transform"
+    if fact.op == "getitem" and is_opaque(fact.node.args[0]):
+        return Colour.HIGH, Reason.OPAQUE, op_name(getattr(fact.node.args[0], "target", ""))
+    if fact.row is None or kind is None:
+        return Colour.HIGH, Reason.UNLISTED, fact.op
+    if fact.node in ties.group and ties.group[fact.node] in ties.writes_state:
+        return Colour.HIGH, Reason.WRITES_STATE, ""
+    if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
+        return Colour.HIGH, Reason.WRITES_STATE, "out="
+    if LEAVES in fact.node.meta:
+        reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED}[fact.node.meta[LEAVES]]
+        return Colour.HIGH, reason, ""
+    device = device_of(fact.value)
+    if f"{device}:{low.name}" in fact.row.no_kernel:
+        return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
+    if training and kind is OpKind.CLEAR and device in fact.row.low_backward:
+        return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}"
+    return _pin_dtype(fact) or _pin_source(fact) or _pin_constant(fact, low)
+
+
+def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
+    """A dtype argument spelled out in the source keeps fp32; one taken from another tensor makes the node relative."""
+    node = fact.node
+    if fact.op in ABSOLUTE:
+        return Colour.HIGH, Reason.EXPLICIT_DTYPE, "float()"
+    asks = torch.float32 in tree_leaves((node.args, node.kwargs))
+    if fact.op in CONVERSIONS or asks:
+        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if asks and dtype_is_literal(node.stack_trace, target.split(".")[0]):
+            _read_anything(fact)
+            return Colour.HIGH, Reason.EXPLICIT_DTYPE, "torch.float32"
+        fact.relative = fact.op in CONVERSIONS
+        if not fact.relative and asks:
+            _read_anything(fact)
+            return Colour.HIGH, Reason.EXPLICIT_DTYPE, "dtype argument"
+    return None
+
+
+def _read_anything(fact: Fact) -> None:
+    """An op told its result's dtype converts its input itself; one that reads bits does not."""
+    if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS:
+        fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
+
+
+def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
+    """An op that makes fp32 from no fp32 operand stays as it is, but for masks: booleans convert exactly."""
+    if fact.operands:
+        return None
+    first = fact.node.args[0] if fact.node.args else None
+    exact = isinstance(first, torch.fx.Node) and value_dtype(example_value(first)) == "bool"
+    if fact.op in CONVERSIONS and fact.relative and exact and torch.float32 in tree_leaves((fact.node.args, fact.node.kwargs)):
+        fact.free_source = True
+        return None
+    return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
+
+
+def _constants(node: torch.fx.Node) -> list[float]:
+    return [float(leaf) for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
+
+
+def _pin_constant(fact: Fact, low: Format) -> tuple[Colour, Reason, str] | None:
+    """A constant that the low format flushes to zero, or an arithmetic one beyond its range, keeps its op high."""
+    if fact.op not in _CONSTANT_SENSITIVE:
+        return None
+    for constant in _constants(fact.node):
+        size = abs(constant)
+        if 0 < size < low.smallest_subnormal and fact.op != "mul":
+            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} vanishes in {low.name}"
+        if size > low.max and fact.op in ("mul", "add", "sub", "div"):
+            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} exceeds {low.name}"
+        if size * _ORDINARY > low.max and fact.op == "mul":
+            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} times an ordinary activation exceeds {low.name}"
+    return None
+
+
+def _is_huge(fact: Fact, facts: dict[torch.fx.Node, Fact], low: Format) -> bool:
+    if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
+        return _may_be_mask(fact.node)
+    if fact.role != "op" or fact.dtype != "fp32" or fact.row is None:
+        return False
+    if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
+        return False
+    if any(abs(constant) > low.max for constant in _constants(fact.node)):
+        return True
+    return any(facts[node].huge for _, node in arguments(fact.node))
+
+
+def _may_be_mask(node: torch.fx.Node) -> bool:
+    """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
+
+    Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
+    """
+    for reader in _followers(node, _PASSES_ON):
+        for user in reader.users:
+            op = op_name(user.target)
+            if op == "scaled_dot_product_attention" and (user.kwargs.get("attn_mask") is reader or reader in user.args[3:4]):
+                return True
+            if op == "add" and any(op_name(last.target) == "softmax" for made in _followers(user, _MAKES_SCORES) for last in made.users):
+                return True
+    return False
+
+
+def _followers(node: torch.fx.Node, ops: set[str]) -> Iterator[torch.fx.Node]:
+    """`node`, and what `ops` alone make of it."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for user in found.users:
+            if user not in seen and user.op in ("call_function", "call_method") and op_name(user.target) in ops:
+                seen.add(user)
+                waiting.append(user)
+
+
+def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
+    """`softmax(x.float()).to(x.dtype)` asks for what an internal kernel does anyway: let it run low in, low out.
+
+    Holds only where every reader of the fp32 result is a cast back to a dtype taken from another tensor, so that nobody
+    ever sees the fp32 bits, and the lists let the op compute internally.
+    """
+
+    def internal(fact: Fact) -> bool:
+        return fact.row is not None and lists.rule == "cost" and lists.kind(fact.row.name) is OpKind.INTERNAL and fact.dtype == "fp32"
+
+    def all_cast_back(node: torch.fx.Node) -> bool:
+        return bool(node.users) and all(_casts_back(facts[user]) for user in node.users)
+
+    for node, fact in facts.items():
+        explicit = fact.pinned is not None and fact.pinned[1] is Reason.EXPLICIT_DTYPE
+        if explicit and internal(fact) and all_cast_back(node):
+            fact.pinned = None
+            fact.operands = [replace(o, demand=Demand.COLOUR) for o in fact.operands]
+    for node, fact in facts.items():
+        explicit = fact.pinned is not None and fact.pinned[1] is Reason.EXPLICIT_DTYPE
+        if explicit and fact.op in CONVERSIONS and fact.operands and node.users:
+            readers = [facts[user] for user in node.users]
+            if all(_casts_back(r) or (internal(r) and r.pinned is None and all_cast_back(r.node)) for r in readers):
+                fact.pinned, fact.relative = None, True
+
+
+def _casts_back(fact: Fact) -> bool:
+    return fact.relative and fact.pinned is None
+
+
+def _vertex(fact: Fact, lists: OpLists, ties: Ties, entry: str) -> OpNode:
+    node = fact.node
+    found = tensors(fact.value)
+    shape = tuple(found[0].shape) if found and isinstance(fact.value, torch.Tensor) else ()
+    file, line = location(node.stack_trace) if fact.role == "op" else ("", 0)
+    group = ties.group.get(node)
+    tie = group.name if group is not None and ties.size[group] > 1 and fact.dtype == "fp32" else ""
+    return OpNode(
+        fact.name,
+        fact.op if fact.role == "op" else fact.role,
+        fact.kind,
+        tuple(fact.operands),
+        fact.dtype,
+        tuple(s if isinstance(s, int) else str(s) for s in shape),
+        sum(math.prod(hint(s) for s in t.shape) for t in found),
+        flops(fact.op, fact.node),
+        found[0].device.type if found else "",
+        module_path(node, entry) if fact.role == "op" else entry,
+        f"{PurePath(file).name}:{line}" if file else "",
+        fact.role,
+        fact.pinned,
+        tie,
+        fact.relative,
+        fact.huge,
+    )

@@ -1,0 +1,151 @@
+"""What must hold of an ONNX model before any of it is run: it is whole, valid, of bounded size, and reads only its own files.
+
+1. External data lies in the model's folder: no absolute path, no way out of it, no link to elsewhere, no second hard link.
+2. Every constant holds as many bytes as its shape says.
+3. Functions do not multiply into more nodes than anyone can process, and do not call each other in a circle.
+4. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that does not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import CaptureError, one_line
+
+MOST_NODES = 20_000
+"""Nodes that functions may make of a file when they are inlined, unless the file itself is of that order."""
+GROWTH = 20
+"""How many times the nodes of a larger file functions may make."""
+
+
+# -- validity --------------------------------------------------------------------------
+def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
+    """What onnx.checker says against a model; "" if it passes. A path serves for models of any size."""
+    try:
+        onnx.checker.check_model(str(model) if isinstance(model, Path) else model, full_check=full)
+    except Exception as error:  # the checker's own, protobuf's, and what shape inference raises
+        return one_line(error)
+    return ""
+
+
+# -- constants -----------------------------------------------------------------------------
+def check_constants(model: ir.Model, name: str, folder: Path) -> None:
+    """CaptureError that names the first constant which is missing, cut off, elsewhere than in `folder`, or of another size."""
+    for where, tensor in _constants(model, name):
+        dims = [dim for dim in tensor.shape if isinstance(dim, int)]
+        if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
+            raise CaptureError(f"{where} has the shape {list(tensor.shape)}, which is none; export the model again")
+        if isinstance(tensor, ir.ExternalTensor):
+            _check_external(tensor, where, folder)
+        elif isinstance(tensor, ir.TensorProtoTensor):
+            try:
+                held = tensor.numpy().size
+            except Exception as error:
+                said = f"does not hold what its shape {dims} says: {one_line(error)}"
+                raise CaptureError(f"{where} {said}; export the model again") from error
+            if held != math.prod(dims):
+                raise CaptureError(f"{where} holds {held} values instead of {math.prod(dims)}; export the model again")
+
+
+def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProtocol]]:
+    """All tensors of a model, each with words that say where it stands."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is None:
+                raise CaptureError(f"{name}: initialiser {printable(value.name)} holds no data; export it again")
+            yield f"{name}: the data of {printable(value.name)}", value.const_value
+    graphs = [*model.graphs(), *(function.graph for function in model.functions.values())]
+    for graph in graphs:
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.is_ref():
+                    continue
+                where = f"{name}: the data of {printable(node.name or node.op_type)}.{printable(attribute.name)}"
+                if attribute.type == ir.AttributeType.TENSOR:
+                    yield where, attribute.as_tensor()
+                elif attribute.type == ir.AttributeType.TENSORS:
+                    yield from ((where, tensor) for tensor in attribute.as_tensors())
+
+
+def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path) -> None:
+    base = folder.resolve()
+    location = os.fspath(tensor.location)
+    path = Path(tensor.path)
+    outside = f"{where} is refused: {printable(location)}"
+    if not location or "\0" in location or Path(location).is_absolute() or ".." in Path(location).parts:
+        raise CaptureError(f"{outside} is no path inside the model's folder; keep weights beside their model")
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(base):
+        raise CaptureError(f"{outside} is a link that leads out of the model's folder; keep weights beside their model")
+    try:
+        found = real.stat()
+    except OSError:
+        found = None
+    if found is None or not stat.S_ISREG(found.st_mode):
+        raise CaptureError(f"{where} is missing: there is no {printable(path)}; put it beside the model")
+    if found.st_nlink > 1:
+        raise CaptureError(f"{outside} has a second name elsewhere (a hard link); copy the file")
+    offset = tensor.offset or 0
+    length = tensor.nbytes if tensor.length is None else tensor.length
+    if offset < 0 or length < tensor.nbytes:
+        raise CaptureError(f"{where} does not hold what its shape says: {length} bytes from {offset}; export the model again")
+    if offset + length > found.st_size:
+        raise CaptureError(f"{where} is cut off: {printable(path)} ends before it; copy the file again")
+
+
+# -- functions -------------------------------------------------------------------------------
+def check_functions(model: ir.Model, name: str) -> None:
+    """CaptureError if functions call each other in a circle, or multiply into more nodes than can be processed."""
+    own = sum(1 for graph in model.graphs() for _ in graph) + sum(1 for f in model.functions.values() for _ in f.all_nodes())
+    sizes: dict[object, int] = {}
+    for key in model.functions:
+        _size(model, key, sizes, ())
+    total = sum(sizes.get(node.op_identifier(), 1) for graph in model.graphs() for node in graph)
+    if total > max(MOST_NODES, GROWTH * own):
+        raise CaptureError(f"{name}: its functions make {total} nodes of {own}; inline them with onnx.inliner, or export without functions")
+
+
+def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int], trail: tuple[object, ...]) -> int:
+    if key in trail or len(trail) > len(model.functions):
+        raise CaptureError(f"function {printable(key[1])} calls itself; export the model again")
+    if key not in sizes:
+        calls = (node.op_identifier() for node in model.functions[key].all_nodes())
+        sizes[key] = sum(_size(model, call, sizes, (*trail, key)) if call in model.functions else 1 for call in calls)
+    return sizes[key]
+
+
+# -- memory ----------------------------------------------------------------------------------
+def memory() -> int:
+    """Bytes of memory that this machine has free, or as much as it has in all if it does not tell."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 2**34
+    return 2**34
+
+
+def too_large(model: ir.Model) -> str:
+    """Which value is declared larger than this machine's memory; "" if none is."""
+    most = memory()
+    for graph in model.graphs():
+        for value in (*graph.inputs, *(result for node in graph for result in node.outputs)):
+            dims = [dim for dim in (value.shape or ()) if isinstance(dim, int)]
+            size = math.prod(dims) * (value.dtype.itemsize if value.dtype is not None else 1)
+            if min(dims, default=0) < 0:
+                return f"{printable(value.name)} is declared with the shape {dims}"
+            if size > most:
+                return f"{printable(value.name)} is declared with {size:.3g} bytes, and {most:.3g} are free"
+    return ""
+
+
+__all__ = ["check_constants", "check_functions", "invalid", "memory", "too_large"]

@@ -1,0 +1,210 @@
+"""What comes in: ONNX models read from anywhere, and made ready for the passes.
+
+1. Read a path, a protobuf or an onnx_ir model; refuse what is broken, incomplete or too old.
+2. Inline local functions; turn initialisers that are inputs, too, into constants.
+3. Fill in missing types; raise the opset where listed ops take the low format only at a later one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as ir_passes
+
+from amprewrite.graphs.onnx.check import check_constants, check_functions
+from amprewrite.graphs.onnx.ops import FLOW, OLDEST, fill_types, format_of, op_of, opset_taking
+from amprewrite.graphs.onnx.run.onnx_runtime import is_large
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import CaptureError, PolicyError, one_line
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.vocabulary import OpKind
+
+Source = str | Path | onnx.ModelProto | ir.Model
+TRIES = 20
+"""How often a model is read that is replaced again and again meanwhile."""
+HOLLOW = 1024
+"""Elements from which on an initialiser is no shape or axis, so that type inference need not see it."""
+
+
+def load(source: Source) -> ir.Model:
+    """A copy of the model to work on. CaptureError for what is no ONNX model, or lacks its external data.
+
+    A model that another process replaces meanwhile may lack its old data: then the new one is read.
+    """
+    for _ in range(TRIES - 1):
+        before = _version(source)
+        try:
+            return _load(source)
+        except CaptureError:
+            if before == _version(source):
+                raise
+    return _load(source)
+
+
+def _version(source: Source) -> tuple[int, ...]:
+    """What changes whenever a file is replaced; nothing for models in memory."""
+    if not isinstance(source, str | Path):
+        return ()
+    try:
+        found = Path(source).stat()
+    except (OSError, ValueError):
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _load(source: Source) -> ir.Model:
+    if isinstance(source, ir.Model):
+        return source.clone()
+    if not isinstance(source, onnx.ModelProto | str | Path):
+        raise PolicyError(f"rewrite_onnx takes a path, a ModelProto or an onnx_ir.Model, not {type(source).__name__}")
+    name = name_of(source)
+    if _version(source) and not Path(source).is_file():  # type: ignore[arg-type]
+        raise CaptureError(f"{name} cannot be read: it is no regular file; name an ONNX file")
+    try:
+        model = ir.from_proto(copy.deepcopy(source)) if isinstance(source, onnx.ModelProto) else ir.load(source)
+    except FileNotFoundError as error:
+        raise CaptureError(f"there is no file {name}; check the path") from error
+    except OSError as error:
+        raise CaptureError(f"{name} cannot be read: {one_line(error)}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise CaptureError(f"{name} is no ONNX model, or a truncated one ({said}); export it again") from error
+    if model.graph is None or not len(model.graph.outputs):
+        raise CaptureError(f"{name} holds no ONNX graph with outputs; export it again")
+    check_constants(model, name, Path(source).parent if isinstance(source, str | Path) else Path())
+    check_functions(model, name)
+    if not is_large(model):
+        try:
+            ir.external_data.load_to_model(model)
+        except (OSError, ValueError) as error:
+            raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
+    return model
+
+
+def name_of(source: Source) -> str:
+    """The model in messages: its path, if it has one."""
+    return printable(source) if isinstance(source, str | Path) else "the model"
+
+
+def make_ready(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
+    """The model as the passes take it, and notes on what was done to it. CaptureError for opsets that are too old."""
+    notes: list[str] = []
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    if opset < OLDEST:
+        remedy = "raise it with onnx.version_converter.convert_version"
+        raise CaptureError(f"the model is of opset {opset}, older than {OLDEST}; {remedy}")
+    model.opset_imports[""] = opset
+    sort_nodes(model)
+    if model.functions:
+        notes.append(f"{len(model.functions)} local functions were inlined")
+        ir_passes.InlinePass()(model)
+    if any(value.is_graph_input() for value in model.graph.initializers.values()):
+        ir_passes.RemoveInitializersFromInputsPass()(model)
+        model.ir_version = max(model.ir_version, 4)
+        notes.append("initialisers that were inputs, too, are constants now")
+    notes += infer_types(model)
+    model, more = raise_opset(model, low, lists)
+    notes += more
+    if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):
+        notes.append("no value of the model is fp32: there is nothing to rewrite")
+    return model, notes
+
+
+def sort_nodes(model: ir.Model) -> None:
+    """Put nodes that read before what they read is made behind it. CaptureError if that cannot be done."""
+    if _is_sorted(model.graph, set()):
+        return
+    try:
+        model.graph.sort()
+    except ValueError as error:
+        raise CaptureError("the model's nodes read each other's results in a circle; export it again") from error
+    if not _is_sorted(model.graph, set()):
+        raise CaptureError("a node of the model reads a value that no node before it makes; export it again")
+
+
+def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
+    """Whether every node follows what it reads; `made` are the nodes before, and holds the graph's own afterwards."""
+    for node in graph:
+        makers = (value.producer() for value in node.inputs if value is not None)
+        if any(maker is not None and maker not in made for maker in makers):
+            return False
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref() and not _is_sorted(attribute.as_graph(), made):
+                return False
+        made.add(node)
+    return True
+
+
+def infer_types(model: ir.Model) -> list[str]:
+    """Fill in missing types and shapes of the top graph; the reader works out those of bodies. Notes on failure."""
+    plain = (node for node in model.graph if node.op_type not in FLOW)  # what a body gives, the reader sees itself
+    missing = {str(v.name): v for node in plain for v in node.outputs if v.name and v.type is None}
+    if not missing:
+        return []
+    try:
+        inferred = onnx.shape_inference.infer_shapes(_hollow(model))
+    except Exception as error:
+        return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
+    for info in inferred.graph.value_info:
+        value, found = missing.get(info.name), info.type.tensor_type
+        if value is None or not found.elem_type:
+            continue
+        value.type = ir.TensorType(ir.DataType(found.elem_type))
+        if found.HasField("shape"):
+            dims = found.shape.dim
+            value.shape = ir.Shape([d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims])
+    for node in model.graph:  # behind ops that onnx does not know
+        if node.op_type not in FLOW:
+            fill_types(node, model.opset_imports[""])
+    return []
+
+
+def _hollow(model: ir.Model) -> onnx.ModelProto:
+    """The model as a protobuf whose larger weights are inputs: type inference would copy them."""
+    proto = ir.to_proto(model)
+    graph = proto.graph
+    small = []
+    for tensor in graph.initializer:
+        if math.prod(tensor.dims) < HOLLOW:
+            small.append(tensor)
+        else:
+            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    kept = onnx.GraphProto()
+    kept.initializer.extend(small)
+    del graph.initializer[:]
+    graph.initializer.extend(kept.initializer)
+    return proto
+
+
+def raise_opset(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
+    """The model at the opset at which all listed ops of it take the low format, as far as there is one."""
+    opset = model.opset_imports[""]
+    wanted = {n.op_type for g in model.graphs() for n in g if not n.domain and _wants_low(n, lists)}
+    needed = max((opset_taking(op_type, opset, low) for op_type in wanted), default=opset)
+    if needed == opset:
+        return model, []
+    from onnxscript import version_converter
+
+    raised = model.clone()
+    try:
+        version_converter.convert_version(raised, needed, fallback=True)
+    except Exception as error:
+        return model, [f"opset {opset} could not be raised to {needed} for {low.name}: {one_line(error)}"]
+    if raised.opset_imports[""] != needed:
+        return model, [f"opset {opset} could not be raised to {needed} for {low.name}: the converter has no way"]
+    least = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", needed)])
+    raised.ir_version = max(raised.ir_version, least)
+    return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
+
+
+def _wants_low(node: ir.Node, lists: OpLists) -> bool:
+    if node.op_type in FLOW:  # it hands on what its body makes
+        bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
+        return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
+    kind = lists.kind(op_of(node))
+    return kind not in (None, OpKind.DENY) and any(format_of(value) == "fp32" for value in node.outputs)

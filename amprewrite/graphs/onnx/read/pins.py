@@ -1,0 +1,259 @@
+"""What constants and sample runs say about the nodes of an ONNX graph: the pins that keep values in range.
+
+1. A constant that the low format would lose keeps the ops that read it high, and those that divide by, or scale, the result.
+2. A tensor that comes near the end of the low format's range in a sample run, or stays below its normal range, is neither
+   made nor read low.
+3. A difference that is far smaller than what it is taken of magnifies their rounding: it is not made of low values.
+4. An op that lists deny for what large values do is let be where those are seen not to occur: an op that the fp16 lists deny
+   for its range alone, and an exp of small numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.ops import SIDE_FOLLOWS, Signature, constant_tensor, format_of, op_of
+from amprewrite.graphs.onnx.read.weights import MASK, Facts, Loss, facts, loss_of
+from amprewrite.graphs.onnx.run.samples import Range, Samples
+from amprewrite.ir.op_graph import Demand, Operand
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import OpLists, find_op
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+Pin = tuple[Colour, Reason, str]
+MAGNIFIES = 16
+"""Ratio of operand to difference, at the largest, from which on rounding counts as magnified: four bits are lost then."""
+EXP_MOST = 8.0
+"""An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
+HEADROOM = 4
+"""How many times larger than in the sample run a value may get before it leaves the range."""
+FILLS = {"where", "clamp", "maximum", "minimum", "constant_pad_nd"}
+"""Ops whose constants may be any bound or fill value: beyond the range they become its ends."""
+NEEDS_SMALL = {"reciprocal", "rsqrt", "log", "log2", "log10"}
+"""Ops that a flushed operand blows up."""
+PASSES_SMALL = {"sqrt", "rsqrt", "reciprocal", "clamp", "maximum", "square"}
+"""Ops whose result still hangs on a value that must not be flushed."""
+USES_SMALL = {"div", "mul", "log"}
+"""Ops that magnify such a value."""
+
+
+class Facing:
+    """Facts gathered while the graph is read, in the order in which it is read."""
+
+    def __init__(self, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str]) -> None:
+        self.low, self.lists, self.asked_ops = low, lists, asked_ops
+        self.ranges: Mapping[str, Range] = samples.ranges
+        self.losses: dict[str, Loss] = {}
+        self.far: dict[str, str] = {}
+        """Vertices whose values do not fit the low format, with the reason."""
+        self.huge: set[str] = set()
+        self.small: set[str] = set()
+        """Vertices whose value hangs on a constant that the low format would flush."""
+        self.looked_at: dict[ir.Value, Facts] = {}
+        self.cancels: dict[ir.Value, str] = {}
+        """Values that a difference is made of, and the difference, with the reason why they must not be low."""
+
+    # -- vertices as they are met -----------------------------------------------------
+    def meet(self, name: str, value: ir.Value, huge: bool) -> None:
+        text = "" if huge or constant_tensor(value) is not None else self.too_far(value)
+        if text:
+            self.far[name] = text
+        if huge:
+            self.huge.add(name)
+
+    def settle(self, name: str, op: str, pinned: Pin | None, operands: tuple[Operand, ...]) -> None:
+        """Note whether the result hangs on a constant that would be flushed."""
+        if pinned is None or pinned[1] is not Reason.CONSTANT:
+            return
+        inherited = any(o.value in self.small for o in operands)
+        if not inherited or self._passes_small(op):
+            self.small.add(name)
+
+    def _passes_small(self, op: str) -> bool:
+        row = find_op(op)
+        return op in PASSES_SMALL or (row is not None and row.kind is OpKind.CLEAR)
+
+    # -- ranges ---------------------------------------------------------------------------
+    def too_far(self, value: ir.Value) -> str:
+        """Why a value must not be low, by the sample run; "" where it may."""
+        seen = self.ranges.get(str(value.name))
+        if seen is None:
+            return ""
+        if seen.largest * HEADROOM > self.low.max:
+            return f"{value.name} reaches {seen.largest:.3g} in a sample run, {self.low.name} ends at {self.low.max:g}"
+        if 0 < seen.largest < self.low.smallest_normal and not self._drowned(value):
+            thin = f"{self.low.name} thins out at {self.low.smallest_normal:.3g}"
+            return f"{value.name} stays within {seen.largest:.3g} in a sample run, {thin}"
+        return ""
+
+    def _drowned(self, value: ir.Value, depth: int = 4) -> bool:
+        """Whether a small value is only added to far larger ones, so that its rounding is nothing beside theirs."""
+        for use in value.uses():
+            result = use.node.outputs[0]
+            seen = self.ranges.get(str(result.name))
+            row = find_op(op_of(use.node))
+            if op_of(use.node) in ("add", "sub"):
+                if seen is None or seen.largest * self.low.eps < HEADROOM * self.low.smallest_subnormal:
+                    return False
+            elif row is None or row.kind is not OpKind.CLEAR or not depth or not self._drowned(result, depth - 1):
+                return False
+        return bool(value.uses()) and not value.is_graph_output()
+
+    def pin_value(self, value: ir.Value) -> Pin | None:
+        text = self.too_far(value)
+        if text:
+            return Colour.HIGH, Reason.OUT_OF_RANGE, text
+        return (Colour.HIGH, Reason.CANCELS, self.cancels[value]) if value in self.cancels else None
+
+    def find_cancelling(self, graph: ir.Graph) -> None:
+        """Look for differences far smaller than their operands, before anything is read."""
+        for node in graph:
+            if op_of(node) not in ("add", "sub") or len(node.inputs) != 2:
+                continue
+            result = node.outputs[0]
+            seen = self.ranges.get(str(result.name))
+            if seen is None or not seen.largest:
+                continue
+            for operand in node.inputs:
+                size = 0.0 if operand is None else self._size(operand)
+                if operand is not None and MAGNIFIES * seen.largest < size < MASK:
+                    text = f"{result.name} stays within {seen.largest:.3g}, {operand.name} reaches {size:.3g}"
+                    self.cancels.setdefault(result, text)
+                    self._keep_exact(operand, text)
+
+    def _size(self, value: ir.Value) -> float:
+        """Largest magnitude, or 0 where it is unknown or the value rounds to itself."""
+        if constant_tensor(value) is not None:
+            return self.facts(value).largest if format_of(value) == "fp32" and self.facts(value).error else 0.0
+        seen, maker = self.ranges.get(str(value.name)), value.producer()
+        if seen is None or (maker is not None and maker.op_type == "Cast" and self.pin_cast(maker) is None):
+            return 0.0
+        return seen.largest
+
+    def _keep_exact(self, value: ir.Value | None, text: str) -> None:
+        """Pin a value, and what it is a view of."""
+        while value is not None and value not in self.cancels and constant_tensor(value) is None:
+            self.cancels[value] = text
+            maker = value.producer()
+            row = find_op(op_of(maker)) if maker is not None else None
+            if maker is None or row is None or row.kind is not OpKind.CLEAR:
+                return
+            value = maker.inputs[0]
+
+    def pin_far(self, operands: tuple[Operand, ...]) -> Pin | None:
+        for operand in operands:
+            if operand.demand is Demand.COLOUR and operand.value in self.far:
+                return Colour.HIGH, Reason.OUT_OF_RANGE, f"its input {self.far[operand.value]}"
+        return None
+
+    def pin_ranges(self, node: ir.Node, floats: list[ir.Value], operands: tuple[Operand, ...], huge: bool) -> Pin | None:
+        for value in () if huge else floats:
+            pinned = self.pin_value(value)
+            if pinned is not None:
+                return pinned
+        return self.pin_far(operands)
+
+    def kind(self, op: str, node: ir.Node) -> OpKind | None:
+        """What the lists say of the op; in fp16 what they say in bf16 where ranges were the reason and are seen to be kept."""
+        row = find_op(op)
+        assert row is not None
+        kind = self.lists.kind(row.name)
+        if kind is not OpKind.DENY or self.lists.rule != "cost" or row.name in self.asked_ops:
+            return kind
+        if row.fp16 is OpKind.DENY and row.kind is not OpKind.DENY:
+            return row.kind if self.low.name == "fp16" and self._in_range(op, node) else kind
+        small_exp = op == "exp" and self._in_range(op, node) and self.ranges[str(node.outputs[0].name)].largest <= EXP_MOST
+        return OpKind.INFER if small_exp else kind
+
+    def _in_range(self, op: str, node: ir.Node) -> bool:
+        read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
+        made = [v for v in node.outputs if format_of(v) == "fp32"]
+        for value in (*read, *made):
+            seen = self.ranges.get(str(value.name))
+            if seen is None or self.too_far(value):
+                return False
+            if op in NEEDS_SMALL and value in read and seen.smallest < HEADROOM * self.low.smallest_normal:
+                return False
+        return bool(read)
+
+    def pin_cast(self, node: ir.Node) -> Pin | None:
+        """A cast to fp32 may go to the low format straight away where that loses nothing."""
+        source, result = format_of(node.inputs[0]), node.outputs[0]
+        if source in ("fp32", self.low.name, "bool"):
+            return None
+        seen = self.ranges.get(str(result.name))
+        if source == "fp16" or (source == "bf16" and seen is not None and not self.too_far(result)):
+            return None  # one low format into the other
+        if source.startswith(("int", "uint")) and seen is not None and seen.largest * HEADROOM <= 2 / self.low.eps:
+            return None  # such integers are exact
+        return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"
+
+    # -- constants ------------------------------------------------------------------------
+    def facts(self, value: ir.Value) -> Facts:
+        if value not in self.looked_at:
+            tensor = constant_tensor(value)
+            assert tensor is not None
+            self.looked_at[value] = facts(tensor.numpy(), self.low)
+        return self.looked_at[value]
+
+    def loss(self, value: ir.Value, op: str) -> Loss | None:
+        found = self.facts(value)
+        return loss_of(str(value.name), found, self.low, found.mask or op in FILLS)
+
+    def constants_of(self, node: ir.Node) -> list[tuple[int, ir.Value]]:
+        return [
+            (index, value)
+            for index, value in enumerate(node.inputs)
+            if value is not None and format_of(value) == "fp32" and constant_tensor(value) is not None
+        ]
+
+    def is_huge(self, node: ir.Node, op: str, kind: OpKind | None, operands: tuple[Operand, ...]) -> bool:
+        """Whether the result may hold what a mask's constant became."""
+        if kind not in (OpKind.CLEAR, OpKind.INFER):
+            return False
+        if any(operand.value in self.huge for operand in operands):
+            return True
+        found = (self.facts(value) for _, value in self.constants_of(node))
+        return any(f.overflow and (f.mask or op in FILLS) for f in found)
+
+    def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> set[str]:
+        """Type variables beside the result's own whose constants would be lost: they stay fp32 by themselves."""
+        if node.op_type not in SIDE_FOLLOWS:
+            return set()
+        lost = [
+            (sig.input(index), loss)
+            for index, value in self.constants_of(node)
+            if sig.input(index) != group and sig.follows(node.op_type, index, group, self.low)
+            and (loss := self.loss(value, node.op_type)) is not None and loss.kept
+        ]  # fmt: skip
+        for _, loss in lost:
+            self.losses[loss.name] = loss
+        return {name for name, _ in lost}
+
+    def pin_constants(self, node: ir.Node, op: str, sig: Signature, group: str, operands: tuple[Operand, ...]) -> Pin | None:
+        for operand in operands:
+            if operand.value in self.small and (op in USES_SMALL or self._passes_small(op)):
+                return Colour.HIGH, Reason.CONSTANT, f"{operand.value} hangs on a value that {self.low.name} would flush"
+        for index, value in self.constants_of(node):
+            if sig.input(index) != group:
+                continue
+            loss = self.loss(value, op)
+            if loss is None or (loss.kept and self._harmless(node, op, value)):
+                continue
+            if not (loss.name in self.losses and self.losses[loss.name].kept):
+                self.losses[loss.name] = loss
+            if loss.kept:
+                return Colour.HIGH, Reason.CONSTANT, str(loss).partition(";")[0]
+        return None
+
+    def _harmless(self, node: ir.Node, op: str, value: ir.Value) -> bool:
+        """An epsilon whose rounding is nothing beside the smallest result seen, or a scale whose result drowns in a sum."""
+        seen = self.ranges.get(str(node.outputs[0].name))
+        found = self.facts(value)
+        if not found.flushed and not found.overflow and self._drowned(node.outputs[0]):
+            return True
+        if op not in ("add", "sub", "clamp", "maximum") or seen is None or found.overflow:
+            return False
+        return found.error * HEADROOM <= seen.smallest * self.low.eps

@@ -1,0 +1,412 @@
+"""ONNX graph → op graph: one vertex a node, bodies of If, Loop and Scan laid open in the same graph.
+
+1. Walk the nodes in order; a body is walked where its node stands, so that values may cross its border in either format.
+2. What enters and leaves a body has a vertex of its own: a loop's state enters and leaves in one colour, by a tie.
+3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
+4. Constants cost nothing: whoever reads one low gets it stored low, and no cast is ever made of it.
+5. Pin what facts decide: unlisted ops, types that the opset does not take, quantised neighbours, constants that would be lost,
+   and tensors that left the low format's range in a sample run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.ops import FLOW, QUANTISED, Signature, constant_tensor, fill_types, format_of, op_of, signature
+from amprewrite.graphs.onnx.read.pins import Facing
+from amprewrite.graphs.onnx.read.weights import Loss
+from amprewrite.graphs.onnx.run.samples import Samples, elements
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.tables.errors import CaptureError
+from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.ops.op_lists import OpLists, find_op
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+Pin = tuple[Colour, Reason, str]
+TURNS = 64
+"""How often a loop is taken to run."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a value is read: an input of a node or an output of a graph."""
+
+    owner: ir.Node | ir.Graph
+    index: int
+
+    def put(self, value: ir.Value) -> None:
+        if isinstance(self.owner, ir.Node):
+            self.owner.replace_input_with(self.index, value)
+        else:
+            self.owner.outputs[self.index] = value
+
+
+@dataclass(frozen=True)
+class ConstantRead:
+    """A constant that goes along with the op that reads it."""
+
+    constant: str
+    reader: str
+    partner: str = ""
+    """The operand it must agree with, where the reader itself has no colour: one side of a comparison."""
+
+
+@dataclass
+class Reading:
+    """The op graph of a model, and where in the model its vertices are."""
+
+    graph: OpGraph = field(default_factory=OpGraph)
+    values: dict[str, ir.Value] = field(default_factory=dict)
+    """The value that each vertex gives."""
+    nodes: dict[str, ir.Node] = field(default_factory=dict)
+    slots: dict[tuple[str, str], list[Slot]] = field(default_factory=dict)
+    """Where a vertex (first) reads the value of another (second)."""
+    constants: list[ConstantRead] = field(default_factory=list)
+    losses: dict[str, Loss] = field(default_factory=dict)
+    walls: Counter[str] = field(default_factory=Counter)
+    """Unlisted ops, and how often they occur."""
+
+
+def read_onnx(
+    model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
+) -> Reading:
+    """Read `model`. `samples` are what sample runs showed, `asked_ops` the ops whose list an override names."""
+    reader = _Reader(model, low, lists, Facing(low, lists, samples, asked_ops), keep_io)
+    reader.read_top()
+    return reader.reading
+
+
+class _Reader:
+    def __init__(self, model: ir.Model, low: Format, lists: OpLists, facing: Facing, keep_io: bool) -> None:
+        self.model, self.low, self.lists, self.facing, self.keep_io = model, low, lists, facing, keep_io
+        self.opset = model.opset_imports.get("", 1)
+        self.reading = Reading()
+        self.facing.losses = self.reading.losses
+        self.of: dict[ir.Value, str] = {}
+        self.counts: Counter[str] = Counter()
+        self.turns = 1
+        """How often what is being read runs, as far as costs go."""
+
+    # -- graphs -----------------------------------------------------------------------
+    def read_top(self) -> None:
+        graph = self.model.graph
+        self.facing.find_cancelling(graph)
+        for value in graph.inputs:
+            pinned = (Colour.HIGH, Reason.BOUNDARY, "input") if self.keep_io or not _is_fp32(value) else None
+            self.add_value(value, "input", pinned=pinned or self.facing.pin_value(value), kind=OpKind.CLEAR)
+        self.read_nodes(graph)
+        for index, value in enumerate(graph.outputs):
+            if _is_fp32(value):
+                name = self.unique(f"output:{value.name}")
+                demand = Demand.HIGH if self.keep_io or self.constant(value) else Demand.ANY
+                self.read(name, value, Slot(graph, index))
+                operands = (Operand(self.maker(value), demand),)
+                self.reading.graph.add(OpNode(name, "output", None, operands, role="output", pinned=_PLAIN))
+
+    def read_nodes(self, graph: ir.Graph) -> None:
+        for node in graph:
+            if node.op_type in FLOW and node.domain == "" and not (node.op_type == "Scan" and self.opset < 9):
+                {"If": self.read_if, "Loop": self.read_loop, "Scan": self.read_scan}[node.op_type](node)
+            elif node.op_type != "Constant" or node.domain:
+                self.read_node(node)
+            else:
+                fill_types(node, self.opset)
+
+    # -- values -------------------------------------------------------------------------
+    def unique(self, base: str) -> str:
+        self.counts[base] += 1
+        name = base if self.counts[base] == 1 else f"{base}_{self.counts[base] - 1}"
+        return name if name not in self.reading.graph.nodes else self.unique(base)
+
+    def constant(self, value: ir.Value) -> bool:
+        return constant_tensor(value) is not None
+
+    def maker(self, value: ir.Value) -> str:
+        """The vertex that gives `value`; constants get theirs when first read."""
+        if value not in self.of:
+            if not self.constant(value):
+                raise CaptureError(f"{value.name} is read, but no node before it makes it; export the model again")
+            role = "constant" if value.producer() is not None else "parameter"
+            self.add_value(value, role, (Colour.HIGH, Reason.BOUNDARY, "a constant is stored in the format of its readers"))
+        return self.of[value]
+
+    def add_value(
+        self,
+        value: ir.Value,
+        role: str,
+        pinned: Pin | None = None,
+        *,
+        op: str = "",
+        name: str = "",
+        kind: OpKind | None = None,
+        operands: tuple[Operand, ...] = (),
+        tie: str = "",
+        huge: bool = False,
+    ) -> str:
+        """A vertex for a value that is no node's only result: inputs, constants, what crosses the border of a body."""
+        name = name or self.unique(str(value.name))
+        dtype = format_of(value)
+        pinned = pinned if dtype == "fp32" else _PLAIN
+        shape = _shape(value)
+        numel = 0 if role in ("constant", "parameter") else elements(value) * self.turns
+        self.reading.graph.add(OpNode(name, op or role, kind, operands, dtype, shape, numel, role=role, pinned=pinned, tie=tie, huge=huge))
+        self.reading.values[name] = value
+        if dtype == "fp32":
+            self.of[value] = name
+            self.facing.meet(name, value, huge)
+        return name
+
+    def read(self, reader: str, value: ir.Value, slot: Slot) -> str:
+        made = self.maker(value)
+        self.reading.slots.setdefault((reader, made), []).append(slot)
+        return made
+
+    # -- nodes -----------------------------------------------------------------------------
+    def read_node(self, node: ir.Node) -> None:
+        fill_types(node, self.opset)
+        sig = signature(node.domain, node.op_type, self.opset)
+        op = op_of(node)
+        row = find_op(op)
+        results = [value for value in node.outputs if value.name]
+        floats = [value for value in results if _is_fp32(value)]
+        group = sig.output(floats[0].index() or 0) if sig and floats else ""
+        name = self.unique(node.name or op)
+        bodies = [graph for attribute in node.attributes.values() for graph in _graphs(attribute)]
+        typed = all(value is None or value.type is not None for value in node.inputs)
+        listed = typed and row is not None and sig is not None and self.lists.kind(row.name) is not None and not bodies
+        kind = self.facing.kind(op, node) if listed else None
+        if listed and sig is not None:
+            operands = self.operands(name, node, sig, group, bool(floats))
+        else:
+            operands = self.walled(name, node, bodies)
+            if operands or floats:
+                self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
+        pinned = self.pin(node, op, listed, sig, group, operands) if floats else _PLAIN
+        huge = bool(floats) and self.facing.is_huge(node, op, kind, operands)
+        if pinned is None:
+            pinned = self.facing.pin_ranges(node, floats, operands, huge)
+        module, source = provenance(node)
+        shown = floats[0] if floats else results[0] if results else None
+        numel = sum(map(elements, floats)) * self.turns
+        dtype = "fp32" if floats else format_of(shown)
+        self.reading.graph.add(
+            OpNode(
+                name, op, kind, operands, dtype, _shape(shown) if shown else (), numel, flops(node),
+                "", module, source, "op", pinned, name if len(floats) > 1 else "", op == "to", huge,
+            )
+        )  # fmt: skip
+        self.reading.nodes[name] = node
+        self.facing.settle(name, op, pinned, operands)
+        if len(floats) == 1:
+            self.of[floats[0]], self.reading.values[name] = name, floats[0]
+            self.facing.meet(name, floats[0], huge)
+        elif floats and sig is not None:
+            for value in floats:
+                self.add_result(name, value, sig.output(value.index() or 0) == group, pinned, huge)
+        else:
+            for value in floats:
+                self.add_result(name, value, True, pinned, huge)
+
+    def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, huge: bool) -> None:
+        """One of several results of a node."""
+        operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
+        own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
+        self.add_value(
+            value, "op", own, op="getitem", name=self.unique(f"{node}.{value.index()}"), kind=OpKind.CLEAR, operands=(operand,),
+            tie=node if grouped else "", huge=huge,
+        )  # fmt: skip
+
+    def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
+        demands: dict[str, Demand] = {}
+        computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
+        fixed = self.facing.fixed_groups(node, sig, group)
+        for index, value in enumerate(node.inputs):
+            if value is None or not _is_fp32(value):
+                continue
+            made = self.read(name, value, Slot(node, index))
+            follows = sig.follows(node.op_type, index, group, self.low) and sig.input(index) not in fixed
+            if node.op_type == "Cast":
+                demand = Demand.COLOUR if gives_float else Demand.ANY
+            elif not gives_float:
+                alone = len(set(computed)) <= 1 and sig.allows(sig.input(index), self.low)
+                demand = Demand.ANY if alone else Demand.HIGH
+            else:
+                demand = Demand.COLOUR if follows else Demand.HIGH
+            if self.constant(value) and demand is not Demand.HIGH:
+                partner = self.of[computed[0]] if computed and not gives_float else ""
+                if gives_float or partner:
+                    self.reading.constants.append(ConstantRead(made, name, partner))
+                demand = Demand.ANY
+            if demands.setdefault(made, demand) is not demand:
+                demands[made] = Demand.HIGH
+        return tuple(Operand(made, demand) for made, demand in demands.items())
+
+    def walled(self, name: str, node: ir.Node, bodies: list[ir.Graph]) -> tuple[Operand, ...]:
+        """All that an unlisted op reads, its bodies' captures included, stays fp32."""
+        slots = [Slot(node, index) for index in range(len(node.inputs))]
+        for body in bodies:
+            slots += [Slot(inner, index) for inner in body.all_nodes() for index in range(len(inner.inputs))]
+        made: dict[str, None] = {}
+        for slot in slots:
+            assert isinstance(slot.owner, ir.Node)
+            value = slot.owner.inputs[slot.index]
+            if value is not None and _is_fp32(value) and (value in self.of or (slot.owner is node and self.constant(value))):
+                made[self.read(name, value, slot)] = None
+        return tuple(Operand(value, Demand.HIGH) for value in made)
+
+    def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
+        """The colour that facts about the op force; None where lists and passes decide."""
+        if not listed or sig is None:
+            return Colour.HIGH, Reason.UNLISTED, op
+        if node.op_type in QUANTISED:
+            return Colour.HIGH, Reason.EXPLICIT_DTYPE, "quantised"
+        if not sig.allows(group, self.low):
+            return Colour.HIGH, Reason.NO_KERNEL, f"{node.op_type} of opset {self.opset} takes no {self.low.name}"
+        if any(v is not None and (v.producer() or node).op_type == "DequantizeLinear" for v in node.inputs):
+            return Colour.HIGH, Reason.EXPLICIT_DTYPE, "quantised: it reads a DequantizeLinear"
+        if node.op_type == "Cast":
+            return self.facing.pin_cast(node)
+        if "dtype" in node.attributes:
+            return Colour.HIGH, Reason.EXPLICIT_DTYPE, "dtype attribute"
+        if not operands and node.op_type != "ConstantOfShape":
+            return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
+        return self.facing.pin_constants(node, op, sig, group, operands)
+
+    # -- bodies --------------------------------------------------------------------------------
+    def read_if(self, node: ir.Node) -> None:
+        branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+        for branch in branches:
+            self.read_nodes(branch)
+        name = self.unique(node.name or "if")
+        for index, value in enumerate(node.outputs):
+            self.leave(name, node, value, [(Slot(branch, index), branch.outputs[index]) for branch in branches])
+
+    def read_loop(self, node: ir.Node) -> None:
+        body = node.attributes["body"].as_graph()
+        name = self.unique(node.name or "loop")
+        states = len(node.inputs) - 2
+        for index in range(states):
+            self.enter(name, node, index + 2, body.inputs[index + 2], tied=True)
+        self.read_turns(body)
+        for index, value in enumerate(node.outputs):
+            tie = f"{name}.state{index}" if index < states else ""
+            self.leave(name, node, value, [(Slot(body, index + 1), body.outputs[index + 1])], tie)
+
+    def read_scan(self, node: ir.Node) -> None:
+        body = node.attributes["body"].as_graph()
+        name = self.unique(node.name or "scan")
+        states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+        for index in range(len(node.inputs)):
+            self.enter(name, node, index, body.inputs[index], tied=index < states)
+        self.read_turns(body)
+        for index, value in enumerate(node.outputs):
+            tie = f"{name}.state{index}" if index < states else ""
+            self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], tie)
+
+    def read_turns(self, body: ir.Graph) -> None:
+        """Read a body that runs again and again: casts in it cost that much more than casts outside."""
+        self.turns *= TURNS
+        self.read_nodes(body)
+        self.turns //= TURNS
+
+    def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
+        """What a loop or scan hands into its body: its state, or a slice of a sequence."""
+        outer = node.inputs[index]
+        if outer is None:
+            return
+        if inner.type is None and isinstance(outer.type, ir.TensorType):
+            inner.type = outer.type
+        if not _is_fp32(inner) or not _is_fp32(outer):
+            self.add_value(inner, "op", name=self.unique(str(inner.name)), op=node.op_type.lower())
+            return
+        state = index - 2 if node.op_type == "Loop" else index
+        self.turns *= TURNS
+        self.cross(node, f"{name}.in{state}", inner, [(Slot(node, index), outer)], f"{name}.state{state}" if tied else "")
+        self.turns //= TURNS
+
+    def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], tie: str = "") -> None:
+        """What a body gives to the graph around it."""
+        if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
+            outer.type = inner[0][1].type
+        if _is_fp32(outer):
+            self.cross(node, f"{name}.{outer.index()}", outer, inner, tie)
+
+    def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], tie: str) -> None:
+        """A vertex at the border of a body: `value` on one side, what it reads on the other."""
+        name = self.unique(name)
+        demands: dict[str, Demand] = {}
+        for slot, read in reads:
+            made = self.read(name, read, slot)
+            if self.constant(read):
+                self.reading.constants.append(ConstantRead(made, name))
+            demands[made] = Demand.ANY if self.constant(read) else Demand.COLOUR
+        operands = tuple(Operand(made, demand) for made, demand in demands.items())
+        huge = any(self.reading.graph[o.value].huge for o in operands)
+        pinned = self.pin_border(node) or self.facing.pin_far(operands) or (None if huge else self.facing.pin_value(value))
+        op = node.op_type.lower()
+        self.add_value(value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge)
+        self.reading.nodes[name] = node
+
+
+    def pin_border(self, node: ir.Node) -> Pin | None:
+        """A loop or branch whose opset takes no low format hands on fp32."""
+        sig = signature(node.domain, node.op_type, self.opset)
+        if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
+            return None
+        return Colour.HIGH, Reason.NO_KERNEL, f"{node.op_type} of opset {self.opset} takes no {self.low.name}"
+
+
+_PLAIN: Pin = (Colour.PLAIN, Reason.NO_FLOAT, "")
+
+
+def _is_fp32(value: ir.Value) -> bool:
+    return format_of(value) == FP32.name
+
+
+def _graphs(attribute: ir.Attr) -> Iterator[ir.Graph]:
+    if attribute.type == ir.AttributeType.GRAPH:
+        yield attribute.as_graph()
+    elif attribute.type == ir.AttributeType.GRAPHS:
+        yield from attribute.as_graphs()
+
+
+def _shape(value: ir.Value) -> tuple[int | str, ...]:
+    return tuple(dim if isinstance(dim, int) else str(dim.value or "?") for dim in (value.shape or ()))
+
+
+def provenance(node: ir.Node) -> tuple[str, str]:
+    """Module path and source line that torch's exporter left on the node."""
+    module = ""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    if scopes:
+        try:
+            module = ast.literal_eval(scopes)[-2]
+        except (ValueError, SyntaxError, IndexError):
+            module = ""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.metadata_props.get("pkg.torch.onnx.stack_trace", ""))
+    return str(module), f"{PurePath(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
+
+
+def flops(node: ir.Node) -> int:
+    """Multiply-adds times two of a matrix product or convolution, from shapes; open dims count 64."""
+    shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]
+    if len(shapes) < 2 or not shapes[0] or not shapes[1]:
+        return 0
+    result = elements(node.outputs[0])
+    if node.op_type in ("MatMul", "FusedMatMul"):
+        return 2 * result * shapes[0][-1]
+    if node.op_type in ("Gemm", "FusedGemm"):
+        transposed = "transA" in node.attributes and node.attributes["transA"].as_int()
+        return 2 * result * shapes[0][0 if transposed else -1]
+    weight = node.inputs[1]
+    if node.op_type in ("Conv", "ConvTranspose", "FusedConv") and weight is not None and node.inputs[0] is not None:
+        moved = elements(node.inputs[0]) if node.op_type == "ConvTranspose" else result
+        return 2 * moved * elements(weight) // max(shapes[1][0], 1)
+    return 0

@@ -1,0 +1,127 @@
+"""Constants of an ONNX model in a low format: what rounds well, what would be lost, what is a mask.
+
+Rounding is to nearest even; signs, zeros, infinities and NaN stay; nothing within the range is clamped. Finite-minimum masks
+become the format's lowest value; whatever else would overflow, or lose its value to underflow, keeps its op in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from amprewrite.tables.formats import Format
+
+NUMPY = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+MASK = 1e8
+"""A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
+EXTREME = 1e30
+"""So large is a mask of either sign."""
+LOSS = 4
+"""Rounding errors of a slice of weights, in units of the format's eps, beyond which bits are lost to underflow."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What rounding did to one constant."""
+
+    name: str
+    elements: int
+    flushed: int
+    """Values that become zero."""
+    clamped: int
+    """Values of a mask that become the lowest."""
+    kept: bool
+    """Whether its op stays in fp32 for its sake."""
+    why: str
+
+    def __str__(self) -> str:
+        done = "stays fp32 where it is read" if self.kept else "stored low"
+        return f"{self.name}: {self.why}; {done}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Numbers about one constant and one format."""
+
+    elements: int
+    overflow: int
+    mask: bool
+    """Every overflowing value is so large that it can only be a mask."""
+    flushed: int
+    worst: float
+    """Largest relative L2 error of a slice along the first or last axis, and of the whole."""
+    largest: float
+    smallest: float
+    error: float
+    """Largest absolute error of a value that does not overflow."""
+
+
+def rounded(values: np.ndarray, fmt: Format) -> np.ndarray:
+    """The constant in the low format: rounded to nearest even, finite values beyond the range at its ends."""
+    with np.errstate(over="ignore", under="ignore"):
+        low = values.astype(NUMPY[fmt.name])
+    over = ~np.isfinite(low.astype(np.float32)) & np.isfinite(values)
+    if over.any():
+        low = np.where(over, np.copysign(np.float32(fmt.max), values).astype(low.dtype), low)
+    return low
+
+
+def facts(values: np.ndarray, fmt: Format) -> Facts:
+    """Look at a constant once."""
+    if not values.size:
+        return Facts(0, 0, False, 0, 0.0, 0.0, 0.0, 0.0)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        low = values.astype(NUMPY[fmt.name]).astype(np.float32)
+        size = np.abs(values)
+        over = ~np.isfinite(low) & np.isfinite(values)
+        flushed = (low == 0) & (values != 0)
+        error = np.where(np.isfinite(values) & ~over, low - values, 0)
+    lost = size[over]
+    mask = bool(over.any() and ((lost >= EXTREME) | ((values[over] < 0) & (lost >= MASK))).all())
+    present = size[(size > 0) & np.isfinite(size)]
+    largest = float(present.max()) if present.size else 0.0
+    worst = _worst_slice(error, np.where(np.isfinite(values) & ~over, values, 0)) if _may_lose(size, fmt, largest) else 0.0
+    return Facts(
+        values.size, int(over.sum()), mask, int(flushed.sum()), worst, largest, float(present.min()) if present.size else 0.0,
+        float(np.abs(error).max()),
+    )  # fmt: skip
+
+
+def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
+    """Only values below the normal range lose more than a rounding."""
+    return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
+
+
+def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
+    square_error, square = error.astype(np.float64) ** 2, values.astype(np.float64) ** 2
+    axes = [None] if values.ndim < 2 else [None, tuple(range(1, values.ndim)), tuple(range(values.ndim - 1))]
+    worst = 0.0
+    for axis in axes:
+        lost, whole = np.atleast_1d(square_error.sum(axis)), np.atleast_1d(square.sum(axis))
+        worst = max(worst, float(np.sqrt(np.divide(lost, whole, out=np.zeros_like(lost), where=whole > 0)).max()))
+    return worst
+
+
+def loss_of(name: str, found: Facts, fmt: Format, saturates: bool) -> Loss | None:
+    """What a low copy of the constant would lose; None where it rounds as well as any other.
+
+    `saturates`: its reader means a large number as a mask or a bound.
+    """
+    if found.overflow and not saturates:
+        why = f"{found.overflow} of {found.elements} values exceed {fmt.name}'s {fmt.max:g} (largest {found.largest:.3g})"
+        return Loss(name, found.elements, found.flushed, 0, True, why)
+    if found.worst > LOSS * fmt.eps:
+        why = f"{found.flushed} of {found.elements} values vanish in {fmt.name}, others lose bits (smallest {found.smallest:.3g})"
+        return Loss(name, found.elements, found.flushed, 0, True, why)
+    if found.overflow:
+        why = f"{found.overflow} of {found.elements} values become {fmt.name}'s lowest or highest: a mask or bound"
+        return Loss(name, found.elements, found.flushed, found.overflow, False, why)
+    if found.flushed:
+        why = (
+            f"{found.flushed} of {found.elements} values vanish in {fmt.name}, negligible beside their neighbours "
+            f"(smallest {found.smallest:.3g}, largest {found.largest:.3g})"
+        )
+        return Loss(name, found.elements, found.flushed, 0, False, why)
+    return None

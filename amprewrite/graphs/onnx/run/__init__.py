@@ -1,0 +1,1 @@
+"""Running an ONNX model: ONNX Runtime, sample runs, and fp32 runs that round where a plan says low."""

@@ -1,0 +1,164 @@
+"""ONNX Runtime, from models of any size: what fits one protobuf runs from memory, anything larger from a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.check import invalid
+from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write_scratch
+from amprewrite.tables.errors import EmitError
+
+MOST_BYTES = 1_500_000_000
+"""Bytes of weights beyond which a model is kept in a file with external data: one protobuf holds 2 GB."""
+SECONDS = 5.0
+BYTES_A_SECOND = 2e7
+"""A run may take SECONDS, and one second more for so many bytes of weights."""
+TimeLimit = float | None | Literal["auto"]
+"""Seconds that one run may take; None: any number; "auto": what the bytes of weights ask for."""
+LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
+NO_RUNTIME = (
+    "ONNX Runtime is not installed, so nothing can be run or verified: pip install 'amprewrite[onnx]' for the CPU, "
+    "'amprewrite[onnx-gpu]' for CUDA; verify=False goes without"
+)
+
+
+def runtime() -> Any:
+    """The onnxruntime module. EmitError with the install lines for CPU and GPU where there is none."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EmitError(NO_RUNTIME) from error
+    return onnxruntime
+
+
+def has_runtime() -> bool:
+    try:
+        runtime()
+    except EmitError:
+        return False
+    return True
+
+
+def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> Any:
+    """A session on CUDA where that is there, else on the CPU; `level` 0 to 3 sets the optimisation level."""
+    ort = runtime()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    if level is not None:
+        options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[level])
+    known = ort.get_available_providers()
+    providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+    return ort.InferenceSession(source, options, providers=providers)
+
+
+class TooSlow(EmitError):
+    """A run that took longer than models of its size do."""
+
+
+def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
+    """How long one run may take; None: as long as it likes. By itself a file of no size that runs for ever is no model."""
+    return SECONDS + weights / BYTES_A_SECOND if limit == "auto" else limit
+
+
+def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
+    """Run a session. TooSlow if it takes longer than `seconds`; what ONNX Runtime raises passes through."""
+    options = runtime().RunOptions()
+    options.log_severity_level = 4
+    if seconds is None:
+        unlimited: list[Any] = runner.run(names, feed, options)
+        return unlimited
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        options.terminate = True
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        found: list[Any] = runner.run(names, feed, options)
+    except Exception as error:
+        if late.is_set():
+            raise TooSlow(f"one run takes longer than {seconds:g} s; time_limit= (--time-limit) allows more") from error
+        raise
+    finally:
+        timer.cancel()
+    return found
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initialisers."""
+    return sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value is not None)
+
+
+def is_large(model: ir.Model) -> bool:
+    """Whether the weights are too many for one protobuf."""
+    return weight_bytes(model) > MOST_BYTES
+
+
+class Runnable:
+    """A model that can be run with any of its values as outputs. Use as a context manager: a large one takes a folder on disk."""
+
+    def __init__(self, model: ir.Model, limit: TimeLimit = "auto") -> None:
+        self.seconds = seconds_for(weight_bytes(model), limit)
+        """How long one run may take."""
+        self.stack = contextlib.ExitStack()
+        self.folder: Path | None = None
+        if not is_large(model):
+            self.proto = ir.to_proto(model)
+            return
+        temporary = Path(tempfile.gettempdir())
+        try:
+            self.folder = self.stack.enter_context(scratch_folder(temporary))
+            path = self.folder / "model.onnx"
+            ir.save(model, path, external_data="model.data")
+            self.proto = onnx.load(str(path), load_external_data=False)
+        except OSError as error:
+            self.stack.close()
+            raise cannot_write(temporary / "model.onnx", error) from error
+
+    def __enter__(self) -> Runnable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    @property
+    def outputs(self) -> list[str]:
+        return [value.name for value in self.proto.graph.output]
+
+    def invalid(self) -> str:
+        """What onnx.checker says against the model; "" if it passes."""
+        return invalid(self.proto if self.folder is None else self.folder / "model.onnx")
+
+    def session(self, extra: Iterable[str] = ()) -> Any:
+        """An unoptimised session whose outputs are the model's and the `extra` values."""
+        return session_of(self.proto, self.folder, extra)
+
+
+def session_of(proto: onnx.ModelProto, folder: Path | None = None, extra: Iterable[str] = ()) -> Any:
+    """An unoptimised session of `proto`, whose external data, if any, lies in `folder`."""
+    own = len(proto.graph.output)
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
+    try:
+        if folder is None:
+            return session(proto, 0)
+        path = folder / "variant.onnx"
+        write_scratch(path, proto.SerializeToString())
+        try:
+            return session(str(path), 0)
+        finally:
+            path.unlink()
+    finally:
+        del proto.graph.output[own:]

@@ -1,0 +1,148 @@
+"""The strict interpreter for ONNX files: every op computes in fp32, and each low result is really rounded.
+
+ONNX Runtime's CPU provider runs chains of fp16 ops in fp32 and drops the casts between them, so its outputs hide rounding and
+overflow; for bf16 it has hardly any kernels at all. Here the file itself is made explicit:
+
+1. A low value keeps its name and becomes fp32, so that its readers compute in fp32.
+2. Its maker writes a raw value instead; a cast down and a cast up lie between the two. What is low by itself (a constant, a
+   cast, a fill) needs the cast up alone.
+3. ONNX Runtime runs that, unoptimised, so that nothing is fused away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.ops import format_of
+from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, run_within, seconds_for, session_of, weight_bytes
+from amprewrite.graphs.onnx.run.samples import Feed
+
+LOW = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
+FP32 = onnx.TensorProto.FLOAT
+ROUNDING = 4.0
+"""How many times longer a run may take that rounds every result and is not optimised."""
+_CARRIES = {"If", "Loop", "Scan", "Identity", "Reshape", "Transpose"}
+"""Ops that round nothing."""
+_AIMED = {"Cast", "Constant", "ConstantOfShape"}
+"""Ops whose result is low by itself: an attribute of theirs says so. A dtype attribute does the same for any op."""
+
+
+def strict_outputs(
+    model: ir.Model,
+    feeds: Sequence[Feed],
+    proto: onnx.ModelProto | None = None,
+    folder: Path | None = None,
+    limit: TimeLimit = "auto",
+) -> list[list[np.ndarray]]:
+    """Outputs of the rewritten model under true rounding, one list a feed.
+
+    `proto` is the model as it was written, with its external data in `folder`; None: all of it is in memory. TooSlow if a run
+    takes longer than ROUNDING times what `limit` allows an ordinary one.
+    """
+    strict, low_inputs = strict_model(model, ir.to_proto(model) if proto is None else proto)
+    runner = session_of(strict, folder)
+    ordinary = seconds_for(weight_bytes(model), limit)
+    seconds = None if ordinary is None else ROUNDING * ordinary
+    raised = (dict(_raised(name, array, low_inputs) for name, array in feed.items()) for feed in feeds)
+    return [run_within(runner, None, feed, seconds) for feed in raised]
+
+
+def _raised(name: str, array: np.ndarray, low_inputs: set[str]) -> tuple[str, np.ndarray]:
+    return (_raw(name), array.astype(np.float32)) if name in low_inputs else (name, array)
+
+
+def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
+    """An all-fp32 model that rounds as the low one would, and which inputs of it have a new name. `proto` is left alone."""
+    strict = onnx.ModelProto()
+    strict.CopyFrom(proto)
+    rounding: list[onnx.NodeProto] = []
+    low_inputs = set()
+    for value, declared in zip(model.graph.inputs, strict.graph.input, strict=True):
+        low = LOW.get(format_of(value))
+        if low is not None:
+            low_inputs.add(declared.name)
+            rounding += _round(declared.name, low)
+            declared.name = _raw(declared.name)
+    _open_graph(model.graph, strict.graph, rounding)
+    return strict, low_inputs
+
+
+def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, first: Sequence[onnx.NodeProto] = ()) -> None:
+    """Edit the protobuf of a graph, bodies included: it holds the same nodes in the same order as `graph`."""
+    nodes = list(first)
+    for tensor in proto.initializer:
+        if tensor.data_type in LOW.values():
+            nodes.append(_cast(_raw(tensor.name), tensor.name, FP32))
+            tensor.name = _raw(tensor.name)
+    for node, written in zip(graph, proto.node, strict=True):
+        for attribute in written.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _open_graph(node.attributes[attribute.name].as_graph(), attribute.g)
+        nodes.append(written)
+        for place, value in enumerate(node.outputs):
+            low = LOW.get(format_of(value))
+            if low is None or not value.name or node.op_type in _CARRIES:
+                continue
+            written.output[place] = _raw(value.name)
+            aimed = node.op_type in _AIMED or "dtype" in node.attributes
+            nodes += [_cast(_raw(value.name), value.name, FP32)] if aimed else _round(value.name, low)
+    for declared in (*proto.input, *proto.output):
+        if declared.type.tensor_type.elem_type in LOW.values():
+            declared.type.tensor_type.elem_type = FP32
+    kept = [onnx.NodeProto() for _ in nodes]
+    for copy, each in zip(kept, nodes, strict=True):
+        copy.CopyFrom(each)
+    del proto.node[:]
+    proto.node.extend(kept)
+    del proto.value_info[:]
+
+
+def _raw(name: str) -> str:
+    return f"{name}__raw"
+
+
+def _round(name: str, low: int) -> list[onnx.NodeProto]:
+    down = f"{name}__down"
+    return [_cast(_raw(name), down, low), _cast(down, name, FP32)]
+
+
+def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
+    node = onnx.NodeProto(op_type="Cast", input=[source], output=[result])
+    node.attribute.add(name="to", type=onnx.AttributeProto.INT, i=to)
+    return node
+
+
+def _arrays(results: Any) -> Iterator[np.ndarray]:
+    """The arrays of all results: a sequence holds several, a map one a key, an optional that is empty none."""
+    if isinstance(results, np.ndarray | np.generic):
+        yield np.asarray(results)
+    elif isinstance(results, Mapping):
+        for each in results.values():
+            yield from _arrays(each)
+    elif isinstance(results, list | tuple):
+        for each in results:
+            yield from _arrays(each)
+    elif isinstance(results, int | float):
+        yield np.asarray(results)
+
+
+def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
+    """Relative L2 error of all floating outputs together; infinite where a value is not finite that should be."""
+    error = size = 0.0
+    for wants, gots in zip(wanted, got, strict=True):
+        for want, have in zip(_arrays(wants), _arrays(gots), strict=True):
+            if want.dtype.kind != "f":
+                continue
+            left, right = want.astype(np.float64), have.astype(np.float64)
+            same = np.isfinite(left)
+            if not np.isfinite(right[same]).all():
+                return float("inf")
+            error += float(((left - right)[same] ** 2).sum())
+            size += float((left[same] ** 2).sum())
+    return (error / size) ** 0.5 if size else error**0.5

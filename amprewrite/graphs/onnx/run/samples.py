@@ -1,0 +1,295 @@
+"""Sample runs of an ONNX model: inputs to run it on, and the magnitudes seen at every value.
+
+1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for what feeds a table.
+2. The fp32 model runs with its inner values as extra outputs, a GB of them at a time.
+3. Of every floating value the least and the largest magnitude is kept, over all samples, and of the first few samples the
+   inputs and outputs, to measure errors on. Samples are taken one at a time: any number of them needs the memory of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.check import memory, too_large
+from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, TooSlow, run_within
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import PolicyError, one_line
+
+Feed = dict[str, np.ndarray]
+CHUNK = 2**28
+"""Elements of inner values that one run may hold."""
+SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
+"""Tries for (first dim, other dims) where a model leaves them open."""
+KEPT = 8
+"""Samples on which errors are measured, at most."""
+KEPT_BYTES = 2**28
+"""Bytes of inputs and outputs of those samples, beyond the first."""
+TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of such"
+
+
+class CallersError(Exception):
+    """What the caller's own code raised while it made samples; it is handed on as it was."""
+
+    def __init__(self, original: Exception) -> None:
+        super().__init__(str(original))
+        self.original = original
+
+
+@dataclass(frozen=True)
+class Range:
+    """Magnitudes seen at one value."""
+
+    smallest: float
+    largest: float
+
+    def __or__(self, other: Range) -> Range:
+        return Range(min(self.smallest, other.smallest), max(self.largest, other.largest))
+
+
+@dataclass
+class Samples:
+    """What sample runs showed."""
+
+    feeds: list[Feed] = field(default_factory=list)
+    """The first of them."""
+    outputs: list[list[np.ndarray]] = field(default_factory=list)
+    """What the fp32 model gave for those, one list a feed."""
+    ranges: dict[str, Range] = field(default_factory=dict)
+    seen: int = 0
+    """How many there were in all."""
+    made_up: bool = True
+    problem: str = ""
+    """Why there are none."""
+    invalid: str = ""
+    """What onnx.checker says against the model; then it is not run."""
+
+
+# -- the caller's samples --------------------------------------------------------------
+def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
+    """The caller's samples one after another, each checked against the model's inputs as it is taken.
+
+    Args:
+        calibration: a mapping of input names to arrays is one sample, and so is an .npz file; any iterable of these is many.
+
+    Raises:
+        PolicyError: not such a thing, an unreadable file, or a sample whose names, dtypes or shapes are not the model's.
+    """
+    if isinstance(calibration, Mapping | str | Path):
+        calibration = (calibration,)
+    elif not isinstance(calibration, Iterable) or isinstance(calibration, bytes | np.ndarray):
+        raise PolicyError(f"calibration= takes {TAKES}, not {type(calibration).__name__}")
+    return _each_checked(model, calibration)
+
+
+def _each_checked(model: ir.Model, samples: Iterable[Any]) -> Iterator[Feed]:
+    for index, sample in enumerate(_own_errors(samples)):
+        where = f"calibration sample {index}"
+        if isinstance(sample, str | Path):
+            where, sample = f"calibration file {printable(sample)}", _read_npz(sample, [str(value.name) for value in model.graph.inputs])
+        yield _checked(model, sample, where)
+
+
+def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
+    """The caller's samples; an error of the caller's own code is told apart from those of parsers."""
+    try:
+        yield from samples
+    except Exception as error:
+        raise CallersError(error) from error
+
+
+def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
+    """The arrays of a file that the model has inputs for; of others the names alone, for a small file may hold gigabytes."""
+    try:
+        if not Path(path).is_file() and Path(path).exists():
+            raise ValueError("it is no regular file")
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a bare array; save the inputs by name with numpy.savez")
+        with archive:
+            if set(archive.files) != set(names):
+                return dict.fromkeys(archive.files)
+            entries = archive.zip.infolist() if archive.zip is not None else []
+            size = sum(entry.file_size for entry in entries)
+            if size > memory() // 2:
+                raise ValueError(f"its arrays take {size:.3g} bytes, more than half of the memory that is free")
+            return dict(archive)
+    except Exception as error:  # numpy, zipfile and zlib have each their own for a damaged file
+        raise PolicyError(f"calibration file {printable(path)} cannot be read as .npz: {one_line(error)}") from error
+
+
+def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
+    inputs = {str(value.name): value for value in model.graph.inputs}
+    if not isinstance(sample, Mapping):
+        raise PolicyError(f"{where} is a {type(sample).__name__}; give a mapping with {', '.join(inputs)}")
+    if set(sample) != set(inputs):
+        given = ", ".join(map(str, sample)) or "nothing"
+        raise PolicyError(f"{where} has {given}; the model's inputs are {', '.join(inputs)}")
+    feed: Feed = {}
+    for name, value in inputs.items():
+        array = np.asarray(sample[name])
+        wanted = value.dtype.numpy() if value.dtype is not None else array.dtype
+        if array.dtype != wanted:
+            raise PolicyError(f"{where}: {name} is {array.dtype}, the model wants {wanted}")
+        dims = list(value.shape) if value.shape is not None else list(array.shape)
+        if len(dims) != array.ndim or any(isinstance(d, int) and d != have for d, have in zip(dims, array.shape, strict=True)):
+            shown = [dim if isinstance(dim, int) else str(dim.value or "any") for dim in dims]
+            raise PolicyError(f"{where}: {name} has shape {list(array.shape)}, the model wants [{', '.join(map(str, shown))}]")
+        if not array.size:
+            raise PolicyError(f"{where}: {name} is empty (shape {list(array.shape)}), so it shows no range; give at least one element")
+        feed[name] = array
+    return feed
+
+
+# -- made-up inputs -----------------------------------------------------------------
+def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
+    """Inputs to try, from likely to unlikely sizes of open dims; one only where no dim is open."""
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for first, rest in SIZES:
+        feed = _made_up(model, first, rest)
+        shapes = tuple(array.shape for array in feed.values())
+        if shapes not in seen:
+            seen.add(shapes)
+            yield feed
+
+
+def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
+    generator = np.random.default_rng(0)
+    open_dims: dict[str, int] = {}
+    feed: Feed = {}
+    for value in model.graph.inputs:
+        shape = []
+        for place, dim in enumerate(value.shape if value.shape is not None else ()):
+            size = first if place == 0 else rest
+            shape.append(dim if isinstance(dim, int) else open_dims.setdefault(str(dim.value), size) if dim.value else size)
+        feed[str(value.name)] = _noise(value, tuple(shape), generator)
+    return feed
+
+
+def _noise(value: ir.Value, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.float32)
+    if dtype.kind == "b":
+        return np.ones(shape, dtype)
+    if dtype.kind in "iu":
+        rows = _rows_indexed(value)
+        return generator.integers(0, rows, shape).astype(dtype) if rows else np.ones(shape, dtype)
+    return generator.standard_normal(shape).astype(dtype)
+
+
+def _rows_indexed(value: ir.Value) -> int:
+    """Rows of the table that an integer input indexes; 0 where it indexes none."""
+    for node, place in value.uses():
+        table = node.inputs[0]
+        if node.op_type == "Gather" and place == 1 and table is not None and table.shape is not None:
+            axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+            size = table.shape[axis]
+            if isinstance(size, int):
+                return size
+    return 0
+
+
+# -- runs ------------------------------------------------------------------------------
+def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto") -> Samples:
+    """Run the fp32 model and keep the magnitudes of the `wanted` values. `feeds` None: on made-up inputs.
+
+    PolicyError where the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
+    """
+    problem = too_large(model)
+    if problem:
+        return Samples(problem=problem)
+    with Runnable(model, limit) as runnable:
+        invalid = runnable.invalid()
+        if invalid:
+            return Samples(problem=f"onnx.checker refuses the model: {invalid}", invalid=invalid)
+        observer = _Observer(runnable, wanted)
+        if feeds is not None:
+            samples = Samples(made_up=False)
+            for feed in feeds:
+                problem = observer.run(feed, samples)
+                if problem:
+                    raise PolicyError(f"the fp32 model does not run on the calibration data: {problem}")
+            if not samples.seen:
+                raise PolicyError("calibration= holds no sample; leave it out to run on made-up inputs")
+            return samples
+        samples = Samples(problem="its inputs are of unknown kind")
+        for feed in made_up_feeds(model):
+            samples.problem = observer.run(feed, samples)
+            if not samples.problem or observer.too_slow:
+                break
+        return samples
+
+
+class _Observer:
+    """Sessions of one model that give its own outputs and, a chunk each, the inner values to look at."""
+
+    def __init__(self, runnable: Runnable, wanted: Iterable[ir.Value]) -> None:
+        self.runnable, self.own = runnable, runnable.outputs
+        self.chunks = [[str(value.name) for value in chunk if value.name not in self.own] for chunk in _chunks(wanted)]
+        self.sessions: list[Any] = []
+        self.too_slow = False
+        """Whether a run took longer than any model of that size should."""
+
+    def run(self, feed: Feed, samples: Samples) -> str:
+        """Take one sample in; what went wrong, "" where nothing did."""
+        ranges: dict[str, Range] = {}
+        outputs: list[np.ndarray] = []
+        try:
+            self.sessions = self.sessions or [self.runnable.session(chunk) for chunk in self.chunks]
+            for index, (chunk, runner) in enumerate(zip(self.chunks, self.sessions, strict=True)):
+                names = [*chunk, *(self.own if index == 0 else ())]
+                if not names:
+                    continue
+                found = run_within(runner, names, feed, self.runnable.seconds)
+                outputs = outputs or found[len(chunk) :]
+                for name, array in zip(names, found, strict=True):
+                    if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.size:
+                        ranges[name] = _range(array)
+        except Exception as error:
+            self.too_slow = isinstance(error, TooSlow)
+            return one_line(error)
+        for name, seen in ranges.items():
+            samples.ranges[name] = samples.ranges[name] | seen if name in samples.ranges else seen
+        samples.seen += 1
+        held = sum(_bytes(feed.values()) + _bytes(kept) for feed, kept in zip(samples.feeds, samples.outputs, strict=True))
+        if not samples.feeds or (len(samples.feeds) < KEPT and held + _bytes(feed.values()) + _bytes(outputs) <= KEPT_BYTES):
+            samples.feeds.append(feed)
+            samples.outputs.append(outputs)
+        return ""
+
+
+def _bytes(arrays: Iterable[Any]) -> int:
+    return sum(getattr(array, "nbytes", 0) for array in arrays)
+
+
+def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
+    chunk: list[ir.Value] = []
+    held = 0
+    for value in wanted:
+        size = elements(value)
+        if chunk and held + size > CHUNK:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(value)
+        held += size
+    yield chunk
+
+
+def elements(value: ir.Value) -> int:
+    """Elements of a value; open dims count 64."""
+    dims = (dim if isinstance(dim, int) else 64 for dim in (value.shape or ()))
+    return int(np.prod([*dims, 1], dtype=np.int64))
+
+
+def _range(array: np.ndarray) -> Range:
+    """Magnitudes of one result. NaN and infinities of the fp32 model itself do not count."""
+    size = np.abs(array)
+    low, high = float(size.min()), float(size.max())
+    if not np.isfinite(high):
+        finite = size[np.isfinite(size)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return Range(low, high)

@@ -1,0 +1,197 @@
+"""Edit an ONNX model as its plan says.
+
+1. Values of low vertices get the low type; casts and fills that the model makes are aimed at it.
+2. Planned casts of constants become stored low copies; every other planned cast becomes one Cast beside its maker.
+3. Casts of the model that change nothing any more go, and a second cast of the same value to the same type joins the first.
+4. Every node says its colour and reason in metadata_props.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, constant_tensor
+from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.onnx.read.weights import rounded
+from amprewrite.ir.plans.plan import Cast, RegionPlan
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.formats import FORMATS, Format
+from amprewrite.tables.vocabulary import Colour
+
+CAST = "amprewrite.cast"
+"""Key in metadata_props that marks the casts we inserted."""
+COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
+
+
+def apply_plan(model: ir.Model, reading: Reading, plan: RegionPlan, low: Format) -> None:
+    """Edit `model` in place; PassError where the casts made are not those planned."""
+    colours = {node.name: node.colour for node in plan.nodes}
+    for node in model.graph.all_nodes():  # what an earlier rewrite wrote
+        for key in (CAST, COLOUR, REASON):
+            node.metadata_props.pop(key, None)
+    _retype(reading, colours, low)
+    names = _Names(model)
+    made: list[ir.Node] = []
+    for cast in plan.casts:
+        if constant_tensor(reading.values[cast.value]) is not None:
+            _store_low(reading, cast, names)
+        else:
+            made.append(_insert_cast(model, reading, cast, names))
+    _tidy(model)
+    _annotate(reading, plan)
+    kept = [node for graph in model.graphs() for node in graph if CAST in node.metadata_props]
+    if set(kept) != set(made):
+        raise PassError(f"{plan.name}: the file has {len(kept)} casts and the plan {len(made)}; please report this model")
+
+
+class _Names:
+    """Names that no value of the model has."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.taken = {value.name for graph in model.graphs() for value in graph.inputs} | {
+            value.name for graph in model.graphs() for node in graph for value in node.outputs
+        }
+        self.taken |= {name for graph in model.graphs() for name in graph.initializers}
+
+    def new(self, base: str) -> str:
+        name, count = base, 1
+        while name in self.taken:
+            name, count = f"{base}_{count}", count + 1
+        self.taken.add(name)
+        return name
+
+
+# -- 1. types -------------------------------------------------------------------------
+def _retype(reading: Reading, colours: dict[str, Colour], low: Format) -> None:
+    for name, value in reading.values.items():
+        if colours[name] is Colour.LOW:
+            value.type = ir.TensorType(DTYPES[low.name])
+    for name, node in reading.nodes.items():
+        if colours[name] is not Colour.LOW:
+            continue
+        if node.op_type == "Cast":
+            node.attributes["to"] = ir.AttrInt64("to", int(DTYPES[low.name]))
+        elif node.op_type == "ConstantOfShape":
+            held = node.attributes.get("value")
+            fill = np.zeros(1, np.float32) if held is None else held.as_tensor().numpy()
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(rounded(fill, low)))
+
+
+# -- 2. casts -------------------------------------------------------------------------
+def _put(reading: Reading, cast: Cast, copy: ir.Value) -> None:
+    for user in cast.users:
+        for slot in reading.slots[user, cast.value]:
+            slot.put(copy)
+
+
+def _store_low(reading: Reading, cast: Cast, names: _Names) -> None:
+    """Store a constant low: under its own name where nobody reads it high, else a second time."""
+    value, to = reading.values[cast.value], FORMATS[cast.to]
+    users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
+    tensor = constant_tensor(value)
+    assert tensor is not None
+    low = ir.tensor(rounded(tensor.numpy(), to), name=value.name)
+    node, graph = value.producer(), value.graph or (value.producer() or next(iter(value.uses())).node).graph
+    assert isinstance(graph, ir.Graph)
+    if {(use.node, use.idx) for use in value.uses()} <= users and not value.is_graph_output():
+        value.type = ir.TensorType(DTYPES[to.name])
+        if node is None:
+            value.const_value = low
+        else:
+            for name in [name for name in node.attributes if name.startswith("value")]:
+                del node.attributes[name]
+            node.attributes["value"] = ir.AttrTensor("value", low)
+        return
+    low.name = names.new(f"{value.name}_{to.name}")
+    copy = ir.Value(name=low.name, type=ir.TensorType(DTYPES[to.name]), shape=value.shape, const_value=low)
+    graph.register_initializer(copy)
+    _put(reading, cast, copy)
+
+
+def _insert_cast(model: ir.Model, reading: Reading, cast: Cast, names: _Names) -> ir.Node:
+    """One Cast right behind the maker. A graph output keeps its name: what is cast gives it up."""
+    value, to = reading.values[cast.value], FORMATS[cast.to]
+    graph = _graph_of(model, value)
+    nodes: list[ir.Node] = []
+    source = value
+    if cast.saturate:
+        bounds = [_bound(graph, names, bound, value) for bound in (-to.max, to.max)]
+        clip = ir.node("Clip", [value, *bounds], name=names.new(f"clip_{value.name}"))
+        source = clip.outputs[0]
+        source.name, source.type, source.shape = names.new(f"{value.name}_clipped"), value.type, value.shape
+        nodes.append(clip)
+    name = names.new(f"cast_{value.name}")
+    node = ir.node("Cast", [source], {"to": int(DTYPES[to.name])}, name=name, metadata_props={CAST: to.name})
+    copy = node.outputs[0]
+    copy.type, copy.shape = ir.TensorType(DTYPES[to.name]), value.shape
+    outputs = [slot for user in cast.users for slot in reading.slots[user, cast.value] if slot.owner is model.graph]
+    _put(reading, cast, copy)
+    if outputs and not value.is_graph_output() and not value.is_graph_input():
+        own = str(value.name)
+        value.name = names.new(f"{own}_{FLOATS[value.type.dtype]}" if value.type is not None else own)
+        copy.name = own
+    else:
+        copy.name = names.new(f"{value.name}_{to.name}")
+    nodes.append(node)
+    maker = value.producer()
+    if maker is not None:
+        graph.insert_after(maker, nodes)
+    else:
+        first = next(iter(graph), None)
+        if first is None:
+            graph.extend(nodes)
+        else:
+            graph.insert_before(first, nodes)
+    return node
+
+
+def _bound(graph: ir.Graph, names: _Names, bound: float, like: ir.Value) -> ir.Value:
+    name = names.new(f"{like.name}_bound")
+    tensor = ir.tensor(np.asarray(bound, np.float32), name=name)
+    held = ir.Value(name=name, type=like.type, shape=ir.Shape(()), const_value=tensor)
+    graph.register_initializer(held)
+    return held
+
+
+def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
+    maker = value.producer()
+    graph = maker.graph if maker is not None else value.graph
+    return graph if isinstance(graph, ir.Graph) else model.graph
+
+
+# -- 3. tidy --------------------------------------------------------------------------
+def _tidy(model: ir.Model) -> None:
+    for graph in model.graphs():
+        first: dict[tuple[ir.Value | None, int], ir.Node] = {
+            (node.inputs[0], node.attributes["to"].as_int()): node for node in graph if CAST in node.metadata_props
+        }
+        for node in list(graph):
+            if CAST in node.metadata_props or node.op_type != "Cast" or node.domain or node.inputs[0] is None:
+                continue
+            source, result = node.inputs[0], node.outputs[0]
+            to = node.attributes["to"].as_int()
+            same = source.type is not None and source.dtype is not None and int(source.dtype) == to and to in FLOATS
+            twin = first.get((source, to))
+            if (same or twin is not None) and not result.is_graph_output():
+                result.replace_all_uses_with(source if twin is None or same else twin.outputs[0])
+                graph.remove(node, safe=True)
+            elif twin is None:
+                first[source, to] = node
+    for graph in model.graphs():
+        for node in list(graph):
+            if node.op_type == "Constant" and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+                graph.remove(node, safe=True)
+        for name, value in list(graph.initializers.items()):
+            if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
+                del graph.initializers[name]
+
+
+# -- 4. provenance ----------------------------------------------------------------------
+def _annotate(reading: Reading, plan: RegionPlan) -> None:
+    """Colour and reason of each node; a node with several results speaks for the first."""
+    for planned in plan.nodes:
+        node = reading.nodes.get(planned.name)
+        if node is not None and COLOUR not in node.metadata_props:
+            node.metadata_props[COLOUR] = planned.colour.value
+            node.metadata_props[REASON] = planned.why()

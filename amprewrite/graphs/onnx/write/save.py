@@ -1,0 +1,228 @@
+"""Write an ONNX model and its weights so that a reader finds the old pair or the new pair, never a mix.
+
+1. Weights outside the model go into a data file named by its content, `NAME.onnx.HASH.data`. It never changes once it is there.
+2. Model, data and plan are written and synced in a scratch folder beside the target, and checked there.
+3. The data file moves into place, then the model, then the plan. The model's move is the switch: it names the data it reads.
+   A plan is never ahead of its model.
+4. What fails, or is interrupted, during the moves is undone. Data files that only the old model read are removed after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import filecmp
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.run.onnx_runtime import is_large
+from amprewrite.tables.boundary.files import (
+    alone_in,
+    cannot_write,
+    resolved,
+    scratch_folder,
+    scratch_path,
+    sweep,
+    sync_file,
+    sync_folder,
+    take_mode,
+)
+from amprewrite.tables.boundary.files import write_scratch as write
+from amprewrite.tables.errors import EmitError, one_line
+
+HASH = 16
+"""Letters of the hash in the name of a data file."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A model as files in a scratch folder, and where they are to go."""
+
+    path: Path
+    target: Path | None
+    proto: onnx.ModelProto
+    """The model; without its weights if they lie outside."""
+    data: Path | None
+    """The file with its weights, if they lie outside."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether weights are in a file of their own."""
+        return self.data is not None
+
+    def keep(self, texts: Mapping[Path, str]) -> None:
+        """Move the files into place, and `texts` with them. EmitError if that fails; then everything is as it was before."""
+        assert self.target is not None
+        real, scratch = resolved(self.target), []
+        plans = {resolved(path): text for path, text in texts.items()}
+        try:
+            for path in (self.path, *([self.data] if self.data else ())):
+                sync_file(path)
+            for target, text in plans.items():
+                sweep(target.parent)
+                scratch.append(scratch_path(target.parent))
+                write(scratch[-1], text.encode("utf-8", errors="backslashreplace"))
+                sync_file(scratch[-1])
+            with alone_in(real.parent):
+                old = _old_data(real)
+                take_mode(self.path, real)
+                moves = [(self.path, real)]
+                if self.data and not _is_there(self.data, real.with_name(self.data.name)):
+                    self.data.chmod((old[0] if old else self.path).stat().st_mode & 0o7777)
+                    moves.insert(0, (self.data, real.with_name(self.data.name)))
+                for source, target in zip(scratch, plans, strict=True):
+                    take_mode(source, target)
+                    moves.append((source, target))
+                _move_all(moves, self.path.parent)
+                _remove(old, real, self.data.name if self.data else "")
+            for folder in {real.parent, *(target.parent for target in plans)}:
+                sync_folder(folder)
+        except OSError as error:
+            raise EmitError(f"{self.target} cannot be replaced: {one_line(error)}; give another path") from error
+        finally:
+            for path in scratch:
+                path.unlink(missing_ok=True)
+
+
+def _is_there(data: Path, target: Path) -> bool:
+    """Whether the very content stands at the target already, which then is not touched: a reader may have it open."""
+    return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
+
+
+def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
+    """Move files to their targets. If one fails, or the user interrupts, put back what was there."""
+    undo: list[tuple[Path, Path | None]] = []
+    try:
+        for number, (source, target) in enumerate(moves):
+            before = scratch / f"{number}.before" if target.exists() else None
+            if before is not None:
+                _link(target, before)
+            undo.append((target, before))  # noted first: an interrupt may come between the two lines
+            source.replace(target)
+    except BaseException:
+        for target, before in reversed(undo):
+            if before is None:
+                target.unlink(missing_ok=True)
+            else:
+                _put_back(before, target)
+        raise
+
+
+def _put_back(before: Path, target: Path) -> None:
+    """Move a file back over another folder's or disk's."""
+    try:
+        before.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        beside = scratch_path(target.parent)
+        shutil.copy2(before, beside)
+        beside.replace(target)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or a file system without links
+        shutil.copy2(source, target)
+
+
+# -- data files that are no longer read --------------------------------------------------
+def _old_data(model: Path) -> list[Path]:
+    """Data files of ours beside a model: those named by content, and `NAME.data` if the model reads it."""
+    ours = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{{HASH}}}\.data")
+    found = [path for path in model.parent.iterdir() if ours.fullmatch(path.name) and path.is_file()]
+    plain = model.with_name(f"{model.name}.data")
+    if plain.is_file() and not plain.is_symlink() and _mentions(model, plain.name):
+        found.append(plain)
+    return found
+
+
+def _remove(old: list[Path], model: Path, kept: str) -> None:
+    """Remove data files that no file of the folder names any more."""
+    gone = [path for path in old if path.name != kept]
+    if not gone:
+        return
+    others = [path for path in model.parent.iterdir() if path != model and path.suffix != ".data" and path.is_file()]
+    for path in gone:
+        if not any(_mentions(other, path.name) for other in others):
+            with contextlib.suppress(OSError):  # the new model is in place: a file too many is no failure
+                path.unlink()
+
+
+def _mentions(path: Path, name: str) -> bool:
+    """Whether a file holds `name`. A file that cannot be read is taken to hold it, for then nothing is removed."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(name.encode()) >= 0
+    except ValueError:  # an empty file
+        return False
+    except OSError:
+        return path.exists()
+
+
+# -- scratch files ---------------------------------------------------------------------------
+@contextlib.contextmanager
+def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
+    """The model as files in a scratch folder, gone afterwards; `keep` moves them into place. EmitError if they cannot be written."""
+    outside = is_large(model) if external_data == "auto" else bool(external_data)
+    shown = target or Path(tempfile.gettempdir()) / "model.onnx"
+    if is_large(model) and not outside:
+        raise EmitError(f"{shown} cannot be written: its weights do not fit one file; leave external_data= out")
+    real = resolved(shown)
+    if target is not None and outside and real.parent != Path(os.path.realpath(target.parent)):
+        raise EmitError(
+            f"{target} is a link into another folder, and weights outside a model are looked for beside the link; "
+            f"name {real} itself, or pass external_data=False"
+        )
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(scratch_folder(real.parent)) / real.name
+        except OSError as error:
+            raise cannot_write(shown, error) from error
+        try:
+            proto, data = _save_outside(model, made) if outside else (ir.to_proto(model), None)
+            write(made, proto.SerializeToString())
+        except (OSError, ValueError) as error:
+            raise EmitError(f"{shown} cannot be written: {one_line(error)}; free some space or give another path") from error
+        yield Written(made, target, proto, data)
+
+
+def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | None]:
+    """Write the weights into a file named by its content; the model that reads it, and the file."""
+    first = made.with_name("weights.data")
+    ir.save(model, made, external_data=first.name)
+    proto = onnx.load(str(made), load_external_data=False)
+    if not first.exists():  # all of them are small enough to stay inside
+        return proto, None
+    with first.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH // 2)).hexdigest()
+    data = first.rename(made.with_name(f"{made.name}.{digest}.data"))
+    for tensor in _tensors(proto.graph):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = data.name
+    return proto, data
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """All tensors of a graph and of the bodies in it."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for body in (attribute.g, *attribute.graphs):
+                yield from _tensors(body)
+
+
+__all__ = ["HASH", "Written", "written"]

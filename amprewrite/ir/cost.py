@@ -1,0 +1,197 @@
+"""What a plan costs, on a roofline: a launch, and the longer of arithmetic and memory traffic (Williams et al. 2009).
+
+An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in, and three times that in a step of training:
+gradients of two operands, or saved values read again. A cast takes a launch and its bytes; in training the gradient is cast
+back, once for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: in training the
+gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Without gradients low copies
+of parameters are priced as in a block of frozen weights, which casts them once: they cost nothing.
+
+Where memory has a price (`rewrite(..., memory=...)`), a step of training pays for the bytes of every result and copy besides:
+they are what may be kept for backward.
+
+Prices are whole ticks of 0.1 ns: sums are exact, and what is cheapest depends on no rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from amprewrite.ir.op_graph import Operand, OpGraph, OpNode, anchor, wanted
+from amprewrite.tables.devices import Device, fp32_rate
+from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.ops.op_lists import find_op
+from amprewrite.tables.vocabulary import Colour, OpKind
+
+TICK = 1e-10
+"""Seconds."""
+RISK = 0.02
+"""Share of a launch that running a rounding op low must save before it is preferred: ties go to accuracy."""
+MIXING = 0.1
+"""Share of a cast that reading a low operand beside a high one costs forward: kernels that convert on the way do not vectorise."""
+_CONVERSIONS = frozenset({"to", "type", "type_as", "float"})
+"""Priced as casts where they meet another format; the rewrite drops them elsewhere."""
+
+
+class Timings(Protocol):
+    """Measured seconds, forward; None where there is no measurement."""
+
+    def op(self, node: OpNode, fmt: Format) -> float | None: ...
+
+    def cast(self, numel: int, fmt: Format) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices on a device. All results are in ticks of 0.1 ns."""
+
+    device: Device
+    low: Format
+    training: bool
+    cached_weights: bool = True
+    timings: Timings | None = None
+    memory: float = 0.0
+    """Seconds that a byte kept for backward is worth."""
+
+    @property
+    def time(self) -> CostModel:
+        """Time alone: what a pass is said to take."""
+        return replace(self, memory=0.0)
+
+    @property
+    def place(self) -> str:
+        """Whose prices these are, in words."""
+        return f"{self.device.name} ({'modelled' if self.timings is None else 'measured'})"
+
+    def op(self, node: OpNode, fmt: Format, read: int) -> int:
+        """The op in `fmt`, reading `read` elements in that format."""
+        seconds = self._seconds(node, fmt, read)
+        if fmt is not FP32 and node.kind is not OpKind.CLEAR:
+            seconds += RISK * self.device.launch
+        kept = 0.0 if moves_nothing(node) else self._kept(node.numel * fmt.bytes)
+        return _ticks(seconds * (3 if self.training else 1) + kept)
+
+    def _kept(self, size: int) -> float:
+        return size * self.memory if self.training else 0.0
+
+    def _seconds(self, node: OpNode, fmt: Format, read: int) -> float:
+        if moves_nothing(node):
+            return 0.0
+        measured = self.timings.op(node, fmt) if self.timings is not None else None
+        if measured is not None:
+            return measured
+        moved = (read + node.numel) * fmt.bytes / self.device.bandwidth
+        if not node.flops:
+            return self.device.launch + moved
+        rate = fp32_rate(self.device, node.op.startswith("conv")) if fmt is FP32 else fmt.name
+        return self.device.launch + max(moved, node.flops / self.device.rate(rate))
+
+    def cast(self, node: OpNode) -> int:
+        """One copy of the node's result in the other format, forward."""
+        if node.role == "parameter" and self.cached_weights and not self.training:
+            return 0
+        measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
+        moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
+        kept = 0.0 if node.role == "parameter" else self._kept(node.numel * self.low.bytes)
+        return _ticks((self.device.launch + moved if measured is None else measured) + kept)
+
+    def crossing(self, node: OpNode) -> int:
+        """What a value pays once, besides copies, for readers of the other format: its gradient's cast, or slower kernels."""
+        if not self.training:
+            return round(MIXING * self.cast(node))
+        return 0 if node.role in ("constant", "buffer") else self.cast(node)
+
+    def crosses(self, reader: OpNode, operand: Operand, want: Colour) -> bool:
+        """Whether this reader makes a value pay for `crossing` when it computes in the colour that the value has not."""
+        if self.training:
+            return reader.carries_fp32 or reader.role == "output"
+        return want is Colour.HIGH and operand in reader.promoted
+
+
+def moves_nothing(node: OpNode) -> bool:
+    """Whether the op is a view or a conversion, or none at all."""
+    return node.role != "op" or _is_view(node.op)
+
+
+@cache
+def _is_view(op: str) -> bool:
+    row = find_op(op)
+    return op in _CONVERSIONS or (row is not None and row.view)
+
+
+def elements_read(graph: OpGraph, node: OpNode) -> int:
+    """Elements of fp32 operands that the op reads; a lookup in a table reads what it gives."""
+    total = 0
+    for operand in node.operands:
+        maker = graph[operand.value]
+        lookup = node.kind is OpKind.CLEAR and maker.role == "parameter"
+        total += min(maker.numel, node.numel) if lookup else maker.numel
+    return total
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one colouring of a graph costs, in ticks of 0.1 ns."""
+
+    ops: int
+    casts: int
+    """Time of all casts, those of gradients with them."""
+    copies: int
+    """How many copies the forward pass makes."""
+
+    @property
+    def total(self) -> int:
+        return self.ops + self.casts
+
+
+class Prices:
+    """What one graph costs on a device, ready to price one colouring after another."""
+
+    def __init__(self, graph: OpGraph, model: CostModel) -> None:
+        self.places = {node.name: place for place, node in enumerate(graph)}
+        self.low, self.high = np.zeros((2, len(self.places)), np.int64)
+        keys: dict[tuple[str, int], int] = {}
+        edges: list[tuple[int, int, int, bool, bool, bool, bool, bool]] = []
+        for node in graph:
+            place = self.places[node.name]
+            if node.role == "op":
+                read = elements_read(graph, node)
+                self.low[place], self.high[place] = model.op(node, model.low, read), model.op(node, FP32, read)
+            mixing = node.promoted
+            cast = anchor(node, graph.nodes) if mixing else None
+            for operand, want in wanted(node, Colour.LOW):
+                key = keys.setdefault((operand.value, operand.epoch), len(keys))
+                edges.append((
+                    place, self.places[operand.value], key, want is Colour.HIGH, operand in mixing, operand is cast,
+                    model.crosses(node, operand, Colour.LOW), model.crosses(node, operand, Colour.HIGH),
+                ))  # fmt: skip
+        columns = np.array(edges, np.int64).reshape(-1, 8).T
+        self.reader, self.maker, self.key = columns[:3]
+        self.always_high, self.promoted, self.anchors, self.crosses_low, self.crosses_high = columns[3:].astype(bool)
+        self.cast = np.array([model.cast(graph[value]) for value, _ in keys], np.int64)
+        self.crossing = np.array([model.crossing(graph[value]) for value, _ in keys], np.int64)
+
+    def of(self, colours: Mapping[str, Colour]) -> Price:
+        """The price of a colouring, from the casts that it really needs."""
+        low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
+        made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
+        mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0
+        differs = made_low != runs_low
+        fits = self.promoted & ~runs_low & (mixing_high[self.reader] | ~self.anchors)
+        copied = np.unique(self.key[differs & ~fits])
+        crossed = np.unique(self.key[differs & np.where(runs_low, self.crosses_low, self.crosses_high)])
+        ops = int(self.low[low].sum() + self.high[~low].sum())
+        return Price(ops, int(self.cast[copied].sum() + self.crossing[crossed].sum()), len(copied))
+
+
+def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:
+    """The price of one colouring of a graph."""
+    return Prices(graph, model).of(colours)
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds / TICK)

@@ -1,0 +1,1 @@
+"""What is known of a model's numbers: ranges seen on batches, and nodes that a search keeps high."""

@@ -1,0 +1,315 @@
+"""What values a model's tensors took: ranges that stream, merge and are saved, and what they say of a format's limits.
+
+Of every value: counts, least and greatest, and how many magnitudes lie between which powers of two. Nothing else is kept,
+so memory does not grow with the number of batches. A fit to the tail of that histogram gives the probability that a value
+leaves the format where it has not yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from amprewrite.ir.op_graph import OpGraph
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.files import read_text, write_text
+from amprewrite.tables.boundary.json_data import BadData, build, read_json
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import CalibrationError
+from amprewrite.tables.formats import FORMATS, Format
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = 1
+"""Version of the JSON form; a file of another version is refused."""
+CHUNK = 2**22
+"""Elements of a tensor that are looked at in one go."""
+FALLS_OFF = (0.5, 8.0)
+"""Beta prior of the share of a tail that goes on beyond an octave: 0.06, as if eight values had been seen to stay within it."""
+_BIAS = 127
+_NOT_FINITE = 255
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """What was seen at one value. `a | b` is what was seen of both."""
+
+    count: int = 0
+    """Elements seen, of all batches together."""
+    zeros: int = 0
+    nan: int = 0
+    infinite: int = 0
+    least: float = math.inf
+    """Of the finite values."""
+    greatest: float = -math.inf
+    smallest: float = math.inf
+    """The smallest magnitude that is not zero."""
+    batches: int = 0
+    """How often the value was seen."""
+    exponents: tuple[tuple[int, int], ...] = ()
+    """(e, count): how many finite values other than zero have a magnitude in [2**e, 2**(e + 1))."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ValueRange:
+        """What there is to see in one floating tensor, read in fp32, on whatever device it is."""
+        bins = torch.zeros(256, dtype=torch.int64)
+        nan = zeros = 0
+        least, greatest, smallest = math.inf, -math.inf, math.inf
+        for part in tensor.detach().float().contiguous().reshape(-1).split(CHUNK):
+            here = torch.bincount((part.view(torch.int32) >> 23) & 255, minlength=256).cpu()
+            bins += here
+            if here[_NOT_FINITE]:
+                nan += int(part.isnan().sum())
+                part = part[part.isfinite()]
+            if part.numel():
+                low, high = part.aminmax()
+                least, greatest = min(least, low.item()), max(greatest, high.item())
+                size = part.abs()
+                if here[0]:
+                    size = size[size > 0]
+                    zeros += part.numel() - size.numel()
+                smallest = min(smallest, size.min().item()) if size.numel() else smallest
+        not_finite = int(bins[_NOT_FINITE])
+        bins[0] -= zeros  # what is left there is subnormal
+        exponents = tuple((e - _BIAS, int(n)) for e, n in enumerate(bins.tolist()) if n and e != _NOT_FINITE)
+        return cls(tensor.numel(), zeros, nan, not_finite - nan, least, greatest, smallest, 1, exponents)
+
+    def __or__(self, other: ValueRange) -> ValueRange:
+        exponents = Counter(dict(self.exponents))
+        exponents.update(dict(other.exponents))
+        return ValueRange(
+            self.count + other.count, self.zeros + other.zeros, self.nan + other.nan, self.infinite + other.infinite,
+            min(self.least, other.least), max(self.greatest, other.greatest), min(self.smallest, other.smallest),
+            self.batches + other.batches, tuple(sorted(exponents.items())),
+        )  # fmt: skip
+
+    @property
+    def amax(self) -> float:
+        """Largest finite magnitude; 0 where nothing finite was seen."""
+        return max(abs(self.least), abs(self.greatest)) if self.least <= self.greatest else 0.0
+
+    @property
+    def nonzero(self) -> int:
+        """Finite values other than zero."""
+        return sum(n for _, n in self.exponents)
+
+    # -- what a format would do to it ----------------------------------------------------
+    def overflow(self, fmt: Format) -> float:
+        """Probability that one element is beyond the range of `fmt`: the share seen, or where none was, a fit to the tail."""
+        return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
+
+    def overflow_in_pass(self, fmt: Format) -> float:
+        """Probability that a forward pass holds at least one such element, of as many as a batch had on average."""
+        return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
+
+    def underflow(self, fmt: Format) -> float:
+        """Probability that an element other than zero is flushed to zero in `fmt`: seen, or fitted to the lower tail."""
+        mirrored = sorted((-e, n) for e, n in self.exponents)
+        return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
+
+    def subnormal(self, fmt: Format) -> float:
+        """Share of the elements other than zero that were seen below the normal range of `fmt`, where bits are lost."""
+        limit = round(math.log2(fmt.smallest_normal))
+        return sum(n for e, n in self.exponents if e < limit) / max(self.nonzero, 1)
+
+
+def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
+    """P(exponent >= limit), of sorted (exponent, count) pairs out of `count` elements.
+
+    The share seen there. Where none was: above a high threshold a tail falls off by a constant factor q an octave (Hill, "A
+    simple general approach to inference about the tail of a distribution", Annals of Statistics 3, 1975: above a threshold
+    log|x| is exponential), which for whole octaves is the geometric law. q is its estimate with a Beta prior, FALLS_OFF, which
+    matters for small samples alone. Tails lighter than a power law, such as the normal's, fall off faster: the result errs
+    high. Of all thresholds with at most sqrt(count) values above them the worst counts.
+    """
+    seen = sum(n for e, n in exponents if e >= limit)
+    if seen or not count:
+        return seen / count if count else 0.0
+    worst, above, octaves, previous = 0.0, 0, 0, 0
+    for e, n in reversed(exponents):
+        octaves, previous = octaves + above * (previous - e) if above else 0, e
+        above += n
+        if worst and above > math.isqrt(count):
+            break
+        q = (octaves + FALLS_OFF[0]) / (octaves + above + sum(FALLS_OFF))
+        worst = max(worst, above / count * q ** (limit - e))
+    return worst
+
+
+# -- of a model -----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RegionRanges:
+    """The values of one captured graph."""
+
+    graph: str
+    """Fingerprint of the graph: its ops, by name, and what each reads."""
+    name: str = ""
+    values: Mapping[str, ValueRange] = field(default_factory=dict)
+    """By node of the plan. Only fp32 values have ranges: token ids and masks of booleans have none."""
+    gradients: Mapping[str, ValueRange] = field(default_factory=dict)
+    """Gradients of the values, where they were asked for."""
+
+    def __or__(self, other: RegionRanges) -> RegionRanges:
+        return replace(self, values=merge(self.values, other.values), gradients=merge(self.gradients, other.gradients))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a model's values were on sample batches. Frozen: `a | b` gives what was seen in both."""
+
+    model: str
+    """Class of the model."""
+    parameters: str
+    """Fingerprint of its parameters' names and shapes."""
+    batches: int
+    regions: tuple[RegionRanges, ...]
+    version: int = SCHEMA
+
+    def of(self, graph: OpGraph) -> RegionRanges | None:
+        """What was seen in this graph; None where it never ran."""
+        wanted = fingerprint(graph)
+        return next((region for region in self.regions if region.graph == wanted), None)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """CalibrationError where this was made with another model."""
+        if self.parameters != parameters_fingerprint(model):
+            raise CalibrationError(
+                f"the calibration was made with a {self.model} of other parameters than this {type(model).__name__} has; "
+                "make it anew with amprewrite.calibrate(model, batches)"
+            )
+
+    def __or__(self, other: Calibration) -> Calibration:
+        if self.parameters != other.parameters:
+            raise CalibrationError(f"these calibrations are of different models ({self.model} and {other.model}) and do not merge")
+        theirs = {region.graph: region for region in other.regions}
+        regions = [region | theirs.pop(region.graph) if region.graph in theirs else region for region in self.regions]
+        return replace(self, batches=self.batches + other.batches, regions=(*regions, *theirs.values()))
+
+    merge = __or__
+
+    # -- files ------------------------------------------------------------------------------
+    def to_json(self) -> str:
+        """As JSON text; `from_json` gives it back exactly."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Calibration:
+        """Read what `to_json` wrote. CalibrationError where the text is something else."""
+        try:
+            data = read_json(text)
+        except BadData as error:
+            raise CalibrationError(f"this is no calibration: {error}") from error
+        if not isinstance(data, dict) or "regions" not in data or "parameters" not in data:
+            raise CalibrationError("this is no calibration: the JSON has no 'regions'; write one with calibration.save(path)")
+        if data.get("version") != SCHEMA:
+            version = shown(data.get("version"))
+            raise CalibrationError(f"the calibration has version {version}, this amprewrite reads {SCHEMA}; make it anew")
+        try:
+            found: Calibration = build(cls, data)
+            found._check_values()
+            return found
+        except BadData as error:
+            raise CalibrationError(f"the calibration is damaged: {error}; make it anew") from error
+        except RecursionError as error:
+            raise CalibrationError("the calibration is damaged: it is nested too deeply; make it anew") from error
+
+    def _check_values(self) -> None:
+        """BadData if a value holds what cannot have been seen."""
+        for region in self.regions:
+            for name, seen in (*region.values.items(), *region.gradients.items()):
+                counts = (seen.count, seen.zeros, seen.nan, seen.infinite, seen.batches, *(n for _, n in seen.exponents))
+                if min(counts) < 0:
+                    raise BadData(f"{name!r} has a count below zero")
+                if any(abs(e) > _BIAS + 23 for e, _ in seen.exponents):
+                    raise BadData(f"{name!r} has an exponent that no fp32 number has")
+                if seen.nonzero > seen.count:
+                    raise BadData(f"{name!r} has more values by exponent than in all")
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that `load` reads. EmitError if it cannot be written."""
+        write_text(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a file that `save` wrote. CalibrationError where it cannot be read or holds something else."""
+        try:
+            return cls.from_json(read_text(path))
+        except ValueError as error:
+            raise CalibrationError(f"no calibration at {printable(path)}: {error}") from error
+        except CalibrationError as error:
+            raise CalibrationError(f"{printable(path)}: {error}") from error
+
+    # -- text -------------------------------------------------------------------------------
+    def table(self, n: int = 20, fmt: str = "fp16", gradients: bool = False) -> Table:
+        """The `n` values most at risk in `fmt`, as a rich table: first by overflow, then by magnitude."""
+        from rich.table import Table
+        from rich.text import Text
+
+        row = FORMATS[fmt]
+        found = [
+            (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)
+            for region in self.regions
+            for name, seen in (region.gradients if gradients else region.values).items()
+            if seen.count
+        ]
+        found.sort(key=lambda item: (item[1].overflow_in_pass(row), item[1].amax), reverse=True)
+        what = "gradients" if gradients else "values"
+        table = Table(title=Text(printable(f"{self.model}: {what} in {self.batches} batches, against {fmt}")), title_style="table.title")
+        for title in ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf"):
+            table.add_column(title, justify="left" if title == "node" else "right")
+        for name, seen in found[:n]:
+            smallest = f"{seen.smallest:.3g}" if math.isfinite(seen.smallest) else "-"
+            table.add_row(
+                Text(printable(name)), f"{seen.amax:.3g}", smallest, f"{seen.overflow_in_pass(row):.2g}", f"{seen.underflow(row):.2g}",
+                str(seen.nan + seen.infinite) if seen.nan or seen.infinite else "-",
+            )  # fmt: skip
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self.table())
+
+
+def merge(ours: Mapping[str, ValueRange], theirs: Mapping[str, ValueRange]) -> dict[str, ValueRange]:
+    """What was seen of each value on either side."""
+    return {name: ours.get(name, ValueRange()) | theirs.get(name, ValueRange()) for name in {**ours, **theirs}}
+
+
+def fingerprint(graph: OpGraph) -> str:
+    """Names, ops and operands of a graph's values as one word: the same for other batch sizes, formats and op lists."""
+    lines = (
+        f"{node.name} {node.op} {' '.join(operand.value for operand in node.operands)}"
+        for node in graph
+        if node.dtype or node.role == "output"  # symbolic sizes come and go with the batch
+    )
+    return _digest(lines)
+
+
+def parameters_fingerprint(model: torch.nn.Module) -> str:
+    """Names and shapes of a model's parameters as one word."""
+    return _digest(f"{name} {tuple(p.shape)}" for name, p in model.named_parameters())
+
+
+def as_text(table: Table, width: int = 110) -> str:
+    """A rich table as plain text."""
+    from rich.console import Console
+
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+__all__ = ["Calibration", "RegionRanges", "ValueRange", "fingerprint", "merge", "parameters_fingerprint"]

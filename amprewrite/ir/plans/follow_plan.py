@@ -1,0 +1,66 @@
+"""Fit a plan that was made before to a graph captured now."""
+
+from __future__ import annotations
+
+from amprewrite.ir.plans.plan import Cast, CastPlan, RegionPlan
+from amprewrite.ir.program import Program
+from amprewrite.tables.errors import PlanError
+from amprewrite.tables.vocabulary import Colour
+
+
+def match_region(plan: CastPlan, program: Program) -> RegionPlan:
+    """The region of `plan` whose nodes are those of `program`.
+
+    Raises PlanError naming the first mismatch with the closest region, and for colours that the graph cannot have.
+    """
+    if plan.low != program.policy.low.name:
+        raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {program.policy.low.name}; pass dtype={plan.low!r}")
+    found = {region: _first_mismatch(region, program) for region in plan.regions}
+    fitting = [region for region, mismatch in found.items() if not mismatch]
+    if fitting:
+        of_that_name = [region for region in fitting if region.name.rpartition(".")[2] == program.name]  # two branches may be alike
+        region = (of_that_name or fitting)[0]
+        _check_colours(region, program)
+        return region
+    if not found:
+        raise PlanError("the plan has no regions; make one with amprewrite.plan(model, args)")
+    closest = min(found, key=lambda region: abs(len(region.nodes) - len(program.graph.nodes)))
+    raise PlanError(f"the plan is for another model, mode or kind of input: {found[closest]}; make it anew with amprewrite.plan")
+
+
+def _first_mismatch(region: RegionPlan, program: Program) -> str:
+    here = [node for node in program.graph if node.dtype or node.role == "output"]  # symbolic sizes come and go with the batch
+    there = [planned for planned in region.nodes if planned.dtype or planned.role == "output"]
+    for planned, node in zip(there, here, strict=False):
+        if planned.name != node.name:
+            return f"it has a node {planned.name} where the model has {node.name}"
+        if planned.op != node.op:
+            return f"{planned.name} is {planned.op} in the plan and {node.op} in the model"
+        if planned.inputs != tuple(o.value for o in node.operands):
+            return f"{planned.name} reads {', '.join(planned.inputs)} in the plan and other values in the model"
+    if len(there) != len(here):
+        return f"it has {len(there)} nodes where the model has {len(here)}"
+    return ""
+
+
+def _check_colours(region: RegionPlan, program: Program) -> None:
+    for planned in region.nodes:
+        if planned.name not in program.graph.nodes:
+            continue
+        node = program.graph[planned.name]
+        if (planned.colour is Colour.PLAIN) != (not node.carries_fp32):
+            raise PlanError(f"{planned.name} is {planned.colour.value} in the plan, but it carries {node.dtype or 'no tensor'}")
+        if planned.colour is Colour.LOW and node.role != "op" and node.pinned is not None:
+            raise PlanError(f"{planned.name} is a model {node.role}: it cannot be low, only its copies can")
+
+
+def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
+    """Casts follow from colours: PlanError where a plan lists casts that its colours do not give."""
+    planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
+    for key in [*planned, *given]:
+        if region.casts and (key in planned) != (key in given):
+            what = "lists the cast" if key in planned else "lacks the cast"
+            raise PlanError(
+                f"the plan {what} {(planned | given)[key]}, but its colours say otherwise: casts follow from colours, so edit "
+                "those (plan.edit does) and leave 'casts' empty"
+            )

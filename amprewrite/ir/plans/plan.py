@@ -1,0 +1,457 @@
+"""The cast plan: what will be done to a model, and why. Frozen data linked by names; the only thing that crosses the middle."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from amprewrite.ir.plans.pad_plan import PadPlan, pad_summary
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.json_data import BadData, build, read_json
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import PlanError
+from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+SCHEMA = 1
+"""Version of the JSON form; a file of another version is refused."""
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What one op runs in, and why."""
+
+    name: str
+    op: str
+    colour: Colour
+    reason: Reason
+    because_of: str = ""
+    """The other node, where one is the cause."""
+    detail: str = ""
+    kind: OpKind | None = None
+    dtype: str = ""
+    """What its result is in after the rewrite."""
+    shape: tuple[int | str, ...] = ()
+    flops: int = 0
+    module: str = ""
+    source: str = ""
+    role: str = "op"
+    inputs: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        """One sentence a person can read."""
+        where = f" in {self.module}" if self.module else ""
+        at = f" ({self.source})" if self.source else ""
+        if self.colour is Colour.PLAIN:
+            return f"{self.name}{where} is never cast because {self.why()}{at}"
+        return f"{self.name}{where} runs {self.colour.value} ({self.dtype or 'no float result'}) because {self.why()}{at}"
+
+    def why(self) -> str:
+        extra = ", ".join(x for x in (self.because_of, self.detail) if x)
+        return f"{self.reason.value} ({extra})" if extra else self.reason.value
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One copy of a value in another format, shared by all its users."""
+
+    value: str
+    to: str
+    """Format name."""
+    users: tuple[str, ...]
+    saturate: bool = False
+    """Clamp to the format's range first: the value holds a finite-minimum mask."""
+    weight: bool = False
+    """The value is a parameter: without gradients one launch copies it with the other weights of its graph."""
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        users = ", ".join(self.users[:4]) + (f" and {len(self.users) - 4} more" if len(self.users) > 4 else "")
+        return f"{self.value} -> {self.to} for {users}" + (" (saturating)" if self.saturate else "")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A part of the model that runs outside the rewritten graphs, and why."""
+
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to colour a graph, with its price."""
+
+    name: str
+    seconds: float
+    """Modelled, or measured op by op."""
+    casts: int
+    """Copies a forward pass makes."""
+
+
+LEFT = "left in fp32: "
+"""How the note of a region begins that runs in fp32 whole."""
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """The plan of one captured graph."""
+
+    name: str
+    nodes: tuple[NodePlan, ...]
+    casts: tuple[Cast, ...]
+    training: bool = False
+    notes: tuple[str, ...] = ()
+    entry: str = ""
+    """Path of the module that was called, "" for the root."""
+    pads: PadPlan = field(default_factory=PadPlan)
+    bodies: tuple[RegionPlan, ...] = ()
+    """Plans of the graphs inside this one: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
+    A CastPlan lists them as regions of their own."""
+    basis: Any = field(default=None, compare=False, repr=False)
+    """The undecided Program that this was decided from: what "what if" questions start from. It is no part of the JSON."""
+    candidates: tuple[Candidate, ...] = ()
+    """What was weighed, the plan itself first; empty where nothing was."""
+    priced_on: str = ""
+    """The device whose prices those are."""
+
+    def flat(self, name: str) -> tuple[RegionPlan, ...]:
+        """This region under `name`, and its bodies after it."""
+        bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
+        return (replace(self, name=name, bodies=()), *bodies)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """What was left in fp32 whole: this region or a body, and why."""
+        return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
+            f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, _table(self)))
+
+
+@dataclass(frozen=True)
+class CastPlan:
+    """The plan of a model: one region a captured graph.
+
+    `print(plan)` lists every node; `summary()` counts; `explain(name)` answers about a node or a module; `to_json()` and
+    `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs.
+    """
+
+    low: str
+    """Format name that low means here."""
+    regions: tuple[RegionPlan, ...]
+    skipped: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
+    lists: str = "default"
+    version: int = field(default=SCHEMA)
+
+    # -- reading ------------------------------------------------------------
+    @property
+    def nodes(self) -> tuple[NodePlan, ...]:
+        return tuple(node for _, node in self._named())
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """All casts; names carry the region's where there are several."""
+        if len(self.regions) == 1:
+            return self.regions[0].casts
+        return tuple(
+            replace(cast, value=f"{region.name}/{cast.value}", users=tuple(f"{region.name}/{user}" for user in cast.users))
+            for region in self.regions
+            for cast in region.casts
+        )
+
+    def _named(self) -> Iterator[tuple[RegionPlan, NodePlan]]:
+        several = len(self.regions) > 1
+        for region in self.regions:
+            for node in region.nodes:
+                yield region, replace(node, name=f"{region.name}/{node.name}") if several else node
+
+    def find(self, name: str) -> tuple[NodePlan, ...]:
+        """Nodes called `name`, or all nodes of the module path `name`. PlanError with near misses where there are none."""
+        named = list(self._named())
+        hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
+        hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]
+        if hits:
+            return tuple(hits)
+        known = {node.name for _, node in named} | {node.module for _, node in named}
+        close = difflib.get_close_matches(name, sorted(known), 4, 0.4)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; print(plan) lists all nodes"
+        raise PlanError(f"no node and no module of the plan is called {shown(name)}{hint}")
+
+    def explain(self, name: str = "") -> str:
+        """Sentences about a node ("linear_3"), a module ("encoder.layer.0") or, with no name, the whole plan.
+
+        What runs in what, which rule decided, caused by whom, what would change it, and what that would cost in casts. What
+        would change a node is tried out on the op graph, so only a plan that was just decided can tell; one read from JSON
+        gives what it recorded. Heavy ops left high come first. PlanError with near misses for an unknown name.
+        """
+        from amprewrite.report.explain import explain
+
+        return explain(self, name)
+
+    def summary(self) -> str:
+        """Heavy ops left high, counts, and what the plan and the plans it was weighed against would take."""
+        return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
+
+    def _weighed(self) -> list[str]:
+        regions = [region for region in self.regions if region.candidates]
+        if not regions:
+            return []
+        seconds: Counter[str] = Counter()
+        casts: Counter[str] = Counter()
+        for region in regions:
+            for candidate in region.candidates:
+                seconds[candidate.name] += candidate.seconds  # type: ignore[assignment]
+                casts[candidate.name] += candidate.casts
+        own, *others = seconds
+        lines = [f"one pass on {regions[0].priced_on}: {1e6 * seconds[own]:.4g} µs, {casts[own]} casts; weighed against"]
+        width = max(map(len, others), default=0)
+        for name in others:
+            more = 100 * (seconds[name] / max(seconds[own], 1e-30) - 1)
+            lines.append(f"  {name:{width}}  {1e6 * seconds[name]:.4g} µs ({more:+.1f} %), {casts[name]} casts")
+        return lines
+
+    def counts(self) -> str:
+        """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low."""
+        from amprewrite.report.explain import heavy
+
+        ops = [node for node in self.nodes if node.role == "op"]
+        colours = Counter(node.colour for node in ops)
+        flops = sum(node.flops for node in ops)
+        low = sum(node.flops for node in ops if node.colour is Colour.LOW)
+        weights = sum(cast.weight for cast in self.casts)
+        half = sum(node.flops for node in ops if node.reason is Reason.HALF)
+        share = f"{100 * low / flops:.1f} % of matmul and convolution FLOPs" if flops else "no matmul or convolution"
+        share += f"; {100 * half / flops:.1f} % are in half precision already" if half else ""
+        lines = heavy(self)
+        lines += [
+            f"{len(ops)} ops in {len(self.regions)} graph{'s' * (len(self.regions) != 1)}: {colours[Colour.LOW]} low ({self.low}), "
+            f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
+            f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
+        ]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"left out: {part}" for part in self.skipped]
+        return "\n".join(map(printable, lines))
+
+    def listing(self, fold: bool = False, width: int = 0) -> str:
+        """The code that the plan makes, a line an op: dtype, colour, shape, source line and reason, grouped by module.
+
+        `fold=True` gives a table with a row a module that fits one screen instead. Lines are cut at `width`; 0 cuts nothing.
+        """
+        from amprewrite.report.listing import listing
+
+        return listing(self, fold, width)
+
+    def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
+        """Write a report as one self-contained HTML file: the graph, charts, and an answer for every node.
+
+        `report` is what `verify` or `debug` gave for the same model: it adds ranges and errors. EmitError where `path` cannot
+        be written.
+        """
+        from amprewrite.report.html.page import to_html
+
+        return to_html(self, path, title, report)
+
+    def to_svg(self, path: Any = None, depth: int | None = None) -> str:
+        """The graph as SVG text, written to `path` if there is one; modules below `depth` are drawn as one box."""
+        from amprewrite.report.pictures.svg import to_svg
+
+        return to_svg(self, path, depth)
+
+    def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
+        """The same picture as a PNG file. EmitError where the png extra is not installed."""
+        from amprewrite.report.pictures.svg import to_png
+
+        return to_png(self, path, depth, scale)
+
+    def to_dot(self, path: Any = None) -> str:
+        """The graph as DOT text for Graphviz, modules as clusters; written to `path` if there is one."""
+        from amprewrite.report.pictures.dot import to_dot
+
+        return to_dot(self, path)
+
+    def to_model_explorer(self, path: Any, graph: str = "main") -> Path:
+        """Write node data for Google's Model Explorer: colours and casts over the graph called `graph` there."""
+        from amprewrite.report.pictures.model_explorer import to_model_explorer
+
+        return to_model_explorer(self, path, graph)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from amprewrite.report.html.notebook import to_notebook
+
+        return to_notebook(self)
+
+    def __str__(self) -> str:
+        lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
+        for region in self.regions:
+            lines += ["", *_table(region)]
+        return "\n".join([*map(printable, lines), "", self.counts()])
+
+    # -- JSON -----------------------------------------------------------------
+    def to_json(self, indent: int | None = 1) -> str:
+        """The whole plan as JSON text; `from_json` gives it back exactly."""
+        data = asdict(replace(self, regions=tuple(replace(region, basis=None) for region in self.regions)))
+        for region in data["regions"]:
+            del region["basis"]
+        return json.dumps(data, indent=indent, default=_encode)
+
+    @classmethod
+    def from_json(cls, text: str) -> CastPlan:
+        """Read what `to_json` wrote, edited or not. PlanError where the text is something else."""
+        try:
+            data = read_json(text)
+        except BadData as error:
+            raise PlanError(f"this is no cast plan: {error}") from error
+        if not isinstance(data, dict) or "regions" not in data:
+            raise PlanError("this is no cast plan: the JSON has no 'regions'; write one with plan.to_json()")
+        if data.get("version") != SCHEMA:
+            raise PlanError(f"the plan has version {shown(data.get('version'))}, this amprewrite reads {SCHEMA}; make the plan anew")
+        try:
+            return _decode_plan(data)
+        except BadData as error:
+            raise PlanError(f"the plan is damaged: {error}; compare it with plan.to_json()") from error
+        except RecursionError as error:
+            raise PlanError("the plan is damaged: it is nested too deeply; compare it with plan.to_json()") from error
+
+    @staticmethod
+    def schema() -> dict[str, dict[str, str]]:
+        """What each key of the JSON form means, by kind of object: plan, region, node, cast, skipped.
+
+        The version is one number: it rises whenever a file of before cannot be read any more. Keys that are added have defaults.
+        """
+        from amprewrite.report.schema import schema
+
+        return schema()
+
+    # -- changing and comparing -------------------------------------------------
+    def edit(self, colours: dict[str, str]) -> CastPlan:
+        """A copy with the named nodes or modules recoloured, e.g. `{"softmax_2": "high", "encoder.layer.0": "high"}`.
+
+        Casts follow from the colours when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32
+        value keep what they are. PlanError for an unknown name or colour.
+        """
+        new: dict[str, Colour] = {}
+        for name, word in colours.items():
+            if word not in ("low", "high"):
+                raise PlanError(f"{shown(name)}: colour {shown(word)} is neither 'low' nor 'high'")
+            found = [node for node in self.find(name) if node.colour is not Colour.PLAIN and node.role == "op"]
+            if not found:
+                raise PlanError(f"{shown(name)} holds no op with an fp32 value: it has no colour to change; inputs and weights stay fp32")
+            new |= {node.name: Colour(word) for node in found}
+
+        def repaint(region: RegionPlan) -> RegionPlan:
+            prefix = f"{region.name}/" if len(self.regions) > 1 else ""
+            nodes = tuple(
+                replace(
+                    node,
+                    colour=new[prefix + node.name],
+                    reason=Reason.IN_PLAN,
+                    because_of="",
+                    detail="",
+                    dtype=self.low if new[prefix + node.name] is Colour.LOW else "fp32",
+                )
+                if prefix + node.name in new
+                else node
+                for node in region.nodes
+            )
+            return replace(region, nodes=nodes, casts=(), pads=PadPlan(), candidates=(), basis=None)
+
+        return replace(self, regions=tuple(repaint(region) for region in self.regions))
+
+    def diff(self, other: CastPlan) -> str:
+        """What `other` does differently, a line each; empty where nothing does."""
+        mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
+        lines = [f"only here: {name}" for name in mine if name not in theirs]
+        lines += [f"only there: {name}" for name in theirs if name not in mine]
+        lines += [
+            f"{name}: {node.colour.value} -> {theirs[name].colour.value} ({theirs[name].why()})"
+            for name, node in mine.items()
+            if name in theirs and node.colour is not theirs[name].colour
+        ]
+        here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in (self, other))
+        lines += [f"cast gone: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(here - there)]
+        lines += [f"cast new: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(there - here)]
+        return "\n".join(map(printable, lines))
+
+
+class PendingPlan:
+    """What `amp.plan` is before capture: nothing has been left out yet, and asking it for anything else is a PlanError."""
+
+    skipped: tuple[Skipped, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise PlanError(_PENDING)
+
+    def __str__(self) -> str:
+        raise PlanError(_PENDING)
+
+
+_PENDING = (
+    "there is no plan before capture: call the model once, or pass example_inputs to rewrite "
+    "(amprewrite.plan(model, args) makes a plan without keeping a rewritten model)"
+)
+
+
+def _table(region: RegionPlan) -> list[str]:
+    """Fixed-width listing of a region: name, shape, dtype, colour, reason; casts where they are read first."""
+    state = "training" if region.training else "inference"
+    lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
+    shown = [node for node in region.nodes if node.role == "op"]
+    width = max((len(node.name) for node in shown), default=0)
+    size = max((len(_shape(node)) for node in shown), default=0)
+    first: dict[str, list[Cast]] = {}
+    for cast in region.casts:
+        if cast.users:
+            first.setdefault(cast.users[0], []).append(cast)
+    for node in region.nodes:
+        lines += [f"  {'cast':{width}}  {cast}" for cast in first.get(node.name, ())]
+        if node.role == "op":
+            lines.append(f"  {node.name:{width}}  {_shape(node):{size}}  {node.dtype or '-':5}  {node.colour.value:5}  {node.why()}")
+    lines += [f"  pad {each}" for each in region.pads.regions]
+    return lines + [f"  note: {note}" for note in region.notes]
+
+
+def _shape(node: NodePlan) -> str:
+    return "x".join(map(str, node.shape)) or "-"
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Colour | Reason | OpKind):
+        return value.name if isinstance(value, Reason) else value.value
+    raise TypeError(f"cannot write {type(value).__name__} into a plan")
+
+
+def _decode_plan(data: dict[str, Any]) -> CastPlan:
+    """A plan from parsed JSON, every field checked. BadData names what is wrong."""
+    plan: CastPlan = build(CastPlan, data, names=frozenset({Reason}))
+    plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
+    _no_twice("regions", [region.name for region in plan.regions])
+    formats = [("low", plan.low)]
+    for index, region in enumerate(plan.regions):
+        here = f"regions[{index}]"
+        _no_twice(f"{here}.nodes", [node.name for node in region.nodes])
+        formats += [(f"{here}.casts[{number}].to", cast.to) for number, cast in enumerate(region.casts)]
+    for where, name in formats:
+        if name not in FORMATS:
+            raise BadData(f"{where} is {shown(name)}, which is none of {', '.join(FORMATS)}")
+    return plan
+
+
+def _no_twice(where: str, names: list[str]) -> None:
+    found = [name for name, count in Counter(names).items() if count > 1]
+    if found:
+        raise BadData(f"{where} has {found[0]!r} twice")

@@ -1,0 +1,1 @@
+"""What the user asks for, checked when it is read: formats, lists, overrides, pads."""

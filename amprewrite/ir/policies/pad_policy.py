@@ -1,0 +1,94 @@
+"""What the user asks for with `pad=`, checked when it is read."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from amprewrite.tables.boundary.arguments import is_flag, shown
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import FORMATS
+
+MODES = ("auto", "always", "never", "measure")
+MULTIPLES = {**{row.name: row.pad_multiple for row in FORMATS.values() if row.name != "fp32"}, "tf32": 4, "fp8": 16, "int8": 16}
+"""Elements in 16 bytes (fp32 operands of tf32 kernels: 4): what Tensor Core kernels want inner dims to be a multiple of
+(NVIDIA, "Matrix Multiplication Background User's Guide")."""
+MOST = 4096
+"""A larger multiple is a mistake."""
+
+
+@dataclass(frozen=True)
+class PadRule:
+    """What holds for the modules that a pattern names, or for all."""
+
+    mode: str
+    multiple: int | None = None
+    """None: that of the format."""
+    pattern: str = ""
+
+    def matches(self, module: str) -> bool:
+        """Whether a module, or one of the modules around it, is meant."""
+        parts = module.split(".")
+        return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), self.pattern) for i in range(len(parts)))
+
+
+@dataclass(frozen=True)
+class PadPolicy:
+    """`pad=` as `parse_pad` read it."""
+
+    default: PadRule = PadRule("auto")
+    modules: tuple[PadRule, ...] = ()
+
+    def rule(self, module: str) -> PadRule:
+        """The rule for an op called in `module`: the longest pattern that matches."""
+        hits = [rule for rule in self.modules if rule.matches(module)]
+        return max(hits, key=lambda rule: len(rule.pattern)) if hits else self.default
+
+    @property
+    def off(self) -> bool:
+        return self.default.mode == "never" and all(rule.mode == "never" for rule in self.modules)
+
+    def check_modules(self, paths: Iterable[str]) -> None:
+        """Every pattern must match a module of the model; PolicyError with near misses otherwise."""
+        known = [path for path in paths if path]
+        for rule in self.modules:
+            if not any(rule.matches(path) for path in known):
+                near = difflib.get_close_matches(rule.pattern, known, 3, 0.4)
+                hint = f"; did you mean {', '.join('module:' + n for n in near)}?" if near else ""
+                raise PolicyError(f"pad[{shown('module:' + rule.pattern)}] matches no module of the model{hint}")
+
+
+def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
+    """Read "auto", "always", "never", "measure", a multiple, or `{"module:PATTERN": any of those}`.
+
+    `can_measure` says whether there is a GPU to measure on. Raises PolicyError for anything else.
+    """
+    if isinstance(pad, PadPolicy):
+        return pad
+    if not isinstance(pad, Mapping):
+        return PadPolicy(_rule(pad, "", "pad", can_measure))
+    rules = []
+    for key, asked in pad.items():
+        scope, colon, pattern = str(key).partition(":")
+        if not isinstance(key, str) or scope != "module" or not colon or not pattern:
+            raise PolicyError(f"pad[{shown(key)}]: keys are 'module:PATTERN', such as 'module:encoder.*'")
+        rules.append(_rule(asked, pattern, f"pad[{shown(key)}]", can_measure))
+    return PadPolicy(modules=tuple(rules))
+
+
+def _rule(asked: Any, pattern: str, where: str, can_measure: bool) -> PadRule:
+    if asked is None or (is_flag(asked) and not asked):
+        return PadRule("never", None, pattern)
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        if not 1 <= asked <= MOST:
+            raise PolicyError(f"{where} = {shown(asked)}: a multiple lies between 1 and {MOST}; Tensor Cores want 8 in fp16 and bf16")
+        return PadRule("always", asked, pattern)
+    if not isinstance(asked, str) or asked not in MODES:
+        modes = ", ".join(repr(mode) for mode in MODES)
+        raise PolicyError(f"{where} = {shown(asked)} is not understood; use {modes}, a multiple such as 8, or {{'module:PATTERN': …}}")
+    if asked == "measure" and not can_measure:
+        raise PolicyError(f"{where} = 'measure' times kernels on a CUDA device, and there is none; use 'auto' or 'always'")
+    return PadRule(str(asked), None, pattern)

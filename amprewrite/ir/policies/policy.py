@@ -1,0 +1,151 @@
+"""What the user asks for: formats, lists, overrides. Frozen, checked when made."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
+from amprewrite.tables.ops.op_lists import OPS, OpLists, find_op
+from amprewrite.tables.vocabulary import OpKind
+
+_WORDS = {
+    "fp32": "high", "high": "high", "deny": "deny", "low": "low", "allow": "allow",
+    "fp16": "low", "bf16": "low", "infer": "infer", "clear": "clear", "internal": "internal",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Override:
+    """One line of `overrides=`: which nodes, and what they are told to be."""
+
+    key: str
+    scope: Literal["op", "module", "node"]
+    pattern: str
+    word: str
+    """high, low, or for an op the name of a list."""
+
+    def matches_node(self, name: str) -> bool:
+        return self.scope == "node" and fnmatch.fnmatchcase(name, self.pattern)
+
+    def matches_module(self, path: str) -> bool:
+        """Whether a module, or one of the modules around it, is meant."""
+        if self.scope != "module":
+            return False
+        parts = path.split(".")
+        return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), self.pattern) for i in range(len(parts)))
+
+
+def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override, ...]:
+    """Check and sort `{"softmax": "deny", "module:encoder.*": "fp32", "node:linear_3": "low"}`.
+
+    Raises PolicyError for unknown ops (with near misses), unknown words and contradictions between op entries.
+    """
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {shown(overrides)}")
+    parsed: list[Override] = []
+    for key, asked in overrides.items():
+        scope, colon, pattern = key.partition(":")
+        if not colon:
+            scope, pattern = "op", key
+        if scope not in ("op", "module", "node"):
+            raise PolicyError(f"overrides[{shown(key)}]: {shown(scope)} is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'")
+        word = _WORDS.get(asked.lower()) if isinstance(asked, str) else None
+        allowed = sorted(_WORDS) if scope == "op" else ["fp32", "high", "low"]
+        if word is None or (scope != "op" and word not in ("high", "low")):
+            raise PolicyError(f"overrides[{shown(key)}] = {shown(asked)} is not understood; use one of {', '.join(allowed)}")
+        if asked.lower() in ("fp16", "bf16") and asked.lower() != low.name:
+            raise PolicyError(f"overrides[{shown(key)}] asks for {asked}, but this rewrite's low format is {low.name}")
+        if scope == "op":
+            op = find_op(pattern)
+            if op is None:
+                near = difflib.get_close_matches(pattern, sorted(OPS), 3, 0.5)
+                hint = f"; did you mean {', '.join(near)}?" if near else "; `amprewrite.tables.ops.op_lists.OPS` lists all ops"
+                raise PolicyError(f"overrides[{shown(key)}]: there is no op {shown(pattern)}{hint}")
+            pattern, word = op.name, {"high": "deny", "low": "allow"}.get(word, word)
+            for other in parsed:
+                if other.scope == "op" and other.pattern == pattern and other.word != word:
+                    raise PolicyError(f"overrides[{shown(key)}] says {word}, overrides[{shown(other.key)}] says {other.word}: keep one")
+        parsed.append(Override(key, scope, pattern, word))  # type: ignore[arg-type]
+    return tuple(parsed)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a model is to be rewritten."""
+
+    low: Format
+    lists: str | OpLists = "default"
+    overrides: tuple[Override, ...] = ()
+    cache_weights: bool | str = True
+    strict: bool = False
+    device: str = ""
+    """The device to plan for, by a name of `amprewrite.tables.devices.NAMED`; "": the one at hand."""
+    measure: bool = False
+    """Time ops and casts on the device at hand instead of taking the table's prices."""
+    memory: float = 0.0
+    """Seconds that a byte of activations kept for backward is worth."""
+    may_decline: bool = False
+    """Nobody asked for the format: a graph that would only lose by it may stay fp32."""
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.low is not FP32 and self.low not in LOW_FORMATS:
+            raise PolicyError(f"{self.low.name} cannot be the low format; use bf16 or fp16")
+
+    @property
+    def lists_name(self) -> str:
+        return self.lists if isinstance(self.lists, str) else self.lists.name
+
+    def op_lists(self, base: OpLists) -> OpLists:
+        """`base` with the op overrides moved in."""
+        for override in self.overrides:
+            if override.scope == "op":
+                base = base.moved(override.pattern, OpKind(override.word))
+        return base
+
+    def asked_for(self, name: str, module: str) -> Override | None:
+        """The node or module override that decides this node: nodes before modules, the longer module pattern first.
+
+        Raises PolicyError where two of the same rank contradict each other.
+        """
+        if not self.overrides:
+            return None
+        for hits in (
+            [o for o in self.overrides if o.matches_node(name)],
+            sorted((o for o in self.overrides if o.matches_module(module)), key=lambda o: -len(o.pattern)),
+        ):
+            if not hits:
+                continue
+            first = hits[0]
+            for other in hits[1:]:
+                if other.word != first.word and (first.scope == "node" or len(other.pattern) == len(first.pattern)):
+                    raise PolicyError(
+                        f"overrides[{shown(first.key)}] says {first.word} and overrides[{shown(other.key)}] says {other.word} for node "
+                        f"{name} in module {module or 'the root'}: make one of them narrower"
+                    )
+            return first
+        return None
+
+    def check_modules(self, paths: Iterable[str]) -> None:
+        """Every module pattern must match a module of the model; PolicyError with near misses otherwise."""
+        known = [path for path in paths if path]
+        for override in self.overrides:
+            if override.scope == "module" and not any(override.matches_module(path) for path in known):
+                near = difflib.get_close_matches(override.pattern, known, 3, 0.4)
+                hint = f"; did you mean {', '.join('module:' + n for n in near)}?" if near else ""
+                raise PolicyError(f"overrides[{shown(override.key)}] matches no module of the model{hint}")
+
+    def check_nodes(self, names: Iterable[str]) -> None:
+        """Every node pattern must match a node of the captured graphs; PolicyError with near misses otherwise."""
+        known = sorted(set(names))
+        for override in self.overrides:
+            if override.scope == "node" and not any(override.matches_node(name) for name in known):
+                near = difflib.get_close_matches(override.pattern, known, 3, 0.4)
+                hint = f"; did you mean {', '.join('node:' + n for n in near)}?" if near else "; print(amp.plan) lists them"
+                raise PolicyError(f"overrides[{shown(override.key)}] matches no node of the captured graphs{hint}")

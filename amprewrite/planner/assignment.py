@@ -1,0 +1,281 @@
+"""Which open ops run low so that a graph costs least: minimum cuts, and branch and bound for the one term that is no cut.
+
+With low on the source's side, every price but one is a cut arc (Kolmogorov and Zabih, "What energy functions can be minimized
+via graph cuts?", 2004: unary terms, and w·a·(1−b)):
+
+1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ties share a vertex.
+2. A value that is read in the other format pays one copy, however many read it: an extra vertex "a low copy exists" or
+   "every reader is low" with infinite arcs from or to the readers, and one arc of the copy's price to or from the maker.
+   What it pays besides (`CostModel.crossing`) hangs on a vertex of its own where other readers cause it than the copy.
+3. The exception: a promoting op that runs high pays a copy of its anchor, but only where all its operands are low. That is
+   a product of three labels with a positive price, and no cut. Two lower bounds of it are cuts: nothing at all, exact but
+   where it has to be paid; and the anchor's copy for a high op, plus one for each other low operand, minus one for each
+   other operand, exact but where another operand is high and more than the anchor's copy was given back.
+4. Solve with the first bound; where it is wrong, take the second; where that is wrong too, branch on an operand's colour,
+   and prune by the bounds. A bound that is exact at its own minimum is the minimum.
+
+The cut nearest to the source is taken: of all cheapest plans the one with the fewest low ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from amprewrite.ir.cost import CostModel, elements_read
+from amprewrite.ir.op_graph import OpGraph, OpNode, anchor, wanted
+from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Contradiction, Network, min_cut
+from amprewrite.tables.formats import FP32
+from amprewrite.tables.vocabulary import Colour
+
+Side = npt.NDArray[np.bool_]
+Key = tuple[str, int]
+"""A value and the epoch in which it is read."""
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Vertices of those who read a value, by what they need when they run low or high; some stand there twice."""
+
+    low: list[int] = field(default_factory=list)
+    high: list[int] = field(default_factory=list)
+    crossing: list[int] = field(default_factory=list)
+    """Readers that make the value pay for `CostModel.crossing` when they run high; those that promote among them."""
+
+
+@dataclass(frozen=True)
+class _Mixer:
+    """A promoting op that may run high with all operands low."""
+
+    op: int
+    anchor: Key
+    others: tuple[int, ...]
+    """Vertices of the other operands, those that may be high."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the search found: names of the open ops that run low."""
+
+    low: frozenset[str]
+    gap: int
+    """Ticks by which a cheaper assignment may still exist; 0: there is none."""
+
+
+def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel, cuts: int = 0) -> Assignment:
+    """The cheapest colours of `open_nodes` beside those in `colours`.
+
+    `cuts` bounds the cuts that the search may take, by default by the size of the graph; beyond it the best assignment
+    found so far is returned with the gap that is left. Raises Contradiction where ties and colours cannot be kept.
+    """
+    search = _Search(graph, colours, open_nodes, model)
+    side, gap = search.run(cuts or max(4, min(500, 1_000_000 // search.network.size)))
+    return Assignment(frozenset(name for name, vertex in search.vertices.items() if side[vertex]), gap)
+
+
+class _Search:
+    """The network of one graph, and branch and bound over its mixers."""
+
+    def __init__(self, graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> None:
+        self.graph, self.colours, self.model = graph, colours, model
+        self.network = Network()
+        self.vertices: dict[str, int] = {}
+        self._name_vertices(open_nodes)
+        self._price_ops(open_nodes)
+        self.copies: dict[Key, _Copies] = {}
+        self.mixers: list[_Mixer] = []
+        for node in graph:
+            self._read(node)
+        self.high_copies: dict[Key, int] = {}
+        anchors = {mixer.anchor for mixer in self.mixers}
+        for key, copies in self.copies.items():
+            self._price_copies(key, copies, key in anchors)
+
+    # -- the network -------------------------------------------------------------------
+    def _name_vertices(self, open_nodes: list[OpNode]) -> None:
+        by_tie: dict[str, int] = {}
+        for node in open_nodes:
+            vertex = by_tie.get(node.tie) if node.tie else None
+            vertex = self.network.vertex() if vertex is None else vertex
+            if node.tie:
+                by_tie[node.tie] = vertex
+            self.vertices[node.name] = vertex
+
+    def _end(self, name: str) -> int:
+        """The vertex of a node: its own, or the terminal of the colour it has already."""
+        vertex = self.vertices.get(name)
+        if vertex is not None:
+            return vertex
+        return SOURCE if self.colours[name] is Colour.LOW else SINK
+
+    def _price_ops(self, open_nodes: list[OpNode]) -> None:
+        for node in open_nodes:
+            read = elements_read(self.graph, node)
+            more = self.model.op(node, self.model.low, read) - self.model.op(node, FP32, read)
+            self.network.arc(self.vertices[node.name], SINK, max(more, 0))
+            self.network.arc(SOURCE, self.vertices[node.name], max(-more, 0))
+
+    def _read(self, node: OpNode) -> None:
+        """Note what a node needs of its operands."""
+        own, mixing = self._end(node.name), node.promoted
+        mixer = self._mixer(node, own) if mixing else None
+        for operand, want in wanted(node, Colour.LOW):
+            end = SINK if want is Colour.HIGH else own
+            key = (operand.value, operand.epoch)
+            copies = self.copies.get(key)
+            if copies is None:
+                copies = self.copies[key] = _Copies()
+            if end != SINK:
+                copies.low.append(end)
+            if end == SOURCE:
+                continue
+            if self.model.crosses(node, operand, Colour.HIGH):
+                copies.crossing.append(end)
+            if operand not in mixing or (mixer is not None and not mixer.others and mixer.anchor == key):
+                copies.high.append(end)
+        if mixer is not None and mixer.others:
+            self.mixers.append(mixer)
+
+    def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
+        """None where an operand is sure to be high when the op is, or the op never is."""
+        ends = [self._end(operand.value) for operand in node.promoted]
+        if own == SOURCE or SINK in ends or own in ends:
+            return None
+        cast = anchor(node, self.graph.nodes)
+        assert cast is not None
+        others = tuple(dict.fromkeys(end for end in ends if end not in (SOURCE, self._end(cast.value))))
+        return _Mixer(own, (cast.value, cast.epoch), others)
+
+    def _price_copies(self, key: Key, copies: _Copies, is_anchor: bool) -> None:
+        maker = self._end(key[0])
+        low = {reader for reader in copies.low if reader != maker} if maker != SOURCE else set()
+        high = {reader for reader in copies.high if reader != maker} if maker != SINK else set()
+        crossing = {reader for reader in copies.crossing if reader != maker} if maker != SINK else set()
+        if not (low or high or crossing or is_anchor):
+            return
+        node = self.graph[key[0]]
+        forward, beyond = self.model.cast(node), self.model.crossing(node)
+        self._low_copy(maker, low, forward + (beyond if self.model.training else 0))
+        if is_anchor or high != crossing:
+            self.high_copies[key] = self._high_copy(maker, high, forward, is_anchor)
+            self._high_copy(maker, crossing, beyond)
+        else:
+            self._high_copy(maker, high, forward + beyond)
+
+    def _low_copy(self, maker: int, readers: set[int], cost: int) -> None:
+        if not readers or not cost:
+            return
+        copy = SOURCE if SOURCE in readers else next(iter(readers)) if len(readers) == 1 else self.network.vertex()
+        for reader in readers if copy not in readers else ():
+            self.network.arc(reader, copy, INFINITE)
+        self.network.arc(copy, maker, cost)
+
+    def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
+        """The vertex that stands for "every reader is low"; `named`: one of its own even for a single reader or none."""
+        if SINK in readers:
+            self.network.arc(maker, SINK, cost)
+            return SINK
+        if not named and (not readers or not cost):
+            return SINK
+        copy = next(iter(readers)) if len(readers) == 1 and not named else self.network.vertex()
+        for reader in readers if copy not in readers else ():
+            self.network.arc(copy, reader, INFINITE)
+        self.network.arc(maker, copy, cost)
+        return copy
+
+    # -- bounds ------------------------------------------------------------------------
+    def _forward(self, mixer: _Mixer) -> int:
+        return self.model.cast(self.graph[mixer.anchor[0]])
+
+    def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
+        """Arcs and constant of a mixer's second bound, given the colours that are fixed (True: low)."""
+        if any(fixed.get(other) is False for other in mixer.others):
+            return [], 0
+        arcs, cost = [], self._forward(mixer)
+        copy = self.high_copies[mixer.anchor]
+        if copy != SINK:
+            arcs.append((copy, mixer.op, INFINITE))
+        free = [other for other in mixer.others if other not in fixed]
+        for other in free if cost else ():
+            arcs.append((other, mixer.op, cost))
+            if mixer.op != SINK:
+                arcs.append((mixer.op, SINK, cost))
+        return arcs, -cost * len(free)
+
+    def _wrong(self, mixer: _Mixer, side: Side) -> bool:
+        """Whether a high op has nothing but low operands here."""
+        return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
+
+    def _true_cost(self, side: Side) -> int:
+        """The real price of an assignment, over the same constant as the bounds."""
+        side = side.copy()
+        for key in {mixer.anchor for mixer in self.mixers}:
+            copy = self.high_copies[key]
+            if copy != SINK:
+                maker = self._end(key[0])
+                side[copy] = side[maker] and all(side[reader] for reader in self.copies[key].high)
+        tails, heads, capacities = self._columns
+        cut = side[tails] & ~side[heads]
+        cost = int(capacities[cut].sum())
+        unpaid = {mixer.anchor: self._forward(mixer) for mixer in self.mixers if self._wrong(mixer, side)}
+        return cost + sum(cost for key, cost in unpaid.items() if self.high_copies[key] != SINK and side[self.high_copies[key]])
+
+    # -- search --------------------------------------------------------------------------
+    def run(self, cuts: int) -> tuple[Side, int]:
+        """The best assignment, and how much cheaper another may be."""
+        self._columns = tuple(np.array(c, np.int64) for c in (self.network.tails, self.network.heads, self.network.capacities))
+        members = np.zeros(self.network.size, np.int64)
+        np.add.at(members, list(self.vertices.values()), 1)
+        best: tuple[int, int] | None = None
+        found: Side | None = None
+        floor: int | None = None
+        waiting: list[tuple[dict[int, bool], frozenset[int]]] = [({}, frozenset())]
+        while waiting and (cuts > 0 or found is None):
+            fixed, second = waiting.pop()
+            while True:
+                side, bound = self._cut(fixed, second)
+                cuts -= 1
+                floor = bound if floor is None else floor
+                rank = (bound, int(members[side].sum()))
+                if best is not None and rank >= best:
+                    break
+                wrong = {index for index, mixer in enumerate(self.mixers) if self._wrong(mixer, side)} - second
+                if wrong and cuts > 0:
+                    second |= wrong
+                    continue
+                true = self._true_cost(side)
+                if best is None or (true, rank[1]) < best:
+                    best, found = (true, rank[1]), side
+                if true > bound:
+                    waiting += self._branches(side, fixed, second)
+                break
+        assert found is not None and best is not None and floor is not None
+        return found, max(best[0] - floor, 0) if waiting else 0
+
+    def _cut(self, fixed: dict[int, bool], second: Iterable[int]) -> tuple[Side, int]:
+        extra = [(SOURCE, vertex, INFINITE) if low else (vertex, SINK, INFINITE) for vertex, low in fixed.items()]
+        constant = 0
+        for index in sorted(second):
+            arcs, less = self._second_bound(self.mixers[index], fixed)
+            extra += arcs
+            constant += less
+        side, value = min_cut(self.network, extra)
+        return side, value + constant
+
+    def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
+        """Both colours of an operand at which a second bound may be wrong."""
+        for index in sorted(second):
+            mixer = self.mixers[index]
+            free = [o for o in mixer.others if o not in fixed]
+            settled = any(fixed.get(o) is False for o in mixer.others)
+            if not settled and not side[mixer.op] and any(not side[o] for o in free):
+                operand = next(o for o in free if not side[o])
+                yield {**fixed, operand: True}, second
+                yield {**fixed, operand: False}, second
+                return
+
+
+__all__ = ["Assignment", "Contradiction", "cheapest"]

@@ -1,0 +1,119 @@
+"""Minimum s–t cuts over integer capacities of any size.
+
+The solver is Dinic's algorithm in scipy, whose capacities are int32. Larger ones are scaled, which is exact (capacity scaling:
+Edmonds and Karp 1972, Gabow 1985):
+
+1. No arc can carry more than the flow that is still missing, so capacities are clipped to an upper bound of it.
+2. A maximum flow of the capacities divided by 2^s, times 2^s, is a flow of the true network; what is missing after it
+   fits through the arcs that the scaled cut left over, a bound far smaller than before.
+3. Again, on the residual network, until s is 0: then the sum of the flows is maximum, and its residual network tells the cut.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from amprewrite.tables.errors import AmpRewriteError
+
+SOURCE, SINK = 0, 1
+INFINITE = -1
+"""Capacity of an arc that must not be cut."""
+_BITS = 29
+"""Scaled capacities stay below 2 to this power: an arc and its reverse together fit int32. Each stage leaves at most one unit of
+its scale an arc, so the bound shrinks for any network of fewer than 2^28 arcs."""
+
+
+class Contradiction(AmpRewriteError):
+    """Constraints that no cut can keep; `chain` holds the vertices of a path of infinite arcs from source to sink."""
+
+    def __init__(self, chain: list[int]) -> None:
+        super().__init__(f"no cut separates source and sink: vertices {chain} are joined by infinite arcs")
+        self.chain = chain
+
+
+class Network:
+    """A flow network under construction. Vertex 0 is the source, 1 the sink."""
+
+    def __init__(self) -> None:
+        self.size = 2
+        self.tails: list[int] = []
+        self.heads: list[int] = []
+        self.capacities: list[int] = []
+
+    def vertex(self) -> int:
+        """A new vertex."""
+        self.size += 1
+        return self.size - 1
+
+    def arc(self, tail: int, head: int, capacity: int) -> None:
+        """Cutting `head` off from `tail` costs `capacity`; INFINITE forbids it."""
+        if tail != head and capacity:
+            self.tails.append(tail)
+            self.heads.append(head)
+            self.capacities.append(capacity)
+
+
+def min_cut(network: Network, extra: Iterable[tuple[int, int, int]] = ()) -> tuple[npt.NDArray[np.bool_], int]:
+    """Which vertices are on the source's side, the fewest possible, and the cost of the cut.
+
+    `extra` holds further arcs (tail, head, capacity). Raises Contradiction where only an infinite cut exists.
+    """
+    tails, heads, capacities = (np.fromiter(column, np.int64) for column in (network.tails, network.heads, network.capacities))
+    more = np.array(list(extra), np.int64).reshape(-1, 3)
+    tails, heads, capacities = (np.concatenate((a, b)) for a, b in zip((tails, heads, capacities), more.T, strict=True))
+    endless = capacities == INFINITE
+    _refuse_contradiction(network.size, tails[endless], heads[endless])
+    bound = int(capacities[~endless].sum())
+    capacities[endless] = bound + 1
+    shape = (network.size, network.size)
+    residual = csr_array((capacities, (tails, heads)), shape=shape)
+    residual.sum_duplicates()
+    value = 0
+    while True:
+        shift = max(bound.bit_length() - _BITS, 0)
+        scaled = residual.copy()
+        scaled.data = np.minimum(scaled.data, bound) >> shift
+        scaled.eliminate_zeros()
+        flow = maximum_flow(scaled.astype(np.int32), SOURCE, SINK)
+        value += int(flow.flow_value) << shift
+        moved = csr_array(flow.flow).astype(np.int64)
+        moved.data <<= shift
+        residual = csr_array(residual - moved)
+        residual.eliminate_zeros()
+        if not shift:
+            return _reached(residual), value
+        left = scaled.astype(np.int64) - csr_array(flow.flow).astype(np.int64)
+        left.eliminate_zeros()
+        bound = _leaving(residual, _reached(csr_array(left)))
+
+
+def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
+    found = np.zeros(residual.shape[0], np.bool_)
+    found[breadth_first_order(residual, SOURCE, return_predecessors=False)] = True
+    return found
+
+
+def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
+    """What the arcs that leave `side` can still carry together: more than that is missing from no flow."""
+    arcs = residual.tocoo()
+    return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
+
+
+def _refuse_contradiction(size: int, tails: npt.NDArray[np.int64], heads: npt.NDArray[np.int64]) -> None:
+    """Raise Contradiction with the shortest path from source to sink over infinite arcs, if there is one."""
+    if SOURCE not in tails or SINK not in heads:
+        return
+    arcs = csr_array((np.ones(len(tails), np.int8), (tails, heads)), shape=(size, size))
+    _, before = breadth_first_order(arcs, SOURCE)
+    if before[SINK] < 0:
+        return
+    chain: deque[int] = deque([SINK])
+    while chain[0] != SOURCE:
+        chain.appendleft(int(before[chain[0]]))
+    raise Contradiction(list(chain))

@@ -1,0 +1,100 @@
+"""Axes: what a dim is made of, and which dims of a graph are the same.
+
+A dim is an ordered list of axes, outer to inner: a view that splits 100 into (4, 25) says that the dim was made of two.
+Axes that must have one extent are joined, as in union-find; an axis found to be made of several is split, wherever it
+stands. So a suffix pad of a dim, a pad inside every head, and a pad inside every chunk of a fused weight are one thing: a
+pad of one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from amprewrite.ir.op_calls import Size
+
+
+class Axes:
+    """All axes of one graph. An axis is an int; `leaves` follows joins and splits."""
+
+    def __init__(self) -> None:
+        self._size: list[Size] = []
+        self._joined: list[int] = []
+        self._parts: dict[int, tuple[int, ...]] = {}
+
+    def new(self, size: Size) -> int:
+        self._size.append(size)
+        self._joined.append(len(self._joined))
+        return len(self._joined) - 1
+
+    def find(self, axis: int) -> int:
+        while self._joined[axis] != axis:
+            self._joined[axis] = self._joined[self._joined[axis]]
+            axis = self._joined[axis]
+        return axis
+
+    def size(self, axis: int) -> Size:
+        return self._size[self.find(axis)]
+
+    def leaves(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """The unsplit axes that `axes` are made of now, outer to inner."""
+        found: list[int] = []
+        stack = list(reversed(axes))
+        while stack:
+            axis = self.find(stack.pop())
+            parts = self._parts.get(axis)
+            if parts is None:
+                found.append(axis)
+            else:
+                stack.extend(reversed(parts))
+        return tuple(found)
+
+    def unify(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        """Make two lists of axes the same, splitting where one is finer. False, and nothing changed, where that cannot be."""
+        left, right = list(self.leaves(one)), list(self.leaves(other))
+        if not self._feasible([self.size(a) for a in left], [self.size(a) for a in right]):
+            return False
+        while left and right:
+            a, b = self.find(left.pop()), self.find(right.pop())
+            a_parts, b_parts = self._parts.get(a), self._parts.get(b)
+            if a_parts is not None or b_parts is not None:  # split meanwhile: the same axis stands twice in a list
+                left += a_parts or (a,)
+                right += b_parts or (b,)
+                continue
+            size_a, size_b = self.size(a), self.size(b)
+            if a == b:
+                continue
+            if size_a == size_b:
+                self._joined[a] = b
+            elif isinstance(size_a, int) and isinstance(size_b, int) and size_a > size_b:
+                left += self._split(a, size_b)
+                right.append(b)
+            else:
+                right += self._split(b, size_a)
+                left.append(a)
+        return True
+
+    def _split(self, axis: int, inner: Size) -> tuple[int, int]:
+        size = self.size(axis)
+        assert isinstance(size, int) and isinstance(inner, int)
+        parts = (self.new(size // inner), self.new(inner))
+        self._parts[axis] = parts
+        return parts
+
+    @staticmethod
+    def _feasible(left: list[Size], right: list[Size]) -> bool:
+        left, right = list(left), list(right)
+        while left and right:
+            a, b = left.pop(), right.pop()
+            if a == b:
+                continue
+            if not isinstance(a, int) or not isinstance(b, int) or min(a, b) < 2:
+                return False
+            if max(a, b) % min(a, b):
+                return False
+            if a > b:
+                left += [a // b, b]
+                right.append(b)
+            else:
+                right += [b // a, a]
+                left.append(a)
+        return not left and not right

@@ -1,0 +1,478 @@
+"""Which dims of a graph are one axis, which of them are padded at least cost, and what their padding holds.
+
+1. Axes: every dim gets axes of its own; the rules tie dims inside each op, and views split them (`axes`).
+2. Wants: an axis that makes an operand of a low matrix product unaligned gets a padded extent.
+3. Cut: each op is padded along an axis or not. A product pays where it stays unaligned, an edge where its ends differ: a
+   pad or a slice, once for all readers. Which ops are padded is an s–t minimum cut, as for colours; padded is the source side.
+4. Content: walk the graph; where padding would hold what the next op cannot bear, cut it off there and start again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from amprewrite.ir.op_calls import Call
+from amprewrite.ir.plans.pad_plan import Factors, Layout, PadCopy, extents
+from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
+from amprewrite.planner.padding.axes import Axes
+from amprewrite.planner.padding.rule import BROADCAST, MIXED, Content, Hazard, Rule, Slot, moved
+from amprewrite.planner.padding.rules.table import rule_of
+
+COPY = 100
+"""How much dearer a second size of a weight's cast copy is made: readers should agree on one."""
+ROUNDS = 60
+"""How often content may send us back before what is left stays unpadded."""
+
+
+Place = tuple[str, Slot, int]
+"""(call, slot, dim)."""
+Variable = tuple[Place, int]
+"""What the cut decides: whether the dims that `Place` stands for are padded along an axis."""
+
+
+@dataclass
+class Want:
+    """A dim of a matrix product that is not a multiple."""
+
+    call: str
+    slot: Slot
+    dim: int
+    size: int
+    unit: int
+    leaves: tuple[int, ...] = ()
+    """Axes to pad; () where none can be."""
+    why_not: str = ""
+
+    def padded(self, regions: Regions) -> int:
+        """Its extent once its axes are padded."""
+        grown = self.size
+        for leaf in self.leaves:
+            grown = grown // regions.size_of(leaf) * regions.extent[leaf]
+        return grown
+
+
+@dataclass
+class Prices:
+    """What the cut weighs, in seconds."""
+
+    pad: Callable[[int], float]
+    slice: Callable[[int], float]
+    inside: Callable[[float], float]
+    weight: Callable[[int], float]
+    """A parameter that is read as it is, without a cast that could pad it for nothing."""
+
+
+@dataclass
+class Regions:
+    """The graph, and what was found so far. Names of values: "node", and "node#1" for one of several results."""
+
+    calls: dict[str, Call]
+    """In the order of the graph, cast copies among them."""
+    numel: Callable[[str], int]
+    is_weight: Callable[[str], bool]
+    """Whether a value is a parameter, or a buffer that nobody writes."""
+    barriers: set[tuple[str, str]] = field(default_factory=set)
+    """(value, reader): padding is cut off here, and made anew if the reader wants some."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Calls that nothing is padded through, with the reason."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    rules: dict[str, Rule] = field(default_factory=dict)
+    axes: Axes = field(default_factory=Axes)
+    of_value: dict[str, list[int]] = field(default_factory=dict)
+    of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    group: dict[Place, Place] = field(default_factory=dict)
+    """The representative of the dims of one call that are padded together."""
+    fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Axes by call that its rule counts by: three chunks, four gates."""
+    extent: dict[int, int] = field(default_factory=dict)
+    """Padded extent of every axis that somebody wants padded."""
+    padded: set[Variable] = field(default_factory=set)
+    """(group, axis) that the cut chose."""
+    content: dict[str, Content] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for call in list(self.calls.values()):
+            for name in call.refs():
+                maker = self.calls.get(name)
+                if maker is not None and maker.several and call.item is None:
+                    self.calls[name] = replace(maker, opaque="its results are read as one tuple")
+
+    # -- 1. axes -----------------------------------------------------------------------
+    def build(self) -> None:
+        """Axes of every dim, from the rules of every call."""
+        self.axes, self.of_value, self.of_use, self.group, self.rules = Axes(), {}, {}, {}, {}
+        self.fixed = defaultdict(list)
+        for call in self.calls.values():
+            for i, shape in enumerate(call.shapes):
+                self.of_value[value_name(call, i)] = [self.axes.new(size) for size in shape]
+            rule = self.rules[call.name] = self._rule(call)
+            for value in self.reads(call):
+                mine = self.of_value[value]
+                fresh = (value, call.name) in self.barriers
+                self.of_use[value, call.name] = [self.axes.new(self.axes.size(a)) for a in mine] if fresh else mine
+            self._tie(call, rule)
+
+    def _rule(self, call: Call) -> Rule:
+        if call.role != "op":
+            return Rule()
+        if call.name in self.refused:
+            return Rule(why_opaque=self.refused[call.name])
+        return rule_of(call, self.calls)
+
+    def reads(self, call: Call) -> list[str]:
+        """Values that a call reads; all results of an op that it reads whole."""
+        found: list[str] = []
+        for name in call.refs():
+            maker = self.calls.get(name)
+            if maker is None or not maker.shapes:
+                continue
+            if not maker.several:
+                found.append(name)
+            elif call.item is not None:
+                found.append(f"{name}#{call.item % len(maker.shapes)}")
+            else:
+                found += [f"{name}#{i}" for i in range(len(maker.shapes))]
+        return found
+
+    def _axes_of(self, call: Call, slot: Slot, dim: int) -> int | None:
+        found = self.of_use.get((slot, call.name)) if isinstance(slot, str) else self.of_value.get(value_name(call, slot))
+        return found[dim] if found and dim < len(found) else None
+
+    def _tie(self, call: Call, rule: Rule) -> None:
+        for tie in rule.ties:
+            legs: list[list[int]] = []
+            for leg in tie:
+                parts = [self._fixed(call, p) if isinstance(p, int) else self._axes_of(call, *p) for p in leg]
+                if any(p is None for p in parts):
+                    break
+                legs.append([p for p in parts if p is not None])
+            if len(legs) != len(tie) or not all(self.axes.unify(legs[0], other) for other in legs[1:]):
+                rule.why_opaque = rule.why_opaque or f"{call.op} mixes dims of different make"
+                continue
+            slots = [(call.name, *p) for leg in tie for p in leg if not isinstance(p, int)]
+            for slot in slots:
+                self._join(slot, slots[0])
+
+    def _fixed(self, call: Call, size: int) -> int:
+        """A new axis that stands for a number: of chunks, of gates. This call may not have it padded."""
+        axis = self.axes.new(size)
+        self.fixed[call.name].append(axis)
+        return axis
+
+    def _root(self, slot: Place) -> Place:
+        while self.group.get(slot, slot) != slot:
+            slot = self.group[slot]
+        return slot
+
+    def _join(self, one: Place, other: Place) -> None:
+        for slot in (one, other):
+            self.group.setdefault(slot, slot)
+        self.group[self._root(one)] = self._root(other)
+
+    def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
+        """What the cut decides about this dim: its group and axis; None where it stays logical."""
+        if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
+            return None
+        if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
+            return None
+        return self._root((call, slot, dim)), self.axes.find(axis)
+
+    # -- 2. wants ----------------------------------------------------------------------
+    def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
+        """Unaligned dims of the matrix products; `multiple_of` a call's name is None where it should be left alone."""
+        found: list[Want] = []
+        for call in self.calls.values():
+            multiple = multiple_of(call.name) if self.rules[call.name].wants else None
+            for slot, dim in self.rules[call.name].wants if multiple else ():
+                axis = self._axes_of(call, slot, dim)
+                size = None if axis is None else self.axes.size(axis)
+                assert multiple is not None
+                if isinstance(size, str):
+                    found.append(Want(call.name, slot, dim, 0, multiple, why_not=f"its size {size} is symbolic"))
+                elif size is not None and size > 1 and size % multiple:
+                    found.append(Want(call.name, slot, dim, size, multiple))
+        self.extent = {}
+        units: dict[int, int] = {}
+        composed = []
+        for want in found:
+            call = self.calls[want.call]
+            axis = self._axes_of(call, want.slot, want.dim)
+            if want.why_not or axis is None:
+                continue
+            if (want.call, want.slot, want.dim) not in self.group:
+                want.why_not = self.rules[want.call].why_opaque or f"{call.op} needs the logical size"
+                continue
+            leaves = self.axes.leaves([axis])
+            if len(leaves) == 1:
+                units[leaves[0]] = math.lcm(units.get(leaves[0], 1), want.unit)
+                want.leaves = leaves
+            else:
+                composed.append((want, leaves))
+        for want, leaves in composed:
+            self._choose(want, leaves, units)
+        self.extent = {leaf: -(-self.size_of(leaf) // unit) * unit for leaf, unit in units.items()}
+        return found
+
+    def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
+        """Which axis of a composed dim to pad: those that are padded anyway if that is enough, else what grows least."""
+        grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
+        counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
+        marked = tuple(leaf for leaf in leaves if leaf in units)
+        if math.prod(grown.values()) % want.unit:
+            best = None
+            for leaf in reversed(leaves):
+                rest = math.prod(grown[other] for other in leaves if other != leaf)
+                unit = math.lcm(units.get(leaf, 1), want.unit // math.gcd(want.unit, rest))
+                growth = -(-self.size_of(leaf) // unit) * unit / self.size_of(leaf)
+                rank = (leaf in counted, leaf not in units, growth)
+                if self.size_of(leaf) > 1 and (best is None or rank < best[0]):
+                    best = (rank, leaf, unit)
+            if best is None:
+                want.why_not = "its size is made of ones"
+                return
+            units[best[1]] = best[2]
+            marked = tuple(leaf for leaf in leaves if leaf in units)
+        want.leaves = tuple(leaf for leaf in marked if units[leaf] > 1)
+
+    def size_of(self, axis: int) -> int:
+        """Logical extent of an axis that is no symbol."""
+        size = self.axes.size(axis)
+        assert isinstance(size, int)
+        return size
+
+    # -- 3. cut ---------------------------------------------------------------------------
+    def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: Prices) -> None:
+        """Choose what is padded: all of `asked`, and of `weighed` what gains more seconds, by call, than it costs."""
+        network = Network()
+        vertices: dict[Variable, int] = {}
+
+        def vertex(variable: Variable | None) -> int:
+            if variable is None:
+                return SINK
+            if variable not in vertices:
+                vertices[variable] = network.vertex()
+            return vertices[variable]
+
+        for (_, value, axis), (maker, readers) in self._edges().items():
+            numel = self.numel(value)
+            weight = self.is_weight(value)
+            if weight:  # its casts pad it for nothing
+                readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
+            pad = (prices.weight if weight else prices.pad)(numel)
+            cut = prices.slice(numel)
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a cast copy: its cast pads it for nothing, once for all readers
+                pad, cut = COPY * pad, COPY * cut
+            share = self.extent[axis] / self.size_of(axis) - 1
+            network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))
+            ends = [vertex(variable) for _, variable in readers]
+            if "#" in value:  # one of several results is taken as it comes
+                for end in ends:
+                    network.arc(end, vertex(maker), INFINITE)
+                    network.arc(vertex(maker), end, INFINITE)
+                continue
+            _once(network, [end for end in ends if end != SINK], vertex(maker), pad, into=True)
+            _once(network, ends, vertex(maker), cut, into=False)
+        for value, variable in self._behind_barriers():
+            network.arc(vertex(variable), SINK, _ticks(prices.pad(self.numel(value))))
+        for call in dict.fromkeys(want.call for want in weighed):
+            ends = [vertex(v) for want in weighed if want.call == call for v in self._needs(want)]
+            _wish(network, _ticks(gains.get(call, 0.0)), ends)
+        total = sum(capacity for capacity in network.capacities if capacity != INFINITE)
+        for want in asked:
+            _wish(network, 2 * total + 1, [vertex(v) for v in self._needs(want)])
+        reached = min_cut(network)[0] if network.tails else [False] * network.size
+        self.padded = {variable for variable, v in vertices.items() if reached[v]}
+
+    def _needs(self, want: Want) -> list[Variable]:
+        found = (self.variable(want.call, want.slot, want.dim, leaf) for leaf in want.leaves)
+        return [variable for variable in found if variable is not None]
+
+    def met(self, want: Want) -> bool:
+        """Whether the cut gave a want all it asks for."""
+        needs = self._needs(want)
+        return bool(needs) and all(variable in self.padded for variable in needs)
+
+    def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
+        """For every (dim, value, axis) that may be padded: its maker's variable, and each reader with its variable."""
+        found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
+        readers: dict[str, list[str]] = defaultdict(list)
+        for (value, reader), _ in self.of_use.items():
+            if value.partition("#")[0] not in self.rules[reader].ignored:
+                readers[value].append(reader)
+        for call in self.calls.values():
+            for i in range(len(call.shapes)):
+                value = value_name(call, i)
+                for dim, axis in enumerate(self.of_value[value]):
+                    for leaf in self.axes.leaves([axis]):
+                        if leaf not in self.extent:
+                            continue
+                        ends = [
+                            (reader, None if (value, reader) in self.barriers else self.variable(reader, value, dim, leaf))
+                            for reader in readers[value]
+                        ]  # behind a barrier stands, for the maker, a reader of the logical value
+                        found[dim, value, leaf] = (self.variable(call.name, i, dim, leaf), ends)
+        return found
+
+    def _behind_barriers(self) -> list[tuple[str, Variable]]:
+        """Variables of the uses that lie behind a barrier, with the value that is used."""
+        return [
+            (value, variable)
+            for value, reader in sorted(self.barriers)
+            for dim, axis in enumerate(self.of_use.get((value, reader), []))
+            for leaf in self.axes.leaves([axis])
+            if leaf in self.extent and (variable := self.variable(reader, value, dim, leaf)) is not None
+        ]
+
+    def want_size(self, call: str, slot: Slot, dim: int) -> int:
+        """Logical extent of one dim of a call; 64 for a symbol."""
+        axis = self._axes_of(self.calls[call], slot, dim)
+        size = 64 if axis is None else self.axes.size(axis)
+        return size if isinstance(size, int) else 64
+
+    def dims_along(self, axis: int) -> tuple[tuple[str, ...], int]:
+        """Dims of results that are padded along an axis, and the elements this adds to all of them."""
+        dims, added = [], 0.0
+        for call in self.calls.values():
+            for i in range(len(call.shapes)):
+                value = value_name(call, i)
+                for dim, of_dim in enumerate(self.of_value[value]):
+                    if axis in self.axes.leaves([of_dim]) and self.variable(call.name, i, dim, axis) in self.padded:
+                        dims.append(f"{value}.{dim}")
+                        added += self.numel(value) * (self.extent[axis] / self.size_of(axis) - 1)
+        return tuple(sorted(dims, key=lambda dim: " -> " in dim)), round(added)
+
+    def touches(self, copy: PadCopy, axis: int) -> bool:
+        """Whether a change of size changes this axis."""
+        lists = [self.of_value[copy.value], *(self.of_use[copy.value, user] for user in copy.users[:1])]
+        return any(
+            axis in self.axes.leaves([axes[dim]])
+            for dim in {dim for dim, _ in (*copy.layout, *copy.have)}
+            for axes in lists
+            if copy.refresh or dict(copy.layout).get(dim) != dict(copy.have).get(dim)
+        )
+
+    # -- layouts ---------------------------------------------------------------------------
+    def value_layout(self, call: Call, i: int) -> Layout:
+        """How a result comes out."""
+        return self._layout(call.name, i, self.of_value[value_name(call, i)])
+
+    def use_layout(self, value: str, reader: str) -> Layout:
+        """How a reader takes a value."""
+        return self._layout(reader, value, self.of_use[value, reader])
+
+    def _layout(self, call: str, slot: Slot, axes: Sequence[int]) -> Layout:
+        found = []
+        for dim, axis in enumerate(axes):
+            factors: Factors = ()
+            for leaf in self.axes.leaves([axis]):
+                size = self.axes.size(leaf)
+                chosen = self.variable(call, slot, dim, leaf) in self.padded
+                if isinstance(size, int):
+                    factors = (*factors, (size, self.extent[leaf] if chosen else size))
+            if factors and extents(factors)[0] != extents(factors)[1]:
+                found.append((dim, _merged(factors)))
+        return tuple(found)
+
+    # -- 4. content ---------------------------------------------------------------------------
+    def check(self) -> bool:
+        """Follow the content of all padding; False where a barrier or a refusal had to be added."""
+        self.content, sound = {}, True
+        layouts: dict[str, Layout] = {}
+        for call in self.calls.values():
+            rule = self.rules[call.name]
+            contents: dict[str, Content] = {}
+            outs = [self.value_layout(call, i) for i in range(len(call.shapes))]
+            for i, layout in enumerate(outs):
+                layouts[value_name(call, i)] = layout
+            uses = {value: self.use_layout(value, call.name) for value in self.reads(call) if value.partition("#")[0] not in rule.ignored}
+            if not any(uses.values()) and not any(outs):
+                continue
+            for value, use in uses.items():
+                known = self._arriving(value, call.name, use, layouts[value])
+                covers = not rule.pointwise or self._covers(call, value, use, outs[0])
+                contents[value] = known if use and covers else BROADCAST
+            try:
+                found = rule.content({value.partition("#")[0]: c for value, c in contents.items()})
+            except Hazard as hazard:
+                sound, found = False, 0.0
+                blamed = [ref for ref in hazard.refs if (ref, call.name) not in self.barriers]
+                self.reasons[call.name] = hazard.why
+                if blamed:
+                    self.barriers |= {(ref, call.name) for ref in blamed}
+                else:
+                    self.refused[call.name] = hazard.why
+            for i in range(len(call.shapes)):
+                self.content[value_name(call, i)] = found
+        return sound
+
+    def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
+        """Whether an operand is padded wherever the result it is broadcast into is."""
+        shift = len(call.shapes[0]) - len(self.of_use[value, call.name])
+        return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
+
+    def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
+        """Content of what a reader gets: its own zeros where padding is made for it."""
+        if not have or (value, reader) in self.barriers:
+            return 0.0
+        kept = [dim for dim, factors in use if (dim, factors) in have]
+        parts: dict[str, Content] = {}
+        if kept:
+            parts["kept"] = self.content.get(value, MIXED)
+        if len(kept) < len(use):
+            parts["made"] = 0.0
+        return moved(parts)
+
+
+def value_name(call: Call, i: int) -> str:
+    """Name of result `i`."""
+    return f"{call.name}#{i}" if call.several else call.name
+
+
+def _merged(factors: Factors) -> Factors:
+    """Neighbouring axes without padding as one, and a last padded one with those unpadded inside it."""
+    found: list[tuple[int, int]] = []
+    for n, m in factors:
+        if found and found[-1][0] == found[-1][1] and n == m:
+            found[-1] = (found[-1][0] * n, found[-1][1] * m)
+        elif found and found[-1][0] != found[-1][1] and n == m:
+            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # a suffix of whole rows is a suffix
+        else:
+            found.append((n, m))
+    if len(found) > 1 and found[0] == (1, 1):
+        found.pop(0)
+    return tuple(found)
+
+
+def _ticks(seconds: float) -> int:
+    """As a capacity: picoseconds, so that no price above zero is none."""
+    return round(seconds * 1e12)
+
+
+def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
+    """Gain that comes only if all of `ends` are padded."""
+    if not ends:
+        return
+    wish = network.vertex()
+    network.arc(SOURCE, wish, gain)
+    for end in ends:
+        network.arc(wish, end, INFINITE)
+
+
+def _once(network: Network, readers: list[int], maker: int, cost: float, into: bool) -> None:
+    """One change of size, however many read it. `into`: pads for padded readers; else slices for logical ones."""
+    ends = list(dict.fromkeys(v for v in readers if v != maker))
+    if not ends:
+        return
+    if len(ends) == 1:
+        copy = ends[0]
+    else:
+        copy = network.vertex()
+        for reader in ends:
+            network.arc(*((reader, copy) if into else (copy, reader)), INFINITE)
+    network.arc(*((copy, maker) if into else (maker, copy)), _ticks(cost))
+
+
+__all__ = ["Prices", "Regions", "Want", "value_name"]

@@ -1,0 +1,1 @@
+"""What every op does with a padded dim: one row an op."""

@@ -1,0 +1,189 @@
+"""What all views of a plan count: bytes of a result, rows by module, casts by kind, ops by dtype."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan
+from amprewrite.tables.vocabulary import Colour, Reason
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+"""Bytes of an element; dtypes that are not here count as nothing."""
+
+
+def node_bytes(node: NodePlan) -> int:
+    """Bytes of a node's result after the rewrite; symbolic dims count as 1."""
+    return math.prod(size for size in node.shape if isinstance(size, int)) * BYTES.get(node.dtype, 0) if node.shape else 0
+
+
+def shape_of(node: NodePlan) -> str:
+    """ "4x32x128", "-" for no tensor or one without dims."""
+    return "x".join(map(str, node.shape)) or "-"
+
+
+def by_region(plan: CastPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
+    """Nodes and casts of each region, with the names that `plan.nodes` and `plan.casts` give them."""
+    nodes, casts = iter(plan.nodes), iter(plan.casts)
+    for region in plan.regions:
+        yield tuple(next(nodes) for _ in region.nodes), tuple(next(casts) for _ in region.casts)
+
+
+def cast_kind(cast: Cast) -> str:
+    """What a cast copies, in words."""
+    if cast.weight:
+        return "weights to low"
+    return "activations to fp32" if cast.to == "fp32" else "activations to low"
+
+
+def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
+    found = Counter(map(cast_kind, casts))
+    return {kind: found[kind] for kind in ("weights to low", "activations to low", "activations to fp32")}
+
+
+def is_heavy_high(node: NodePlan) -> bool:
+    """A matmul or convolution that was left in fp32; one that the model computes in half precision itself was not."""
+    return node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
+
+
+def by_impact(nodes: Iterable[NodePlan]) -> list[NodePlan]:
+    """Heavy ops left high, the most FLOPs first."""
+    return sorted(filter(is_heavy_high, nodes), key=lambda node: -node.flops)
+
+
+@dataclass
+class ModuleRow:
+    """Counts over the ops of one module and everything below it."""
+
+    path: str
+    ops: int = 0
+    low: int = 0
+    high: int = 0
+    casts: int = 0
+    """Casts of activations whose first reader stands here."""
+    weight_casts: int = 0
+    flops: int = 0
+    low_flops: int = 0
+    bytes: int = 0
+    """Of all results, after the rewrite."""
+    times: int = 1
+    """Siblings with the very same counts that this row stands for."""
+    name: str = ""
+    """Last part of the path; several where a module holds nothing but one other, a span where siblings are merged."""
+    parts: dict[str, ModuleRow] = field(default_factory=dict)
+
+    def counts(self) -> tuple[int, ...]:
+        return (self.ops, self.low, self.high, self.casts, self.weight_casts, self.flops, self.low_flops, self.bytes)
+
+    def add(self, node: NodePlan, casts: int, weight_casts: int) -> None:
+        low = node.colour is Colour.LOW
+        self.ops += 1
+        self.low += low
+        self.high += node.colour is Colour.HIGH
+        self.casts += casts
+        self.weight_casts += weight_casts
+        self.flops += node.flops
+        self.low_flops += node.flops * low
+        self.bytes += node_bytes(node)
+
+
+def module_tree(plan: CastPlan) -> ModuleRow:
+    """The root's row, with one below it for every module."""
+    root = ModuleRow("")
+    for nodes, casts in by_region(plan):
+        first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
+        for node in nodes:
+            if node.role != "op":  # a result that is handed back in its promised format
+                root.casts += first[node.name, False]
+                root.weight_casts += first[node.name, True]
+                continue
+            here, path = root, ""
+            counted = first[node.name, False], first[node.name, True]
+            here.add(node, *counted)
+            for part in node.module.split(".") if node.module else ():
+                path = f"{path}.{part}" if path else part
+                here = here.parts.setdefault(part, ModuleRow(path, name=part))
+                here.add(node, *counted)
+    return _joined(root)
+
+
+def _joined(row: ModuleRow) -> ModuleRow:
+    """Modules that hold nothing but one other share a row with it."""
+    row.parts = {name: _joined(part) for name, part in row.parts.items()}
+    if len(row.parts) == 1 and row.name:
+        (part,) = row.parts.values()
+        if part.ops == row.ops:
+            return replace(part, name=f"{row.name}.{part.name}")
+    return row
+
+
+def folded(root: ModuleRow, most: int = 40) -> list[tuple[int, ModuleRow]]:
+    """(depth, row) of modules, opened from the root on while everything fits `most` rows; like siblings share a row."""
+    opened: set[str] = set()
+    rows = [(0, root)]
+    while True:
+        candidates = [row for _, row in rows if row.parts and row.path not in opened]
+        candidates.sort(key=lambda row: (-row.high * bool(row.low), row.path.count("."), -row.ops))
+        for each in candidates:
+            tried = _shown(root, opened | {each.path})
+            if len(tried) <= most:
+                opened.add(each.path)
+                rows = tried
+                break
+        else:
+            return rows
+
+
+def _shown(root: ModuleRow, opened: set[str]) -> list[tuple[int, ModuleRow]]:
+    rows: list[tuple[int, ModuleRow]] = []
+
+    def walk(row: ModuleRow, depth: int) -> None:
+        rows.append((depth, row))
+        if row.path in opened:
+            for part in merged(row.parts):
+                walk(part, depth + 1)
+
+    walk(root, 0)
+    return rows
+
+
+def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
+    """Neighbouring siblings that count the same as one row, such as layers 0 to 11."""
+    rows: list[ModuleRow] = []
+    for (numbered, _), group in groupby(parts.values(), key=lambda row: (row.name.isdigit(), row.counts())):
+        alike = list(group)
+        if not numbered or len(alike) == 1:
+            rows += alike
+            continue
+        first, last = alike[0], alike[-1]
+        rows.append(replace(first, name=f"{first.name}..{last.name}", times=len(alike)))
+    return rows
+
+
+def op_dtypes(plan: CastPlan) -> list[tuple[str, int, int, int, int]]:
+    """The op × dtype table: op, times low, times high, FLOPs low, FLOPs high; most FLOPs, then most calls first."""
+    table: dict[str, list[int]] = {}
+    for node in plan.nodes:
+        if node.role == "op" and node.colour is not Colour.PLAIN:
+            row = table.setdefault(node.op, [0, 0, 0, 0])
+            high = node.colour is Colour.HIGH
+            row[high] += 1
+            row[2 + high] += node.flops
+    rows = [(op, row[0], row[1], row[2], row[3]) for op, row in table.items()]
+    return sorted(rows, key=lambda row: (-row[3] - row[4], -row[1] - row[2], row[0]))
+
+
+def amount(number: float, unit: str = "") -> str:
+    """A count in few characters: 1.2 G, 34 k."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".strip()
+
+
+def share(part: float, whole: float) -> str:
+    """A share in per cent, "-" of nothing."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"

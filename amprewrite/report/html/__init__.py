@@ -1,0 +1,1 @@
+"""A plan in a browser: the HTML report, and what a notebook shows."""

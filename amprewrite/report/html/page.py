@@ -1,0 +1,134 @@
+"""The HTML report: one self-contained file that asks the network for nothing.
+
+This file gathers the facts; `assets/report.*` draw them. Text goes in as JSON with `<` written as an escape, so no name in a
+model can end the script or add markup.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from amprewrite.ir.plans.plan import CastPlan, NodePlan
+from amprewrite.report.counts import by_impact, cast_kind, casts_by_kind, module_tree, node_bytes, shape_of
+from amprewrite.report.explain import bare_name, region_of, what_would_change
+from amprewrite.report.pictures.graph import Drawing, draw
+from amprewrite.report.what_if import WhatIf
+from amprewrite.tables.boundary.files import write_text
+from amprewrite.tables.vocabulary import Colour
+
+SECONDS = 5.0
+"""How long to try out what would change nodes, by default; those that are left get the condition of their reason alone."""
+
+
+def to_html(plan: CastPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
+    """Write the report. `report` is a verify Report or a debug report of the same model, `seconds` bounds the what-ifs.
+
+    EmitError where `path` cannot be written.
+    """
+    return write_text(path, html(plan, title, report, seconds))
+
+
+def html(plan: CastPlan, title: str = "", report: Any = None, seconds: float = SECONDS) -> str:
+    """The report as text."""
+    data = json.dumps(payload(plan, title, report, seconds), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    page = asset("report.html")
+    for mark, text in (("/*CSS*/", asset("report.css")), ("/*JS*/", asset("report.js")), ("/*DATA*/", data)):
+        page = page.replace(mark, text, 1)
+    return page
+
+
+@cache
+def asset(name: str) -> str:
+    return (resources.files("amprewrite.report.html") / "assets" / name).read_text(encoding="utf-8")
+
+
+# -- facts -----------------------------------------------------------------------------
+def payload(plan: CastPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
+    """What the page needs, short names throughout: there are thousands of nodes."""
+    drawing = draw(plan)
+    ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
+    flips = _flips(plan, drawing, seconds)
+    rows = {row.name: row for row in getattr(report, "rows", ())}
+    weights = Counter(user for cast in plan.casts if cast.weight for user in cast.users)
+    place = {node.name: index for index, node in enumerate(drawing.nodes)}
+    return {
+        "title": title or "Cast plan",
+        "low": plan.low,
+        "lists": plan.lists,
+        "mode": "training" if any(region.training for region in plan.regions) else "inference",
+        "graphs": len(plan.regions),
+        "hidden": drawing.hidden,
+        "nodes": [_node(node, flips.get(node.name, []), rows.get(node.name), weights[node.name]) for node in drawing.nodes],
+        "edges": [[edge.source, edge.target, edge.cast] for edge in drawing.edges],
+        "boxes": [[b.path, b.label, b.parent, b.parts, b.layers, b.chains] for b in drawing.nest.boxes],
+        "casts": [
+            [place.get(cast.value, -1), cast.value, cast.to, [place[user] for user in cast.users if user in place], cast.saturate]
+            for cast in plan.casts
+            if not cast.weight
+        ],
+        "kinds": casts_by_kind(plan.casts),
+        "weights": sum(cast_kind(cast) == "weights to low" for cast in plan.casts),
+        "share": {
+            "ops": [sum(node.colour is colour for node in ops) for colour in (Colour.LOW, Colour.HIGH)],
+            "FLOPs": [sum(node.flops for node in ops if node.colour is colour) for colour in (Colour.LOW, Colour.HIGH)],
+            "bytes": [sum(node_bytes(node) for node in ops if node.colour is colour) for colour in (Colour.LOW, Colour.HIGH)],
+        },
+        "modules": _modules(plan),
+        "heavy": [place[node.name] for node in by_impact(plan.nodes)],
+        "notes": [*plan.notes, *(note for region in plan.regions for note in region.notes), *getattr(report, "notes", ())],
+        "skipped": [[part.where, part.why] for part in plan.skipped],
+        "error": _number(getattr(report, "output_error", None)),
+    }
+
+
+def _node(node: NodePlan, flips: list[str], row: Any, weights: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "n": node.name, "o": node.op, "c": node.colour.value, "r": node.reason.value, "w": node.why(), "d": node.dtype,
+        "s": shape_of(node), "m": node.module, "f": node.source, "x": node.flops, "b": node_bytes(node),
+        "k": node.kind.value if node.kind else "", "p": node.role, "q": weights, "z": flips,
+    }  # fmt: skip
+    if row is not None:
+        keys = ("introduced", "inherited", "accumulated", "largest", "smallest", "overflow", "underflow")
+        found["e"] = {key: value for key in keys if (value := _number(getattr(row, key, None))) is not None}
+    return {key: value for key, value in found.items() if value not in ("", [], 0) or key in ("n", "c")}
+
+
+def _number(value: Any) -> float | str | None:
+    """JSON knows no infinity: it goes as a word; what was not measured is left out."""
+    if value is None or math.isnan(value):
+        return None
+    return float(f"{value:.4g}") if math.isfinite(value) else "inf"
+
+
+def _modules(plan: CastPlan) -> list[list[Any]]:
+    """Rows of the module list: depth, path, ops, low, casts, weight copies, FLOPs, low FLOPs."""
+    rows: list[list[Any]] = []
+
+    def walk(row: Any, depth: int) -> None:
+        rows.append([depth, row.path, row.name, row.ops, row.low, row.high, row.casts, row.weight_casts, row.flops, row.low_flops])
+        for part in row.parts.values():
+            walk(part, depth + 1)
+
+    walk(module_tree(plan), 0)
+    return rows
+
+
+def _flips(plan: CastPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
+    """What would change each node: tried out while time is left, for high nodes and readers of casts first."""
+    until = time.monotonic() + seconds
+    asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}
+    edges = {end for edge in drawing.edges if edge.cast for end in (edge.source, edge.target)}
+    order = sorted(enumerate(drawing.nodes), key=lambda item: (item[1].colour is Colour.LOW, item[0] not in edges))
+    found = {}
+    for _, node in order:
+        region = region_of(plan, node)
+        trial = asked.get(region.name) if time.monotonic() < until else None
+        found[node.name] = what_would_change(node, bare_name(plan, node), plan.low, trial)
+    return found

@@ -1,0 +1,126 @@
+"""The listing: the code that a plan makes, annotated line by line, or folded to a row a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan
+from amprewrite.report.counts import ModuleRow, amount, by_region, folded, module_tree, shape_of, share
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.vocabulary import Colour
+
+SCREEN = 40
+"""Rows of a folded listing at most."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a listing, before it is laid out."""
+
+    kind: str
+    """graph, module, cast, note, or the colour of an op."""
+    code: str
+    dtype: str = ""
+    shape: str = ""
+    source: str = ""
+    why: str = ""
+
+
+def listing(plan: CastPlan, fold: bool = False, width: int = 0) -> str:
+    """The plan as code, or folded to a table of modules."""
+    found = fold_table(plan) if fold else laid_out(list(code_lines(plan)))
+    return "\n".join(line if not width or len(line) <= width else f"{line[: width - 1]}…" for _, line in found)
+
+
+def code_lines(plan: CastPlan) -> Iterator[Line]:
+    """Lines in the order in which the ops run, a header wherever another module begins."""
+    for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
+        state = "training" if region.training else "inference"
+        yield Line("graph", f"# {region.name}, {state}: {sum(n.role == 'op' for n in nodes)} ops, {len(casts)} casts")
+        prefix = f"{region.name}/" if len(plan.regions) > 1 else ""
+        made: dict[str, list[Cast]] = {}
+        for cast in casts:
+            made.setdefault(cast.users[0] if cast.users else "", []).append(cast)
+        reads = {(cast.value, user): cast.to for cast in casts for user in cast.users}
+        for module, group in groupby((n for n in nodes if n.role == "op"), key=lambda node: node.module):
+            inside = list(group)
+            yield Line("module", f"# {module or 'the model'}: {_tally(inside)}")
+            for node in inside:
+                for cast in made.pop(node.name, ()):
+                    yield _cast_line(cast, module, prefix)
+                operands = ", ".join(_short(value, module, prefix, reads.get((value, node.name), "")) for value in _inputs(node, prefix))
+                code = f"{node.name.removeprefix(prefix)} = {node.op}({operands or '…'})"
+                yield Line(node.colour.value, code, node.dtype, shape_of(node), node.source, node.why())
+        if made:
+            yield Line("module", "# results")
+            yield from (_cast_line(cast, "", prefix) for left in made.values() for cast in left)
+        yield from (Line("note", f"# note: {note}") for note in region.notes)
+
+
+def _inputs(node: NodePlan, prefix: str) -> Iterator[str]:
+    return (prefix + value for value in node.inputs)
+
+
+def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
+    users = len(cast.users)
+    why = f"one copy for {users} readers" if users > 1 else f"for {cast.users[0].removeprefix(prefix)}"
+    clamp = ".clamp(finite)" * cast.saturate
+    code = f"{_short(cast.value, module, prefix, cast.to)} = {_short(cast.value, module, prefix)}{clamp}.to({cast.to})"
+    return Line("cast", code, cast.to, "", "", f"{why}{', a weight' * cast.weight}")
+
+
+def _short(value: str, module: str, prefix: str, to: str = "") -> str:
+    """A value's name without the module that the reader stands in, and with the format of the copy that is read."""
+    name = value.removeprefix(prefix)
+    name = f"self{name[len(module) :]}" if module and name.startswith(f"{module}.") else name
+    return f"{name}:{to}" if to else name
+
+
+def _tally(nodes: list[NodePlan]) -> str:
+    low, high = (sum(node.colour is colour for node in nodes) for colour in (Colour.LOW, Colour.HIGH))
+    return f"{low} low, {high} high"
+
+
+def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
+    """(kind, text) of each line, in columns."""
+    code = min(max((len(line.code) for line in lines if line.kind not in ("graph", "module", "note")), default=0), 72)
+    shape = max((len(line.shape) for line in lines), default=0)
+    source = max((len(line.source) for line in lines), default=0)
+    found = []
+    for line in lines:
+        if line.kind in ("graph", "module", "note"):
+            found.append((line.kind, ("" if line.kind == "graph" else "  ") + printable(line.code)))
+            continue
+        text = f"    {line.code:{code}}  {line.kind:5}  {line.dtype or '-':5}  {line.shape:{shape}}  {line.source:{source}}  {line.why}"
+        found.append((line.kind, printable(text.rstrip())))
+    return found
+
+
+def fold_table(plan: CastPlan, most: int = SCREEN, width: int = 80) -> list[tuple[str, str]]:
+    """(kind, text) of a table with a row a module, in at most `most` rows and `width` columns."""
+    root = module_tree(plan)
+    rows = folded(root, most - 1)
+    titles = ("ops", "low", "high", "casts", "weights", "FLOPs", "low", "bytes")
+    cells = [_cells(row) for _, row in rows]
+    widths = [max(len(title), *(len(row[column]) for row in cells)) for column, title in enumerate(titles)]
+    left = width - sum(widths) - 2 * len(widths)
+    found = [("title", _row("module", titles, left, widths))]
+    for (depth, row), values in zip(rows, cells, strict=True):
+        name = "  " * depth + (printable(row.name) or "the model")
+        name += f" ({row.times}×)" if row.times > 1 else ""
+        name = name if len(name) <= left else f"{name[: left - 1]}…"
+        found.append(("high" if row.high and not row.low else "low" if row.low else "plain", _row(name, values, left, widths)))
+    return found
+
+
+def _cells(row: ModuleRow) -> tuple[str, ...]:
+    return (
+        str(row.ops), str(row.low), str(row.high), str(row.casts), str(row.weight_casts),
+        amount(row.flops) if row.flops else "-", share(row.low_flops, row.flops), amount(row.bytes, "B"),
+    )  # fmt: skip
+
+
+def _row(name: str, values: tuple[str, ...], left: int, widths: list[int]) -> str:
+    return f"{name:{left}}" + "".join(f"  {value:>{width}}" for value, width in zip(values, widths, strict=True))

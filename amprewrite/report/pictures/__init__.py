@@ -1,0 +1,1 @@
+"""A plan as it is drawn: SVG, DOT, Model Explorer."""

@@ -1,0 +1,67 @@
+"""A plan as DOT text for Graphviz: modules are clusters, casts are diamonds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.counts import by_region, shape_of
+from amprewrite.report.pictures.graph import Drawing, draw
+from amprewrite.tables.boundary.files import write_text
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.vocabulary import Colour
+
+FILL = {Colour.LOW: "#e3f4f1", Colour.HIGH: "#fdf1df", Colour.PLAIN: "#eceef3"}
+INK = {Colour.LOW: "#0b8c82", Colour.HIGH: "#c96f06", Colour.PLAIN: "#6b7686"}
+CAST = "#8b3fe0"
+
+
+def to_dot(plan: CastPlan, path: Any = None) -> str:
+    """The graph as DOT text. EmitError where `path` is given and cannot be written."""
+    drawing = draw(plan)
+    lines = [
+        "digraph plan {",
+        f"  label={_quoted(f'cast plan, low = {plan.low}')}; labelloc=t; rankdir=TB;",
+        '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11]; edge [color="#6b7686", arrowsize=0.7];',
+        *_cluster(drawing, drawing.nest.count, 1),
+    ]
+    casts = {(cast.value, cast.to): index for index, cast in enumerate(c for _, each in by_region(plan) for c in each)}
+    drawn: set[int] = set()
+    for edge in drawing.edges:
+        source, target = f"n{edge.source}", f"n{edge.target}"
+        if not edge.cast:
+            lines.append(f"  {source} -> {target};")
+            continue
+        number = casts[drawing.nodes[edge.source].name, edge.cast]
+        if number not in drawn:
+            drawn.add(number)
+            lines.append(f'  c{number} [shape=diamond, label={_quoted(edge.cast)}, fillcolor="#f1e8fd", color="{CAST}", fontsize=9];')
+            lines.append(f'  {source} -> c{number} [color="{CAST}"];')
+        lines.append(f'  c{number} -> {target} [color="{CAST}"];')
+    text = "\n".join([*lines, "}"]) + "\n"
+    if path is not None:
+        write_text(path, text)
+    return text
+
+
+def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
+    pad = "  " * depth
+    lines = []
+    for part in drawing.nest.box(number).parts:
+        if part >= drawing.nest.count:
+            label = _quoted(drawing.nest.box(part).label)
+            lines.append(f'{pad}subgraph cluster_{part} {{ label={label}; style=rounded; color="#c4cbd6"; fontname="Helvetica";')
+            lines += [*_cluster(drawing, part, depth + 1), f"{pad}}}"]
+            continue
+        node = drawing.nodes[part]
+        label = f"{node.op}\n{shape_of(node)} {node.dtype}" if node.role == "op" else node.name
+        tip = node.why() if node.role == "op" else node.role
+        paint = f'fillcolor="{FILL[node.colour]}", color="{INK[node.colour]}"'
+        lines.append(f"{pad}n{part} [label={_quoted(label)}, tooltip={_quoted(tip)}, {paint}];")
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """A DOT string: without control characters JSON's escapes are DOT's; line ends are those of labels."""
+    return json.dumps("\n".join(map(printable, text.split("\n"))), ensure_ascii=False)

@@ -1,0 +1,89 @@
+"""What each key of a plan's JSON form means."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from amprewrite.ir.plans.pad_plan import PadCopy, PaddedValue, PadPlan, PadRegion
+from amprewrite.ir.plans.plan import SCHEMA, Candidate, Cast, CastPlan, NodePlan, RegionPlan, Skipped
+
+KINDS = {
+    "plan": CastPlan,
+    "region": RegionPlan,
+    "node": NodePlan,
+    "cast": Cast,
+    "candidate": Candidate,
+    "pads": PadPlan,
+    "pad region": PadRegion,
+    "padded value": PaddedValue,
+    "pad copy": PadCopy,
+    "skipped": Skipped,
+}
+MEANING = {
+    "version": f"version of this form: {SCHEMA}",
+    "low": "format that low means: bf16 or fp16",
+    "lists": "name of the op lists",
+    "regions": "one object a captured graph",
+    "skipped": "parts that run outside the graphs",
+    "notes": "remarks, a sentence each",
+    "name": "of a node: unique within its region",
+    "nodes": "in a canonical order: makers before readers",
+    "casts": "of a region: they follow from the colours, and may be left empty; of a candidate: how many",
+    "training": "whether gradients were on",
+    "entry": "path of the module that was called",
+    "bodies": "always empty: bodies are regions of their own",
+    "candidates": "what was weighed, the plan itself first",
+    "priced_on": "the device whose prices those are",
+    "seconds": "modelled or measured time of one pass",
+    "op": "ATen base name, or the role",
+    "colour": "low, high or plain: the one key to edit",
+    "reason": "name of a member of amprewrite.tables.vocabulary.Reason",
+    "because_of": "the node that is the cause, or empty",
+    "detail": "a word more on the reason",
+    "kind": "the list that its op is on, or null",
+    "dtype": "of the result, after the rewrite",
+    "shape": "of the result: numbers, or symbols as text",
+    "flops": "of a matmul or convolution, else 0",
+    "module": "path of the module around it",
+    "source": "file:line",
+    "role": "op, input, parameter, buffer, constant or output",
+    "inputs": "names of the nodes whose fp32 values it reads",
+    "value": "the node whose result is copied",
+    "to": "format of the copy",
+    "users": "nodes that read the copy",
+    "saturate": "whether values are clamped to the range first",
+    "weight": "whether it copies a parameter",
+    "epoch": "in-place writes that the value had seen",
+    "pads": "what is padded",
+    "pads.regions": "groups of dims that were considered, padded or not",
+    "pads.values": "results that come out padded",
+    "pads.copies": "changes of size",
+    "padded value.value": 'node, "node#1" for one of several results, or "node -> bf16" for its cast copy',
+    "layout": "[dim, [[logical, physical extent] of each axis in it]] of every padded dim, as its readers see it",
+    "have": "layout in which the value comes in",
+    "refresh": "whether padding is cut off and replaced by zeros",
+    "pad copy.weight": "whether it is a parameter, padded as it is cast",
+    "size": "extent in the model",
+    "padded": "extent in memory; the size itself where it is left as it is",
+    "dims": '"linear.1": dim 1 of the result of node linear',
+    "pad region.pads": "values padded where the region is entered",
+    "slices": "values sliced where it is left",
+    "weights": "weights padded by their casts",
+    "weight_copies": "weights padded by copies of their own",
+    "bytes_added": "bytes of padding that a forward writes",
+    "gain": "seconds that a call saves, or null where nobody asked",
+    "measured": "whether the gain was measured, not predicted",
+    "pad region.why": "why it is padded, or why not",
+    "reasons": "where padding had to stop, and why",
+    "where": "place in the code",
+    "why": "a sentence",
+}
+
+
+def schema() -> dict[str, dict[str, str]]:
+    """Keys and their meaning by kind of object; see CastPlan.schema."""
+    return {kind: {f.name: _meaning(kind, f.name) for f in fields(cls) if f.name != "basis"} for kind, cls in KINDS.items()}
+
+
+def _meaning(kind: str, key: str) -> str:
+    return MEANING.get(f"{kind}.{key}") or MEANING.get(key, "")

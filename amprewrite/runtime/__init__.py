@@ -1,0 +1,1 @@
+"""What a rewritten model is and does at every call."""

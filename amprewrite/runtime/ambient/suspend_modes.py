@@ -1,0 +1,49 @@
+"""Dispatch modes of the user, put aside for Dynamo and put back for the rewritten graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+
+from amprewrite.runtime.compiler import dynamo
+
+
+class _Aside(threading.local):
+    """Per thread: the user's dispatch modes, which Dynamo cannot run under.
+
+    Every region puts them back; code that runs as it is written, between regions, runs without them.
+    """
+
+    def __init__(self) -> None:
+        self.modes: list[Any] = []
+
+
+put_aside = _Aside()
+
+
+@contextmanager
+def modes_aside() -> Iterator[None]:
+    """Take the user's dispatch modes off, for the regions to put back."""
+    outer = put_aside.modes
+    put_aside.modes = outer + dynamo.user_modes()
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        put_aside.modes = outer
+
+
+@contextmanager
+def pushed(modes: list[Any]) -> Iterator[None]:
+    """Put the user's dispatch modes back while a rewritten graph runs."""
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()

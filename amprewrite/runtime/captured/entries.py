@@ -1,0 +1,174 @@
+"""What one way into a rewritten model has captured: the compiled function, its graphs, and what was left out of them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.fx
+from torch import nn
+
+from amprewrite.graphs.fx.node_facts import forget_inputs
+from amprewrite.ir.plans.plan import Skipped
+from amprewrite.passes.lower.nn_module import CompiledFn
+from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook
+from amprewrite.runtime.captured.forward_scale import ForwardScale
+from amprewrite.runtime.captured.region import Region, Run
+from amprewrite.runtime.captured.weight_watch import Known
+from amprewrite.runtime.compiler import dynamo
+from amprewrite.runtime.compiler.dynamo import parameter_names
+from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
+from amprewrite.runtime.options import Options
+
+
+class Owner(Run, Protocol):
+    """What an entry needs of its rewritten model's session."""
+
+    root: nn.Module
+    options: Options
+
+    @property
+    def recurrent_apart(self) -> bool: ...
+
+    def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region: ...
+
+    def note(self, text: str) -> None: ...
+
+    def forget_calls(self) -> None: ...
+
+
+class Graphs:
+    """What an entry has captured since it last started afresh: its compiled function, and the regions Dynamo calls from it.
+
+    Dynamo keeps backends and compiled graphs until it is reset, so it gets weak references; a call in flight keeps its
+    `Graphs` alive.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.regions: list[Region] = []
+        self.left_out: dict[str, Skipped] = {}
+        self.asleep = dynamo.disabled()
+        self.weights: list[Known] = []
+        """Weights whose sizes decisions rest on."""
+        self.outdated = False
+        """Decisions rest on weights as they no longer are."""
+        self.full = False
+        """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
+        self.in_parts = not entry.captured
+        """Code of the model may run between its graphs."""
+        self._captures: Counter[int | None] = Counter()
+        session = entry.session
+        self._alone = self._beside_hooks = entry.function
+        try_all_again()
+        if entry.captured:
+            self._alone, self._beside_hooks = (
+                dynamo.compile_afresh(
+                    entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
+                    recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed), beside_hooks=beside_hooks,
+                )
+                for beside_hooks in (False, True)
+            )  # fmt: skip
+
+    @property
+    def compiled(self) -> Callable[..., Any]:
+        """What to call now. Guards against hooks on all modules would capture anew for every `with FlopCounterMode():`."""
+        return self._beside_hooks if any_global_hook() else self._alone
+
+    @property
+    def stale(self) -> bool:
+        """Whether the next call should start afresh."""
+        return self.outdated or (self.asleep and not dynamo.disabled())
+
+    def failed(self, failure: Failure) -> None:
+        """Dynamo cannot convert some code, which runs as written from here on."""
+        self.entry.session.state.failures.append(failure)
+
+    def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
+        """Dynamo's backend."""
+        frame = dynamo.frame_id()
+        self._captures[frame] += 1
+        reason = getattr(module, "compile_subgraph_reason", None)
+        self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
+        region = self.entry.session.rewrite_region(self, module, example_inputs)
+        forget_inputs(module.graph)
+        self.regions.append(region)
+        self.full = self.full or self._captures[frame] >= dynamo.RECOMPILE_LIMIT
+        return _weakly(region.call)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, without keeping its object alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        method = found()
+        assert method is not None, "a call keeps the graphs it runs on alive"
+        return method(*args)
+
+    return call
+
+
+class Entry:
+    """A module that may be called from outside: the root, or a part of it that somebody calls by itself.
+
+    One that is not `captured` runs as it is written, around parts that are. Graphs of an LSTM's entry, whose `compiles` is
+    False, run eagerly whatever the backend.
+    """
+
+    def __init__(self, session: Owner, path: str, function: Callable[..., Any], captured: bool = True) -> None:
+        self.session, self.path, self.function = session, path, function
+        self.compiles = not (session.recurrent_apart and isinstance(session.root.get_submodule(path), nn.RNNBase))
+        self.captured = self._to_capture = captured
+        self.names = parameter_names(function)
+        self.hooks = HookWatch(session.root)
+        self.fresh_starts = 0
+        self.graphs = Graphs(self)
+
+    def start_afresh(self, as_written: bool = False) -> None:
+        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are forgotten.
+
+        One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
+        """
+        self.captured = self._to_capture and not as_written
+        self.graphs = Graphs(self)
+        self.session.forget_calls()
+
+    @property
+    def place(self) -> str:
+        """What messages call it: "Bert" or "Bert.encoder"."""
+        return f"{type(self.session.root).__name__}{'.' * bool(self.path)}{self.path}"
+
+
+class State(threading.local):
+    """Per thread: how deep we are in calls of one rewritten model, which of its regions ran, and this forward's loss scale."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.transformed = 0
+        """How many calls inside a torch.func transform are in flight."""
+        self.captured = 0
+        """How many of these calls run what was captured."""
+        self.ran: list[Region] = []
+        self.scale: ForwardScale | None = None
+        self.entry: Entry | None = None
+        """The outermost one under way."""
+        self.given_up = 0
+        """How many frames Dynamo had given up when it began."""
+        self.failures: list[Failure] = []
+        """Code of the call in flight that Dynamo failed on."""
+
+
+def past_the_limit(entry: Entry) -> str:
+    """What a call is told that would need one graph more than an entry may have."""
+    return (
+        f"{entry.place} needs more than {dynamo.RECOMPILE_LIMIT} graphs for the variants it is called in: calls that fit none of the "
+        "graphs it has run as they are written, in fp32; call it in fewer variants: pad lists to a few lengths, "
+        "torch._dynamo.mark_dynamic the sizes that vary, pass numbers that vary as tensors"
+    )
+
+
+__all__ = ["Entry", "Graphs", "State", "past_the_limit"]

@@ -1,0 +1,177 @@
+"""Look at the first results of a graph rewritten to fp16, and decide it anew where they overflow.
+
+1. Before a call, copy what the graph might write: inputs other than parameters, and the random state.
+2. After it, see whether all floating results are finite. Nearly always they are, and that was all.
+3. Where not, run the captured graph in fp32 on the copies, watching every value. If fp32 has no finite value there either,
+   the model means it.
+4. Else the ranges seen are a calibration: undo what the call wrote, decide with them, and run again. The plan says so.
+
+A few calls only: later ones cost nothing. Nobody needs to have asked for it, since a model that gives NaN helps nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.observer import Watch
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.read.magnitudes import NARROW
+from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
+from amprewrite.ir.program import Program
+from amprewrite.tables.formats import FP32
+
+CALLS = 3
+"""How many calls of a graph are looked at: the first may be a warm-up on made-up inputs."""
+
+
+def worth_watching(program: Program) -> bool:
+    """Whether a graph's own decisions may overflow: in fp16, unless it follows a plan that was given."""
+    return program.policy.low.max <= NARROW and program.policy.low is not FP32 and program.given is None
+
+
+class FirstCalls:
+    """The first calls of one graph.
+
+    `learn` adds ranges to what the calibration says, `again` decides and emits the program anew for such inputs, `warn` tells the user.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        learn: Callable[[tuple[RegionRanges, ...]], Calibration],
+        again: Callable[[tuple[Any, ...]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.program, self.learn, self.again, self.warn = program, learn, again, warn
+        self.left = CALLS
+
+    def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> Any:
+        """The results of `run(inputs)`, or of what takes its place; what a CUDA graph records is not looked at."""
+        if any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
+            return run(inputs)
+        self.left -= 1
+        before = _Before(inputs)
+        if _inside_checkpoint():
+            self._look_ahead(run, before, inputs)
+            return run(inputs)
+        result = run(inputs)
+        if all_finite(result):
+            return result
+        watch = Watch()
+        with torch.no_grad():
+            exact = watch(self.program, before.copies())
+        if not _broken(result, exact):
+            return result
+        if not before.can_undo(inputs):
+            self._decide_anew(watch, inputs)
+            self.warn(f"{self._place} overflowed in {self._low} in this call; the next one runs on a plan that knows its ranges")
+            return result
+        before.undo(inputs)
+        self._decide_anew(watch, inputs)
+        result = run(inputs)
+        if _broken(result, exact):
+            self.left = 0
+            self.warn(
+                f"{self._place} gives NaN or infinities in {self._low} where fp32 gives none, and keeping high what was seen to "
+                "overflow does not help; dtype='bf16' has fp32's range"
+            )
+        return result
+
+    def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> None:
+        """Look at a run of its own, without gradients, and decide before the real one.
+
+        An activation checkpoint counts what a forward saves and what its recomputation saves: there is one run of the graph in each.
+        """
+        with torch.no_grad():
+            result = run(before.copies())
+            watch = Watch()
+            exact = None if all_finite(result) else watch(self.program, before.copies())
+        before.undo(inputs)
+        if exact is not None and _broken(result, exact):
+            self._decide_anew(watch, inputs)
+
+    @property
+    def _place(self) -> str:
+        return f"{self.program.name}{' of ' if self.program.entry else ''}{self.program.entry}"
+
+    @property
+    def _low(self) -> str:
+        return self.program.policy.low.name
+
+    def _decide_anew(self, watch: Watch, inputs: tuple[Any, ...]) -> None:
+        program = self.program
+        program.calibration = self.learn(tuple(watch.regions.values()))
+        for part in program.parts.values():
+            part.calibration = program.calibration
+        program.paints, program.casts = {}, ()
+        program.left_bodies[""] = f"a first call overflowed in {self._low}, and nobody sees the values in there"
+        program.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
+        self.again(inputs)
+
+
+def _inside_checkpoint() -> bool:
+    """Whether what is saved for backward goes through hooks, as inside an activation checkpoint."""
+    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class _Before:
+    """What a call may change, as it was."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.inputs = inputs
+        self.clones = {
+            place: value.detach().clone()
+            for place, value in enumerate(inputs)
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        }
+        self.random = torch.get_rng_state()
+        devices = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
+        self.random_there = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def copies(self) -> tuple[Any, ...]:
+        """The inputs as they were, to be run on freely; parameters are the very ones."""
+        return tuple(self.clones[place].clone() if place in self.clones else value for place, value in enumerate(self.inputs))
+
+    def _changed(self, inputs: tuple[Any, ...]) -> list[int]:
+        return [place for place, clone in self.clones.items() if not _same(inputs[place], clone)]
+
+    def can_undo(self, inputs: tuple[Any, ...]) -> bool:
+        """What carries a gradient cannot be written back."""
+        return not any(inputs[place].requires_grad for place in self._changed(inputs))
+
+    def undo(self, inputs: tuple[Any, ...]) -> None:
+        with torch.no_grad():
+            for place in self._changed(inputs):
+                inputs[place].copy_(self.clones[place])
+        torch.set_rng_state(self.random)
+        for device, state in self.random_there.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a.detach() == b) | ((a != a) & (b != b))).all()) if a.layout == torch.strided else True
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout == torch.strided]
+
+
+@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward
+def all_finite(value: Any) -> bool:
+    """Whether every floating tensor in it is finite throughout."""
+    return all(bool(t.isfinite().all()) for t in _floats(value))
+
+
+@torch.no_grad()
+def _broken(got: Any, exact: Any) -> bool:
+    """Whether something is not finite that is finite in fp32."""
+    pairs = zip(_floats(got), _floats(exact), strict=True)
+    return any(a.shape != b.shape or bool((b.isfinite() & ~a.isfinite()).any()) for a, b in pairs)
+
+
+__all__ = ["FirstCalls", "all_finite", "worth_watching"]

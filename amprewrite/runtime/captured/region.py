@@ -1,0 +1,93 @@
+"""One rewritten graph at run time: what Dynamo calls in place of the code that it captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.runtime.ambient.suspend_modes import pushed, put_aside
+from amprewrite.runtime.captured.forward_scale import ForwardScale
+from amprewrite.runtime.captured.overflow_retry import FirstCalls
+from amprewrite.runtime.training.overflow_control import StepGate
+from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
+
+CompiledFn = Callable[..., Any]
+
+
+class Run(Protocol):
+    """What a region needs of the run-time state of its model."""
+
+    state: Any
+    probe: OverflowProbe
+    gate: StepGate
+
+    def forward_scale(self, device: torch.device) -> ForwardScale: ...
+
+
+class Place(Protocol):
+    """What a region needs of the entry that it was captured from."""
+
+    @property
+    def session(self) -> Run: ...
+
+
+def scale_device(graph: torch.fx.Graph) -> torch.device:
+    """Where a scaled graph takes its scale: its last input says so."""
+    example: torch.Tensor = graph.find_nodes(op="placeholder")[-1].meta["example_value"]
+    return example.device
+
+
+class Region:
+    """One rewritten graph, as Dynamo calls it; `module` is the edited graph of one that scales gradients."""
+
+    def __init__(self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None) -> None:
+        self.entry, self.session, self.state = entry, entry.session, entry.session.state
+        self.become(plan, run, module)
+        self.latest = None if module is None else LatestInputs(self)
+        self.first_calls: FirstCalls | None = None
+
+    def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None) -> None:
+        """Run this from now on."""
+        self.plan, self.run, self.module = plan, run, module
+        self.device = torch.device("cpu") if module is None else scale_device(module.graph)
+
+    def call(self, *inputs: Any) -> Any:
+        self.state.ran.append(self)
+        first = self.first_calls
+        if first is None:
+            return self._call(inputs)
+        result = first.call(self._call, inputs)
+        if first.left <= 0:
+            self.first_calls = None
+        return result
+
+    def _call(self, inputs: tuple[Any, ...]) -> Any:
+        run, scaled = self.run, self.latest
+        if scaled is not None:
+            forward = self.session.forward_scale(self.device)
+            inputs = (*inputs, *forward.on(self.device))
+            scaled.keep(inputs)
+            if self.session.probe.armed and not recording(self.device):
+                run = self._watched
+        modes = put_aside.modes
+        if not modes:
+            results = run(*inputs)
+        else:
+            with pushed(modes):
+                results = run(*inputs)
+        if scaled is not None:
+            watched = results if isinstance(results, tuple | list) else (results,)
+            forward.watch(watched)
+            self.session.gate.await_backward(watched)
+        return results
+
+    def _watched(self, *inputs: Any) -> Any:
+        return self.session.probe.run(self, inputs)
+
+
+__all__ = ["Region", "scale_device"]

@@ -1,0 +1,147 @@
+"""Whether decisions that were made for the weights as they were at capture still hold.
+
+fp16 keeps the readers of a weight high if the weight does not fit: it holds more than 65504, or all of it is below fp16's smallest
+number. Training moves weights in and out of that. So weights are looked at again
+
+1. after a step that was skipped for an overflow, and before training is given up;
+2. when the model goes from training to evaluation or back, and when a state dict is loaded;
+3. at calls 16, 32, 64 ... 1024, and at every 1024th from then on.
+
+A look takes one multi-tensor norm and one read by the host for each device: a pass over the weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.read.magnitudes import Fit, fit, largest, weights_among
+from amprewrite.ir.program import Program
+from amprewrite.tables.formats import Format
+
+FIRST_LOOK, LAST_DOUBLING = 16, 1024
+"""Calls at which weights are looked at: the first, and from where on the distance does not double any more."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A weight by its path, and whether it fitted the low format when it was captured; `held` if the model has no such path."""
+
+    name: str
+    fit: Fit
+    held: weakref.ref[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A weight that fits now and did not, or the other way round."""
+
+    name: str
+    size: float
+    before: Fit
+    now: Fit
+
+    def says(self, low: Format) -> str:
+        """What happened to it, for a note in the plan."""
+        how = {
+            Fit.TOO_LARGE: f"{low.name} ends at {low.max:g}",
+            Fit.FLUSHED: f"{low.name} flushes that to zero",
+            Fit.FITS: f"which {low.name} holds now",
+        }
+        return f"captured anew: {self.name} has come to {self.size:.3g}, and {how[self.now]}"
+
+
+class Graphs(Protocol):
+    """What is needed of what an entry has captured."""
+
+    weights: list[Known]
+    outdated: bool
+
+
+class Entry(Protocol):
+    """What is needed of an entry."""
+
+    @property
+    def graphs(self) -> Graphs: ...
+
+
+def look(entries: Iterable[Entry], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
+    """Mark graphs whose weights changed sides as outdated and note it; a warning where a weight does not fit any more, else ""."""
+    worse: list[str] = []
+    weights: dict[str, Tensor] = _weights(root)
+    for graphs in [entry.graphs for entry in list(entries)]:
+        for weight in () if graphs.outdated else moved(graphs.weights, weights, low):
+            graphs.outdated = True
+            note(weight.says(low))
+            if weight.now is not Fit.FITS:
+                worse.append(weight.says(low))
+    more = f" (and {len(worse) - 1} more weights)" if worse[1:] else ""
+    return f"{worse[0]}{more}; results since then may be wrong, and the next call keeps high what reads it" if worse else ""
+
+
+def known_weights(program: Program, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
+    """The weights among the inputs of a captured graph, for `moved`; `program.magnitudes` has their sizes."""
+    sizes, low = program.magnitudes, program.policy.low
+    own = _weights(root)
+    return [
+        Known(name, fit(sizes[name], low), None if own.get(name) is tensor else weakref.ref(tensor))
+        for name, tensor in weights_among(program, inputs).items()
+        if name in sizes
+    ]
+
+
+def _weights(root: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model as they are now, by path."""
+    return {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers(remove_duplicate=False))}
+
+
+def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:
+    """The weights that changed sides; none while a CUDA graph is being recorded."""
+    now = [(each, weights.get(each.name) if each.held is None else each.held()) for each in known]
+    here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
+    if not here or any(recording(device) for device in {part.device for *_, part in here}):
+        return []
+    sizes = largest([part for *_, part in here])
+    found = [
+        (tensor is part, Moved(each.name, size, each.fit, fit(size, low))) for (each, tensor, part), size in zip(here, sizes, strict=True)
+    ]
+    return [each for whole, each in found if each.now is not each.before and (whole or each.now is Fit.TOO_LARGE)]
+
+
+def _readable(tensor: Tensor) -> Tensor | None:
+    """What this process can look at without the others: all of a tensor, its own shard of a distributed one, or None.
+
+    A shard shows that a weight has become too large, and nothing else. FSDP frees gathered weights and leaves the tensors.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    part = tensor if to_local is None else to_local()
+    plain = type(part) in (Tensor, nn.Parameter) and part.layout == torch.strided and part.device.type != "meta"
+    return part if plain and part.numel() and part.untyped_storage().nbytes() > 0 else None
+
+
+class Schedule:
+    """Says at which calls to look."""
+
+    def __init__(self) -> None:
+        self.due = False
+        """Something happened that makes a look worth while."""
+        self._calls = 0
+        self._training: bool | None = None
+
+    def look_now(self, training: bool) -> bool:
+        """Count a call of a model in this mode; whether to look before it."""
+        switched = self._training is not None and training != self._training
+        self._calls, self._training = self._calls + 1, training
+        doubling = FIRST_LOOK <= self._calls <= LAST_DOUBLING and self._calls & (self._calls - 1) == 0
+        now = self.due or switched or doubling or self._calls % LAST_DOUBLING == 0
+        self.due = False
+        return now
+
+
+__all__ = ["Known", "Moved", "Schedule", "known_weights", "look", "moved"]

@@ -1,0 +1,1 @@
+"""What we must know of Dynamo: compiling afresh, code that it fails on, and what users read about it."""

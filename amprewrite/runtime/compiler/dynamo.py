@@ -1,0 +1,273 @@
+"""What we must know of Dynamo: how to compile a function afresh, and when Dynamo quietly runs the original code instead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen, unseen
+from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason, traced
+from amprewrite.tables.errors import CaptureError
+
+RECOMPILE_LIMIT = 64
+"""Graphs of one frame (modes, shapes, options). What fits none of them then runs as it is written."""
+
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+"""Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
+RECURRENT = "Attempted to wrap RNN"
+"""How Dynamo's reason begins where such a module breaks a graph."""
+ONE_EXPORT = threading.RLock()
+"""Held while torch.export or torch.onnx.export runs: they keep state that all threads share, so that two at once fail."""
+
+
+def compile_afresh(
+    function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
+    recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
+
+    Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
+    `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
+    does, and noted. Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`.
+    Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
+    the process there are.
+    """
+    filtered: dict[str, Any] = {"options": {"guard_filter_fn": _without_global_hooks}} if beside_hooks else {}
+    isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
+    compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
+    settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
+    if not whole:
+        settings["suppress_errors"] = True
+    if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
+        settings["allow_rnn"] = True
+    if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
+        settings["ignore_logging_functions"] = _Unlogged(torch._dynamo.config.ignore_logging_functions, note)
+    config = torch._dynamo.config
+
+    def with_settings(*args: Any, **kwargs: Any) -> Any:
+        before = [(name, getattr(config, name)) for name in settings]  # config.patch does the same in 38 us, this in 5
+        try:
+            for name, value in settings.items():
+                setattr(config, name, value)
+            if not whole and getattr(config, "fail_on_recompile_limit_hit", False):  # the user wants errors; Dynamo takes one of the two
+                config.suppress_errors = False
+            with Listener(failed):
+                return seen(compiled, args, kwargs)
+        finally:
+            for name, value in before:
+                setattr(config, name, value)
+
+    return with_settings
+
+
+def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
+    """Which guards to keep: none on the hooks on all modules, unless the captured code calls one of them.
+
+    Dynamo notes their numbers where it only asks whether there are any, and every registration has a number of its own. What it
+    guards beyond that is a hook in the graph.
+    """
+    on_hooks = [_GLOBAL_HOOKS.search(guard.name) for guard in guards]
+    if any(found and (found[1] or guard.guard_type not in _ASKS) for found, guard in zip(on_hooks, guards, strict=True)):
+        return [True] * len(guards)
+    return [found is None for found in on_hooks]
+
+
+_GLOBAL_HOOKS = re.compile(r"\._global_\w+hooks\w*(?:\[[^\]]*\])?(.*)$")
+_ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DICT_CONTAINS", "DICT_VERSION", "BOOL_MATCH")
+"""Kinds of guards that see a table of hooks, or the type of one, and no more."""
+
+
+class _Unlogged(set[Any]):
+    """Dynamo's set of functions to leave out, with every method of a logging.Logger in it."""
+
+    def __init__(self, others: Iterable[Any] = (), note: Callable[[str], None] | None = None) -> None:
+        super().__init__(others)
+        self.note = note
+
+    def __contains__(self, function: object) -> bool:
+        logger = getattr(function, "__self__", None)
+        if not isinstance(logger, logging.Logger):
+            return super().__contains__(function)
+        if self.note is not None:
+            self.note(f"calls of the logger {logger.name!r} are not made where the model is captured")
+        return True
+
+
+@functools.cache
+def _has_logger(module: str) -> bool:
+    """Whether code of the Python module `module` may write to a log."""
+    found = sys.modules.get(module)
+    return found is not None and any(isinstance(value, logging.Logger) for value in list(vars(found).values()))
+
+
+def fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo's caches and skips hang on code objects.
+
+    PyTorch's own modules stand in files that Dynamo skips; theirs get a frame of ours around them, which it does not.
+    """
+    inner = function.__func__ if isinstance(function, types.MethodType) else function
+    if not isinstance(inner, types.FunctionType):
+        return function
+    if torch._dynamo.trace_rules.check(inner):
+        inner = _frame_around(inner)
+    copy = types.FunctionType(inner.__code__.replace(), inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    copy.__kwdefaults__, copy.__qualname__, copy.__module__ = inner.__kwdefaults__, inner.__qualname__, inner.__module__
+    return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
+
+
+def _frame_around(function: types.FunctionType) -> types.FunctionType:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    assert isinstance(forward, types.FunctionType)
+    return forward
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional parameters after self; () where the signature says nothing."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(backend):
+        return backend
+    found: Callable[..., Any] = torch._dynamo.backends.registry.lookup_backend(backend)
+    return found
+
+
+def frame_id() -> int | None:
+    """The frame that Dynamo is capturing."""
+    compiling = torch._guards.CompileContext.current_compile_id()
+    return None if compiling is None else compiling.frame_id
+
+
+ASKED_FOR = ("RecompileError", "FailOnRecompileLimitHit")
+"""Errors that only a user's own setting makes Dynamo raise."""
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Whether Dynamo raised `error` because it cannot capture a model. Some keep their own type, with Dynamo's mark on them."""
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit")
+    own = tuple(getattr(torch._dynamo.exc, name) for name in names if hasattr(torch._dynamo.exc, name))
+    return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
+
+
+# -- who else is at work -----------------------------------------------------------------
+def refuse_ambient_autocast() -> None:
+    """CaptureError inside a torch.autocast region."""
+    if torch._C._is_any_autocast_enabled():
+        raise CaptureError(ambient_autocast())
+
+
+def refuse_tracers() -> None:
+    """CaptureError where somebody else's tracer would record the graph instead of running it.
+
+    That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
+    """
+    modes = {type(mode).__name__ for mode in user_modes()} if torch._C._len_torch_dispatch_stack() else ()
+    if torch._C._is_tracing():
+        tracer = "torch.jit.trace"
+    elif torch.compiler.is_exporting() and (modes or torch._guards.TracingContext.try_get() is not None):
+        tracer = "torch.export"
+    elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
+        tracer = "make_fx"
+    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing() and not _was_another_export():
+        tracer = "make_fx" if modes else "torch.fx.symbolic_trace"
+    elif "FakeTensorMode" in modes:
+        tracer = "a FakeTensorMode"
+    else:
+        return
+    raise CaptureError(traced(tracer))
+
+
+def _was_another_export() -> bool:
+    """Wait until no other thread exports; whether symbolic tracing ended with that.
+
+    That fx traces is one flag for all threads, and Dynamo runs nothing while it is set.
+    """
+    with ONE_EXPORT:
+        return not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+
+
+def user_modes() -> list[Any]:
+    """The dispatch modes around us, outermost first."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if mode is not None]
+
+
+def under_functorch() -> bool:
+    """Whether vmap, grad, jvp and the like of torch.func are at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def at_work() -> bool:
+    """Whether Dynamo is capturing, or would capture the frames that are called now."""
+    return torch._guards.TracingContext.try_get() is not None or get_eval_frame_callback() is not None
+
+
+def kept_out() -> bool:
+    """Whether Dynamo is on, but somebody keeps it from the frames that are called now, as checkpoint does for its body."""
+    return not at_work() and not why_switched_off()
+
+
+def never_read(function: Callable[..., Any]) -> None:
+    """Have Dynamo run `function` as it is where it is called from code that runs as written: it asks what Dynamo is doing."""
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
+
+
+never_read(at_work)
+never_read(kept_out)
+
+
+# -- what Dynamo did not do --------------------------------------------------------------
+def disabled() -> bool:
+    """Whether torch.compile hands functions back as they are."""
+    return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
+
+
+def why_switched_off() -> str:
+    """The switch that keeps Dynamo from capturing, with the remedy; "" where none does."""
+    if disabled():
+        return "Dynamo is disabled (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch._dynamo.config.disable); enable it"
+    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
+    if stance != "default":
+        return f"torch.compiler.set_stance({stance!r}) tells Dynamo to run the original code; call the model outside of it"
+    return ""
+
+
+def frames_given_up() -> int:
+    """How many frames Dynamo has given up in this process: they ran as they were written."""
+    frames = counters["frames"]
+    return frames["total"] - frames["ok"]
+
+
+def reasons() -> dict[str, int]:
+    """What Dynamo has said so far about code it cannot capture, with counts."""
+    return dict(counters["unimplemented"])
+
+
+def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
+    """First lines of what it has said since."""
+    new = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
+    return tuple(dict.fromkeys(first_line(text) for text in new))
+
+
+def first_line(text: object) -> str:
+    return plain_reason(str(text).strip().partition("\n")[0].strip())

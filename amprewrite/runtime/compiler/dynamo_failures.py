@@ -1,0 +1,138 @@
+"""Code that Dynamo fails on: it runs as written, once and in place, and the model that it belongs to hears of it.
+
+1. While a call runs, Dynamo is told to keep to the original code of a frame that it cannot convert. A frame is one function,
+   or what is left of it after a graph break, so nothing that ran before the failure runs again.
+2. Dynamo writes each such failure to its log. A filter on that log hears this thread's alone, and keeps them off the screen.
+3. An error of the backend is no such failure. It goes through Dynamo unseen and reaches the caller as it was raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+from amprewrite.graphs.fx.log_quiet import FAKE_TENSORS, Quiet
+
+_LOG = logging.getLogger("torch._dynamo.convert_frame")
+_PASS = (
+    torch._dynamo.exc.RestartAnalysis,
+    torch._dynamo.exc.SkipFrame,
+    *torch._dynamo.exc.exceptions_allowed_to_be_fallback,
+)
+"""What a backend may raise to steer Dynamo."""
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")
+"""What Dynamo adds to the name of a function that goes on after a graph break."""
+_EXPLANATION = re.compile(r"^  Explanation: (.*)$", re.MULTILINE)
+_GIVEN_UP: weakref.WeakValueDictionary[int, types.CodeType] = weakref.WeakValueDictionary()
+"""Code that Dynamo has been heard to give up in this process. Dynamo keeps that with the code, whichever model runs it next."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One frame that Dynamo could not convert."""
+
+    why: str
+    place: str
+    """The line that Dynamo could not read, as "file:line in function"; "" where nobody knows."""
+
+
+def try_all_again() -> None:
+    """Let Dynamo try again what it gave up: for a model that starts afresh, the failures of others have no word in its plan."""
+    for found in _GIVEN_UP.valuerefs():
+        code = found()
+        if code is not None:
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+    _GIVEN_UP.clear()
+
+
+class Listener(Quiet):
+    """Hears of the frames that Dynamo gives up in this thread while it is on the log, and keeps them from being printed."""
+
+    def __init__(self, tell: Callable[[Failure], None]) -> None:
+        super().__init__(FAKE_TENSORS, _LOG)
+        self.tell = tell
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name != _LOG.name or threading.get_ident() != self.thread:
+            return super().filter(record)
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or record.levelno != logging.WARNING:
+            return True
+        code = _code(error)
+        if code is not None:
+            _GIVEN_UP[id(code)] = code
+        self.tell(_failure(error))
+        return False
+
+
+def _failure(error: BaseException) -> Failure:
+    line = getattr(error, "innermost_user_frame_summary", None)
+    place = f"{line.filename}:{line.lineno} in {_RESUMED.sub('', line.name)}" if line is not None else ""
+    said, _, more = str(error).partition("\nfrom user code")[0].strip().partition("\n")
+    explained = _EXPLANATION.search(more)
+    why = f"{said.strip()}: {explained[1].strip()}" if explained else said.strip()
+    known = isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    return Failure(why if known and why else f"{type(error).__name__}: {why}", place)
+
+
+def _code(error: BaseException) -> types.CodeType | None:
+    """The code of the frame that was to be converted: the function that caught the error has it as an argument."""
+    caught = error.__traceback__
+    frame = caught.tb_frame.f_locals.get("frame") if caught is not None else None
+    code = getattr(frame, "f_code", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+class _Unseen(BaseException):
+    """Carries a backend's error through Dynamo, which would take an Exception for code that it cannot convert."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def unseen(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`backend`, its errors out of Dynamo's sight."""
+
+    def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        try:
+            return backend(module, example_inputs)
+        except _PASS:
+            raise
+        except Exception as error:
+            raise _Unseen(error) from error
+
+    return compile_graph
+
+
+def seen(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function` called; an error that its backend raised comes out as it was."""
+    try:
+        return function(*args, **kwargs)
+    except _Unseen as carried:
+        raise carried.error from carried.error.__cause__
+
+
+def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
+    """Whether `function` was running when `error` came: effects of its code may have happened."""
+    code = getattr(function, "__code__", None)
+    step = error.__traceback__
+    while step is not None:
+        ran = step.tb_frame.f_code
+        if code is None or (ran.co_filename, ran.co_name) == (code.co_filename, code.co_name):
+            return True
+        step = step.tb_next
+    return False
+
+
+__all__ = ["Failure", "Listener", "has_begun", "seen", "try_all_again", "unseen"]

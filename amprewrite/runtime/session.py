@@ -1,0 +1,510 @@
+"""What a rewritten model does at every call: run its rewritten graphs, and know whether they ran.
+
+Dynamo captures, guards and dispatches; this file is its backend, and the guard around it that turns its silent detours
+(a dispatch mode, a frame it skips, the recompile limit, a switch in the environment) into a working call or a clear word.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from amprewrite.graphs.fx.node_facts import takes_gradients
+from amprewrite.graphs.fx.read.names import frame_path
+from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
+from amprewrite.ir.pass_base import failing_as_pass
+from amprewrite.ir.plans.plan import CastPlan, RegionPlan, Skipped
+from amprewrite.ir.policies.pad_policy import PadPolicy
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.program import Program
+from amprewrite.passes.driver import _device, read_parts, rewrite_graph
+from amprewrite.passes.lower.nn_module import emit
+from amprewrite.passes.read_problem import read_problem
+from amprewrite.runtime.ambient.suspend_modes import modes_aside
+from amprewrite.runtime.captured.entries import Entry, Graphs, State, past_the_limit
+from amprewrite.runtime.captured.forward_scale import ForwardScale
+from amprewrite.runtime.captured.overflow_retry import FirstCalls, worth_watching
+from amprewrite.runtime.captured.region import Region, scale_device
+from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
+from amprewrite.runtime.compiler import dynamo
+from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
+from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
+from amprewrite.runtime.compiler.plain_words import own_autocast
+from amprewrite.runtime.model.half_parameters import frozen_note, lost_masters
+from amprewrite.runtime.options import Options
+from amprewrite.runtime.training.find_optimizers import parameters_of
+from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
+from amprewrite.runtime.training.overflow_control import StepGate
+from amprewrite.runtime.training.overflow_probe import OverflowProbe
+from amprewrite.tables.devices import Device, best_format, device_row, named_device
+from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
+from amprewrite.tables.formats import FP32
+
+FRESH_STARTS = 2
+"""How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
+
+
+@dataclass
+class Session:
+    """Everything one rewritten model keeps at run time."""
+
+    options: Options
+    root: nn.Module
+    state: State = field(default_factory=State)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    calls: dict[tuple[Region, ...], None] = field(default_factory=dict)
+    """Every set of regions that one call ran, in order; those of an entry that started afresh are gone."""
+    last: tuple[Region, ...] = ()
+    unreadable: list[Skipped] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+    cache: WeightCache = field(init=False)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    take_in: Callable[[], None] = field(default=lambda: None)
+    """Rewrites the calls of modules that were put in after the rewrite."""
+    children: tuple[nn.Module | None, ...] | None = None
+    """The root's, when new modules were looked for; None: look again after this call, which captured something."""
+
+    def __post_init__(self) -> None:
+        self.cache = WeightCache(until_step=self.options.cache_weights == "step")
+        self.calibration = self.options.calibration
+        low = self.options.low or best_format(self._row(self._device())) or FP32
+        self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
+        if self.options.careful is not None and self.options.careful.note:
+            self.note(self.options.careful.note)
+        if half := frozen_note(self.root):
+            self.note(half)
+        self.probe = OverflowProbe(self.root)
+        self.schedule = Schedule()
+        self.gate = StepGate(
+            self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
+            on_stuck=self.look_at_weights,
+        )  # fmt: skip
+
+    # -- calls -------------------------------------------------------------------
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `entry` on its rewritten graphs, capturing them first where the inputs are new."""
+        refuse_ambient_autocast()
+        dynamo.refuse_tracers()
+        if dynamo.under_functorch():
+            return self._transformed(entry, args, kwargs)
+        if self.state.depth == 0 and self.schedule.look_now(self.root.training):
+            self.look_at_weights()
+        if entry.hooks.changed() or entry.graphs.stale:
+            entry.start_afresh()
+        if self.options.strict and dynamo.disabled():
+            raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
+        state = self.state
+        outer = state.ran, state.failures
+        nested = state.depth > 0
+        if not nested:
+            self.cache.look(self.weight_names)
+            self._look_for_new_modules()
+            state.entry = entry
+        if torch.is_grad_enabled() and self.options.cache_weights != "step":
+            self.cache.clear_idle()
+        state.ran, state.depth = [], state.depth + 1
+        failures = state.failures = []
+        captured = entry.captured
+        state.captured += captured
+        given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
+        state.given_up = state.given_up if nested else given_up
+        try:
+            result = self._run(entry, args, kwargs)
+            ran = tuple(state.ran)
+        except Exception:
+            if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
+                entry.start_afresh()  # what made the call fail, such as a wrong input, may be what Dynamo failed on
+            raise
+        finally:
+            (state.ran, state.failures), state.depth = outer, state.depth - 1
+            if not nested:
+                self._end_forward()
+            state.captured -= captured
+        if not nested and self.children is None:
+            self._look_for_new_modules()
+        if nested:
+            state.ran.extend(ran)
+        elif ran != self.last:
+            self._remember(entry, ran)
+        if not captured and not entry.graphs.left_out:
+            self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
+        elif entry.captured and (dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran)):
+            self._say_failures(entry, ran, failures)
+            if not failures or dynamo.frames_given_up() - given_up > len(failures):
+                said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
+                self._not_all_ran(entry, ran, "; ".join(said))
+        return result
+
+    def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call inside a torch.func transform as it is written. Of calls within each other the outermost is listed."""
+        if not self.state.transformed:
+            message = f"{entry.place} ran in fp32: {_FUNCTORCH}"
+            entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
+            self.warn_fp32(message, _FUNCTORCH)
+        self.state.transformed += 1
+        try:
+            return entry.function(*args, **kwargs)
+        finally:
+            self.state.transformed -= 1
+
+    def _look_for_new_modules(self) -> None:
+        """Take in modules that came since: at once for the root's own, after the capture that meets them for others."""
+        children = tuple(self.root._modules.values())
+        if self.children != children:
+            self.children = children
+            self.take_in()
+
+    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graphs = entry.graphs
+        try:
+            if torch._C._len_torch_dispatch_stack() == 0:
+                return graphs.compiled(*args, **kwargs)
+            with modes_aside():
+                return graphs.compiled(*args, **kwargs)
+        except Exception as error:
+            failed = dynamo.is_capture_error(error)
+            if failed and self.options.strict and entry.graphs.full:
+                raise CaptureError(past_the_limit(entry)) from error
+            if failed or isinstance(error, AmpRewriteError):
+                entry.start_afresh()
+            if not failed or (type(error).__name__ in dynamo.ASKED_FOR and not self.options.strict):
+                raise
+            if self.options.strict:
+                raise CaptureError(f"strict=True, and {entry.place} cannot be captured whole: {dynamo.first_line(error)}") from error
+            if has_begun(error, entry.function):
+                what = f"{entry.place} cannot be captured, and this call stopped half way: {dynamo.first_line(error)}"
+                raise CaptureError(f"{what}; what it wrote stays written. Rewrite its parts with granularity='blocks'") from error
+            return self._as_written(entry, args, kwargs, error)
+
+    def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
+        """Run an entry of which nothing ran before capture failed; if its own code fails too, that error is the caller's."""
+        entry.start_afresh(as_written=True)
+        self.state.captured -= 1
+        try:
+            result = entry.function(*args, **kwargs)
+        except BaseException:
+            entry.start_afresh()
+            raise
+        finally:
+            self.state.captured += 1
+        message = f"{entry.place} has code that runs as it is written, in fp32 around its modules: {one_line(error)}"
+        entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
+        self.warn_fp32(message)
+        return result
+
+    @property
+    def recurrent_apart(self) -> bool:
+        """Whether LSTM, GRU and RNN modules are captured by themselves, in graphs that run eagerly; a plan to follow may have it else."""
+        if self.options.backend == "eager" or self.options.strict:
+            return False
+        modules = dict(self.root.named_modules())
+        given = self.options.given
+        return given is None or any(isinstance(modules.get(region.entry), nn.RNNBase) for region in given.regions)
+
+    def forward_scale(self, device: torch.device) -> ForwardScale:
+        """The loss scale of this forward, the same for all of its graphs, made on `device` if it is the first that asks."""
+        state = self.state
+        if state.scale is None:
+            state.scale = ForwardScale(self.gate.snapshot(device), self._in_parts(), self.gate.took_gradients)
+        return state.scale
+
+    def _in_parts(self) -> bool:
+        """Whether code of the model may run between the graphs of this forward."""
+        state = self.state
+        if state.entry is None:
+            return True
+        graphs, capturing = state.entry.graphs, dynamo.frame_id() is not None
+        graphs.in_parts |= bool(state.failures) or dynamo.frames_given_up() - state.given_up > capturing
+        return state.depth > 1 or graphs.in_parts
+
+    def _end_forward(self) -> None:
+        """A gradient that enters a result from now on is that of a loss."""
+        if self.state.scale is not None:
+            self.state.scale.under_way = False
+        self.state.scale = self.state.entry = None
+
+    def look_at_weights(self) -> bool:
+        """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
+        if self.options.given is not None:
+            return False
+        found = look(self.entries.values(), self.root, self.policy_for(self._device()).low, self.note)
+        if found:
+            warnings.warn(found, AmpRewriteWarning, stacklevel=2)
+        return any(entry.graphs.outdated for entry in list(self.entries.values()))
+
+    def _overflowed(self) -> str | None:
+        """Where the step that is being skipped left the finite."""
+        self.schedule.due = True
+        found = self.probe.find(self.last, self.last[0].latest if len(self.last) == 1 else None)
+        if found is None:
+            return None
+        self.gate.note(**found.finite)
+        return found.where
+
+    def _remember(self, entry: Entry, ran: tuple[Region, ...]) -> None:
+        if not ran:
+            return
+        if entry.path == "":
+            self._check_node_overrides()
+        with self.lock:
+            entry.fresh_starts = 0
+            self.last = ran
+            self.calls[tuple(dict.fromkeys(ran))] = None
+
+    def _check_node_overrides(self) -> None:
+        if any(override.scope == "node" for override in self.options.overrides):
+            policy = Policy(self.options.low or FP32, overrides=self.options.overrides)
+            regions = (region for each in list(self.entries.values()) for region in each.graphs.regions)
+            policy.check_nodes(node.name for region in regions for node in region.plan.nodes)
+
+    def _say_failures(self, entry: Entry, ran: tuple[Region, ...], failures: list[Failure]) -> None:
+        """List the code that Dynamo failed on in this call, and warn once for each cause."""
+        what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
+        for failure in dict.fromkeys(failures):
+            where = f" ({failure.place})" if failure.place else ""
+            message = f"{entry.place} {what}: {one_line(failure.why)}{where}"
+            entry.graphs.left_out[message] = Skipped(failure.place or entry.path or "the model", message)
+            self.warn_fp32(message, failure.place)
+
+    def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
+        """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
+        switched_off = dynamo.why_switched_off()
+        own = any(region.entry is entry for region in ran)
+        if own and not (switched_off or said):
+            return  # another thread is capturing
+        if own and self.recurrent_apart and said.startswith(dynamo.RECURRENT):
+            self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
+            return
+        if entry.graphs.full and not switched_off:
+            message = past_the_limit(entry)
+            entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
+            self.warn_fp32(message)
+            return
+        why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
+        what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
+        sharded = self._sharded_inside(entry)
+        message = f"{entry.place} {what}: {why}{sharded}"
+        if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
+            entry.fresh_starts += 1
+            entry.start_afresh()
+        entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
+        self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
+
+    def _sharded_inside(self, entry: Entry) -> str:
+        """What to do where FSDP2 gathers weights inside a captured model, which breaks its graph there."""
+        parts = self.root.get_submodule(entry.path).named_modules()
+        sharded = [path for path, module in parts if path and any(base.__name__ == "FSDPModule" for base in type(module).__mro__)]
+        return f"; {sharded[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if sharded else ""
+
+    def warn_fp32(self, message: str, cause: str = "") -> None:
+        """Raise under strict, else warn once for each cause: what else it concerns is in `plan.skipped`."""
+        if self.options.strict:
+            raise CaptureError(message)
+        self.warn_once(message, cause)
+
+    def warn_once(self, message: str, cause: str = "") -> None:
+        """Warn if there is something to say that was not said before; a cause of its own is said once for all modules."""
+        if message and (cause or message) not in self.warned:
+            self.warned.add(cause or message)
+            warnings.warn(message, AmpRewriteWarning, stacklevel=2)
+
+    def forget_calls(self) -> None:
+        """Drop what ran before: its graphs will not run again."""
+        with self.lock:
+            self.calls.clear()
+
+    # -- capture ---------------------------------------------------------------------
+    def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
+        refuse_ambient_autocast()
+        self.warn_once(lost_masters(self.root))
+        self.children = None
+        with self.lock:
+            self._note_break(graphs, module)
+            return self._rewritten(graphs, module, example_inputs)
+
+    def _note_break(self, graphs: Graphs, module: torch.fx.GraphModule) -> None:
+        """Dynamo left the graph before its end: keep where and why."""
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is None or not reason.graph_break:
+            return
+        where = reason.user_stack[-1] if reason.user_stack else None
+        place = f"{where.filename}:{where.lineno} in {where.name}" if where else graphs.entry.place
+        why = dynamo.first_line(reason.reason)
+        graphs.left_out[place] = Skipped(place, f"graph break: {why}")
+        if "disable()" in why and OUR_DOOR not in reason.reason:  # after other breaks capture goes on with the next line
+            self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
+
+    def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Program:
+        """The program of a captured graph, nothing decided yet."""
+        entry, name = graphs.entry, f"graph{len(graphs.regions)}"
+        path = frame_path(module.graph, example_inputs, self.root)
+        path = entry.path if path is None else path
+        scale = torch.is_grad_enabled() and self.loss_scale.enabled
+        with failing_as_pass(f"reading {name}"):
+            program = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
+        if under_autocast(module.graph, program.graph):
+            self.warn_once(own_autocast(entry.place), own_autocast.__name__)
+        if program.scale_loss and takes_gradients(module.graph):
+            program.scale_loss = False
+            program.note("its gradients are not scaled: it takes gradients itself")
+        graphs.weights += known_weights(program, example_inputs, self.root)
+        return program
+
+    def read(
+        self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
+        training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
+    ) -> Program:  # fmt: skip
+        """The program of a graph that somebody captured of this model, by this model's options."""
+        policy = self.policy_for(_device(module))
+        grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
+        return read_problem(
+            module, inputs, replace(policy, may_decline=policy.may_decline and may_decline), name=name, entry=entry, training=grad,
+            names=names, pad=pad, fold_masks="any" if self.options.backend == "eager" else "fixed", scale_loss=scale_loss,
+            calibration=self.calibration, careful=self.options.careful, given=self.options.given,
+        )  # fmt: skip
+
+    def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        entry = graphs.entry
+        backend = lookup_backend(self.options.backend) if self.options.backend != "eager" and entry.compiles else None
+        try:
+            program = self.read_region(graphs, module, example_inputs)
+            rewritten, plan = rewrite_graph(program)
+            for left in plan.left:
+                graphs.left_out[left] = Skipped(plan.name, left)
+                self.warn_fp32(left)
+        except AmpRewriteError as error:
+            if self.options.strict or isinstance(error, PlanError | PolicyError):
+                raise
+            why, name = f"{type(error).__name__}: {error}", f"graph{len(graphs.regions)}"
+            graphs.left_out[name] = Skipped(name, why)
+            self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
+            plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
+            return Region(entry, plan, emit(module, example_inputs, backend, None))
+        grad = program.training
+        kept = (not grad or self.options.cache_weights == "step") and self.options.cache_weights and not self._sharded()
+        cache = self.cache if kept else None
+        if program.scale_loss:
+            example_inputs = [*example_inputs, *self._scales(rewritten)]
+        run = emit(rewritten, example_inputs, backend, cache, grad)
+        region = Region(entry, plan, run, rewritten if program.scale_loss else None)
+        if worth_watching(program):
+
+            def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
+                with self.lock:
+                    rewritten, plan = rewrite_graph(program)
+                    scales = self._scales(rewritten) if program.scale_loss else ()
+                    run = emit(rewritten, [*inputs, *scales], backend, cache, grad)
+                    region.become(plan, run, rewritten if program.scale_loss else None)
+
+            read_parts(program)
+            region.first_calls = FirstCalls(program, self.learn, again, self.warn_fp32)
+        return region
+
+    def _scales(self, scaled: torch.fx.GraphModule) -> tuple[torch.Tensor, torch.Tensor]:
+        device = scale_device(scaled.graph)
+        return self.forward_scale(device).on(device)
+
+    def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
+        """Add the ranges of a call that overflowed to what calibration says."""
+        with self.lock:
+            old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
+            self.calibration = old | Calibration("", old.parameters, 1, regions)
+            return self.calibration
+
+    def _sharded(self) -> bool:
+        """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
+        found = any(cls.__name__ == "FSDPModule" for part in self.root.modules() for cls in type(part).__mro__)
+        if found:
+            self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
+        return found
+
+    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
+        """Guard the steps of `optimizer`."""
+        self.gate.attach(optimizer, copies)
+
+    def weight_names(self) -> dict[int, str]:
+        """Names of the weights by id."""
+        return {id(weight): name for name, weight in self.root.named_parameters(remove_duplicate=False)}
+
+    def _row(self, device: str) -> Device:
+        """The device to plan for, where the model is on `device`."""
+        return named_device(self.options.device) if self.options.device else device_row(device)
+
+    def policy_for(self, device: str) -> Policy:
+        """The policy on this device; notes say where the device gains nothing."""
+        options, low = self.options, self.options.low
+        row = self._row(device)
+        if low is None:
+            low = best_format(row)
+            if low is None:
+                self.note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
+        elif low is not FP32 and low.name not in row.low_formats:
+            self.note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
+        return Policy(
+            low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure,
+            memory=options.memory, may_decline=options.low is None and options.backend == "eager" and not options.overrides,
+        )  # fmt: skip
+
+    def note(self, text: str) -> None:
+        self.notes[text] = None
+
+    def cannot_read(self, path: str, why: str) -> None:
+        """A part that no capture can ever read."""
+        if Skipped(path, why) not in self.unreadable:
+            self.unreadable.append(Skipped(path, why))
+        self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)
+
+    # -- plan ---------------------------------------------------------------------------
+    @property
+    def left_out(self) -> tuple[Skipped, ...]:
+        """What ran outside the rewritten graphs since each entry last started afresh."""
+        return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
+
+    def plan_of(self, regions: tuple[Region, ...]) -> CastPlan:
+        lists = self.options.lists
+        return CastPlan(
+            self.policy_for(self._device()).low.name,
+            tuple(part for index, region in enumerate(dict.fromkeys(regions)) for part in region.plan.flat(f"graph{index}")),
+            self.left_out,
+            tuple(self.notes),
+            lists if isinstance(lists, str) else lists.name,
+        )
+
+    def _device(self) -> str:
+        tensors = (*self.root.parameters(), *self.root.buffers())
+        return next((t.device.type for t in tensors), "cpu")
+
+
+_FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
+
+
+OUR_DOOR = "a rewritten model compiles its own graphs"
+
+
+def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
+    if torch.compiler.is_compiling() or dynamo.at_work():
+        return _enter_alone(session, path, args, kwargs)
+    return session.call(session.entries[path], args, kwargs)
+
+
+@torch._dynamo.disable(  # type: ignore[misc]
+    reason=f"{OUR_DOOR}: pass backend='inductor' to amprewrite.rewrite instead of wrapping it in "
+    "torch.compile, and use amp.export_program(args) instead of torch.export"
+)
+def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return session.call(session.entries[path], args, kwargs)
+
+
+__all__ = ["OUR_DOOR", "Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]

@@ -1,0 +1,516 @@
+"""Loss scales: what the gradients inside a rewritten graph are multiplied by, and how that number moves.
+
+One update per set of optimizer steps, after Micikevicius et al. 2017 (arXiv 1710.03740) as torch.amp.GradScaler does it:
+
+1. A gradient overflowed: spend one of `hysteresis`; when the last is spent, scale * backoff_factor; growth tracker to 0.
+2. All finite: growth tracker + 1; when it reaches `growth_interval`, scale * growth_factor and the tracker to 0.
+3. Keep the scale within [floor, cap].
+
+State is tensors, and `update` reads none of them: no host sync.  Only `value`, `report()` and `state_dict()` read.
+A scale tensor that was handed out is never written to again: graphs that saved it for their backward keep their own.
+
+A set of steps is closed by the next `snapshot` (a forward) or by an optimizer that steps again; until then several
+optimizers add their overflows up, as under one `GradScaler.update()`.
+
+Once a CUDA graph has recorded a step, all this happens on the device and in place (cuda_graphs.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
+from amprewrite.runtime.training.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, positive
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import AmpRewriteError, PolicyError
+from amprewrite.tables.formats import FP16, Format, parse_format
+
+DEFAULT_FLOOR = FP16.smallest_normal
+"""2**-14: under a smaller scale a gradient of 1 is no normal fp16 number, so shrinking on cannot help."""
+
+DEFAULT_CAP = 2.0**32
+"""The largest scale that any peer starts from (Megatron, DeepSpeed)."""
+
+_STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
+_AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
+_AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
+_UNTRIED, _FALLING, _RISING = 3, 2, 1
+"""Stages of a search: no step taken yet; every step so far overflowed; growing back. 0: over, or never begun."""
+_OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
+
+
+class LossScaleError(AmpRewriteError):
+    """Step after step overflowed, and no smaller scale will help; or something else scales the same loss."""
+
+
+class LossScale:
+    """What static and dynamic scales share: the tensors, the counters, the set of steps under way."""
+
+    kind: ClassVar[str] = "static"
+    enabled: ClassVar[bool] = True
+    _state: ClassVar[tuple[str, ...]] = ("_scale", "_counters")
+
+    def __init__(self, init: float) -> None:
+        self._scale = _scalar(init, torch.float32)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int64)
+        self._tables: tuple[Tensor, ...] = ()
+        self._pending: Tensor | None = None
+        self._sources: set[Hashable] = set()
+        self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._nothing = _scalar(EMPTY, torch.float32)
+        self._recorded: Recorded | None = None
+        self.culprit: str | None = None
+        self.ask: Callable[[], None] | None = None
+        """Finds the culprit of the latest step, if that overflowed and nobody on the host knew yet."""
+
+    def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
+        device = torch.device(device)
+        self._watch_recording(device)
+        self.settle()
+        pair = self._replicas.get(device)
+        if pair is None:
+            with torch.inference_mode(False), torch.no_grad():
+                if self._scale.device.type == "cpu" and device.type not in ("cpu", "meta"):
+                    self._to(device)
+                scale = self._scale if self._recorded is None else self._scale.clone()
+                pair = scale.to(device, non_blocking=True), _reciprocal(scale).to(device, non_blocking=True)
+            if self._recorded is None:
+                self._replicas[device] = pair
+        return pair
+
+    def _watch_recording(self, device: torch.device) -> None:
+        """From the first CUDA graph on that records this scale, its state keeps its places."""
+        if self._recorded is not None or not recording(device):
+            return
+        if self._scale.device.type != device.type or not self._tables:
+            raise LossScaleError(
+                "a CUDA graph is being recorded before this model has trained on its device; take three steps or more on a side "
+                "stream first, as PyTorch's notes on CUDA graphs show"
+            )
+        self._recorded = Recorded(self, self._state, self._nothing if self._pending is None else self._pending)
+        self._pending, self._replicas = None, {}
+
+    def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
+        """Note that an optimizer stepped: `found_inf` is 0-dim fp32, above 0 where a gradient overflowed.
+
+        The scale moves when the set of steps is complete: at the next snapshot, read, or step of the same `source`.
+        """
+        self._watch_recording(found_inf.device)
+        if source in self._sources:
+            self.settle()
+        self._sources.add(source)
+        if self._recorded is not None:
+            self._recorded.post(found_inf)
+            return
+        if self._pending is None:
+            self._pending = found_inf
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._pending = self._pending + found_inf.to(self._pending.device, non_blocking=True)
+
+    def settle(self) -> None:
+        """Close the set of steps under way, if there is one."""
+        if self._recorded is not None:
+            self._sources.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                self._recorded.settle(self.update)
+            return
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self._sources.clear()
+        self.update(pending)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Move on by one set of steps; `found_inf` as in `observe`.  Reads nothing back to the host."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._scale.device != found_inf.device:
+                if self._scale.device.type == "cpu":
+                    self._to(found_inf.device)
+                found_inf = found_inf.to(self._scale.device, non_blocking=True)
+            overflow = found_inf > 0
+            self._move(found_inf, overflow)
+            if not self._tables:
+                rows = (*_AFTER_GOOD, *_AFTER_OVERFLOW)
+                self._tables = tuple(torch.tensor(row, dtype=torch.int64, device=overflow.device) for row in rows)
+            good_times, good_plus, bad_times, bad_plus = self._tables
+            good = torch.addcmul(good_plus, self._counters, good_times)
+            bad = torch.addcmul(bad_plus, self._counters, bad_times)
+            self._counters = torch.where(overflow, bad, good)
+
+    def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
+        """Replace the scale; never write to the old one, and clear the replicas with it."""
+
+    @property
+    def value(self) -> float:
+        """The scale of the next forward (a host read)."""
+        self.settle()
+        return self._scale.item()
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale can go no lower (a host read)."""
+        return False
+
+    def consecutive_skips(self) -> int:
+        """Sets skipped in a row, counting the one under way, which stays open (a host read)."""
+        known, found = int(self._counters[_CONSECUTIVE]), self._waiting()
+        if found == EMPTY:
+            return known
+        return known + 1 if found > 0 else 0
+
+    def _waiting(self) -> float:
+        """What the set under way has found so far; -1 if there is none (a host read)."""
+        waiting = self._pending if self._recorded is None else self._recorded.mailbox
+        return EMPTY if waiting is None else waiting.item()
+
+    def stuck(self) -> bool:
+        """Whether the schedule itself says that training must stop here (a host read where it can say so)."""
+        return False
+
+    def report(self) -> LossScaleReport:
+        """Where loss scaling stands (a host read)."""
+        self.settle()
+        steps, skipped, consecutive, since = self._counters.tolist()
+        if consecutive and self.ask is not None:
+            self.ask()
+        last = steps - since if skipped else None
+        return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.culprit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch.amp.GradScaler.state_dict() gives, and our own state under a key that GradScaler ignores."""
+        self.settle()
+        return {
+            "scale": self.value,
+            "growth_factor": 1.0,
+            "backoff_factor": 1.0,
+            "growth_interval": 1,
+            "_growth_tracker": 0,
+            OWN_KEY: {"kind": self.kind, "counters": self._counters.tolist()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict()`, ours or GradScaler's.  PolicyError for anything else."""
+        check_state(state)
+        if state["growth_factor"] != 1.0 or state["backoff_factor"] != 1.0:
+            raise PolicyError(
+                "this state dict belongs to a dynamic loss scale, and the loss scale here is static; "
+                'rewrite with loss_scale="dynamic" to resume it'
+            )
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        device = self._scale.device
+        self._pending = None
+        self._sources.clear()
+        self._replicas = {}
+        if self._recorded is not None:
+            self._recorded.mailbox.fill_(EMPTY)
+        with self._recorded.in_place() if self._recorded is not None else contextlib.nullcontext():
+            self._load_tensors(state, device)
+
+    def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._scale = _scalar(float(state["scale"]), torch.float32, device)
+        counters = state.get(OWN_KEY, {}).get("counters", [0] * COUNTERS)
+        self._counters = torch.tensor(counters, dtype=torch.int64, device=device)
+
+    def _to(self, device: torch.device) -> None:
+        """Follow the model to its device, once."""
+        self._scale, self._counters, self._nothing = self._scale.to(device), self._counters.to(device), self._nothing.to(device)
+        self._tables = ()
+        self._replicas = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None}
+        del state["_nothing"]  # a tensor made here would be gone before a spawned process opens its memory
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._nothing = _scalar(EMPTY, torch.float32)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value:g})"
+
+
+class NoLossScale(LossScale):
+    """No scaling, no overflow check: for bf16 and fp32."""
+
+    kind = "none"
+    enabled = False
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
+        """Nothing to note."""
+
+    def update(self, found_inf: Tensor) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty, as a disabled GradScaler's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignore a scaler's state, as a disabled GradScaler does, so that an fp16 run can go on in bf16."""
+        if not isinstance(state, Mapping) or len(state):
+            check_state(state)
+
+    def __repr__(self) -> str:
+        return "NoLossScale()"
+
+
+class StaticLossScale(LossScale):
+    """A scale that stays; steps that overflow are still skipped."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(positive("StaticLossScale", "value", value))
+
+
+class DynamicLossScale(LossScale):
+    """A scale that backs off on overflow and grows after `growth_interval` clean steps.
+
+    `floor` and `cap` bound it; None means unbounded: below, it shrinks for ever; above, it stops at fp32's range, and a
+    cap of infinity lets it overflow even that.  `hysteresis` overflows are needed for one backoff; the count is refilled
+    when the scale grows, with `refill="good"` after every clean step.  After an overflow the first `rest` clean steps do
+    not count.  With `raise_at_floor` an overflow at the floor ends training at once.  With `search_interval` overflows
+    before the first clean step divide the scale by 16, not 2, and it then doubles that often until it overflows again: a
+    search costs a step or two, not one for each halving. Where the first step is clean nothing differs.
+
+    Per-layer scales (adaptive loss scaling, Zhao et al. 2019, arXiv 1910.12385) are not offered, and `per_layer=True` is a
+    PolicyError: a factor between two layers is sound only on an edge that every gradient passes; residual streams have none.
+    """
+
+    kind = "dynamic"
+    _state = (*LossScale._state, "_growth_tracker", "_left", "_searching")
+
+    def __init__(
+        self,
+        init: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        floor: float | None = DEFAULT_FLOOR,
+        cap: float | None = DEFAULT_CAP,
+        hysteresis: int = 1,
+        *,
+        refill: str = "growth",
+        rest: int = 0,
+        raise_at_floor: bool = False,
+        search_interval: int | None = None,
+        per_layer: bool = False,
+    ) -> None:
+        if per_layer:
+            raise PolicyError(
+                "DynamicLossScale: per_layer=True is not offered: with residual connections no scale of one layer is sound by "
+                "itself; leave it out, and keep a layer that underflows in fp32 with overrides={'module:path': 'fp32'}"
+            )
+        super().__init__(positive("DynamicLossScale", "init", init))
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
+        self.growth_interval = growth_interval
+        self.floor = floor if floor is None else float(floor)
+        self.cap = cap if cap is None else float(cap)
+        self.hysteresis = hysteresis
+        self.refill = refill
+        self.rest = rest
+        self.raise_at_floor = raise_at_floor
+        self.search_interval = search_interval
+        self._check()
+        if not (self.floor or 0.0) <= init <= (math.inf if self.cap is None else self.cap):
+            raise PolicyError(
+                f"DynamicLossScale: init={init:g} lies outside floor={self.floor} and cap={self.cap}; start between them"
+            )
+        self._growth_tracker = _scalar(-rest, torch.int32)
+        self._left = _scalar(hysteresis, torch.int32)
+        self._searching = _scalar(0 if search_interval is None else _UNTRIED, torch.int32)
+
+    @classmethod
+    def preset(cls, name: str) -> DynamicLossScale:
+        """The schedule of another library, step for step: torch, tf, keras, keras3, apex, deepspeed or megatron."""
+        if not isinstance(name, str) or name not in PRESETS:
+            raise PolicyError(f"there is no loss-scale preset {shown(name)}; use one of {', '.join(PRESETS)}")
+        return cls(**PRESETS[name])
+
+    def _check(self) -> None:
+        """Refuse what would stand still, run away, or never be scaled at all."""
+        where = "DynamicLossScale"
+        if not 1.0 < self.growth_factor < math.inf:
+            raise PolicyError(f"{where}: growth_factor={self.growth_factor:g} would not grow the scale; use one above 1, say 2")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise PolicyError(f"{where}: backoff_factor={self.backoff_factor:g} must lie between 0 and 1, say 0.5")
+        for name, least in (("growth_interval", 1), ("hysteresis", 1), ("rest", 0)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise PolicyError(f"{where}: {name}={shown(number)} counts steps; give a whole number, at least {least}")
+        if self.search_interval is not None and (not isinstance(self.search_interval, int) or self.search_interval < 1):
+            raise PolicyError(
+                f"{where}: search_interval={shown(self.search_interval)} counts steps; give a whole number above 0, or None"
+            )
+        if self.refill not in ("growth", "good"):
+            raise PolicyError(f"{where}: refill={shown(self.refill)} must be 'growth' or 'good', as after every good step")
+        if self.floor is not None:
+            positive(where, "floor", self.floor)
+        if self.cap is not None and not self.cap > 0:
+            raise PolicyError(f"{where}: cap={self.cap:g} must be above 0; leave it out for the default, 2**32")
+        if self.floor is not None and self.cap is not None and self.floor > self.cap:
+            raise PolicyError(f"{where}: floor={self.floor:g} is above cap={self.cap:g}; swap them")
+        if self.raise_at_floor and self.floor is None:
+            raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
+
+    def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
+        scale = self._scale.clone()
+        if self.hysteresis == 1 and self.rest == 0 and self.cap != math.inf and self.search_interval is None:
+            torch._amp_update_scale_(
+                scale, self._growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
+            )
+        else:
+            scale = self._moved_by_where(scale, overflow)
+        if self.floor is not None or self.cap is not None:
+            scale.clamp_(self.floor, self.cap)
+        self._scale = scale
+        self._replicas = {}
+
+    def _moved_by_where(self, scale: Tensor, overflow: Tensor) -> Tensor:
+        """The kernel's rules, with hysteresis, rest, and growth beyond fp32's range if the cap is infinite."""
+        back_off = overflow & (self._left <= 1)
+        tracker, backed_off = self._growth_tracker + 1, scale * self.backoff_factor
+        if self.search_interval is not None:
+            falling, rising = self._searching >= _FALLING, self._searching == _RISING
+            tracker = tracker + rising * (max(self.growth_interval // self.search_interval, 1) - 1)
+            backed_off = torch.where(falling, scale * self.backoff_factor**4, backed_off)
+            after_overflow = torch.where(falling, _FALLING, 0)
+            after_clean = torch.where((self._searching == _FALLING) | rising, _RISING, 0)
+            self._searching = torch.where(overflow, after_overflow, after_clean).to(torch.int32)
+        grow = ~overflow & (tracker >= self.growth_interval)
+        grown = scale * self.growth_factor
+        if self.cap != math.inf:
+            grown = torch.where(grown.isfinite(), grown, scale)
+        self._growth_tracker = torch.where(overflow, -self.rest, tracker.masked_fill(grow, 0)).to(torch.int32)
+        refilled = ~overflow if self.refill == "good" else grow
+        self._left = torch.where(refilled, self.hysteresis, (self._left - overflow.int()).clamp_(min=1)).to(torch.int32)
+        return torch.where(back_off, backed_off, torch.where(grow, grown, scale))
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale can go no lower (a host read)."""
+        return self.floor is not None and self.value <= self.floor
+
+    def stuck(self) -> bool:
+        """Whether `raise_at_floor` holds and the step under way overflowed at the floor (a host read if so)."""
+        if not self.raise_at_floor or self._waiting() <= 0 or self._scale.item() > (self.floor or 0.0):
+            return False
+        return self._left.item() <= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's five keys, which GradScaler can load, and the rest of the state under one that it ignores."""
+        state = super().state_dict()
+        state[OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {
+            "left": int(self._left),
+            "searching": int(self._searching),
+        }
+        return state | {
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": int(self._growth_tracker),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict()`, ours or GradScaler's: the schedule comes with it.  PolicyError for anything else."""
+        check_state(state)
+        new = object.__new__(type(self))  # settings are tried on another scale: nothing is half loaded
+        new.__dict__.update(self.__dict__)
+        own = state.get(OWN_KEY, {})
+        new.__dict__.update({name: own[name] for name in _OWN_SETTINGS if name in own})
+        new.growth_factor, new.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
+        new.growth_interval = state["growth_interval"]
+        try:
+            new._check()
+        except (PolicyError, TypeError, ValueError) as error:
+            raise PolicyError(f"this loss-scale state cannot be loaded: {error}") from error
+        names = (*_OWN_SETTINGS, "growth_factor", "backoff_factor", "growth_interval")
+        self.__dict__.update({name: new.__dict__[name] for name in names})
+        self._load(state)
+
+    def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
+        super()._load_tensors(state, device)
+        own = state.get(OWN_KEY, {})
+        self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
+        self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
+        self._searching = _scalar(own.get("searching", 0), torch.int32, device)
+
+    def _to(self, device: torch.device) -> None:
+        super()._to(device)
+        self._growth_tracker, self._left = self._growth_tracker.to(device), self._left.to(device)
+        self._searching = self._searching.to(device)
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicLossScale({self.value:g}, growth_factor={self.growth_factor:g}, backoff_factor={self.backoff_factor:g}, "
+            f"growth_interval={self.growth_interval}, floor={self.floor}, cap={self.cap}, hysteresis={self.hysteresis})"
+        )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # ours: torch's, but for a quick search where the first steps overflow
+    "auto": {"search_interval": 100},
+    # torch/amp/grad_scaler.py: no bounds; grows as long as the product is finite
+    "torch": {"floor": None, "cap": None},
+    # TensorFlow 1 DynamicLossScale and Keras 2 LossScaleOptimizer: max(scale / 2, 1)
+    "tf": {"init": 2.0**15, "floor": 1.0, "cap": None},
+    "keras": {"init": 2.0**15, "floor": 1.0, "cap": None},
+    # Keras 3 LossScaleOptimizer: neither a floor nor a look whether the doubled scale is finite
+    "keras3": {"init": 2.0**15, "floor": None, "cap": math.inf},
+    # apex/amp/scaler.py
+    "apex": {"floor": None, "cap": 2.0**24},
+    # deepspeed/runtime/fp16/loss_scaler.py with its config's defaults: windows are counted from the last overflow, the step
+    # after it not included, and an overflow at the floor ends the run
+    "deepspeed": {"growth_interval": 1000, "floor": 1.0, "cap": None, "hysteresis": 2, "rest": 1, "raise_at_floor": True},
+    # megatron/core/optimizer/grad_scaler.py, which does not look whether the grown scale is finite either
+    "megatron": {"init": 2.0**32, "growth_interval": 1000, "floor": 1.0, "cap": math.inf, "hysteresis": 2},
+}
+
+
+def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale:
+    """The loss scale that `spec` means for a low format.
+
+    "auto" is dynamic for fp16 and none for formats with fp32's range; "none"; "dynamic"; a preset's name; a number, which
+    stays; or a LossScale, taken as it is.  PolicyError for anything else.
+    """
+    if isinstance(spec, LossScale):
+        return spec
+    if isinstance(spec, int | float) and not isinstance(spec, bool):
+        return StaticLossScale(spec)
+    if isinstance(spec, str):
+        if spec == "auto":
+            return DynamicLossScale.preset("auto") if parse_format(fmt) is FP16 else NoLossScale()
+        if spec == "none":
+            return NoLossScale()
+        if spec == "dynamic":
+            return DynamicLossScale()
+        if spec in PRESETS:
+            return DynamicLossScale.preset(spec)
+    raise PolicyError(
+        f"loss_scale={shown(spec)} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
+        "or a loss-scale object such as DynamicLossScale(init=2**14)"
+    )
+
+
+def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    """1/scale, taken in fp64 where there is one, as GradScaler does; exact for powers of two."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()

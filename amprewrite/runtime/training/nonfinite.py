@@ -1,0 +1,146 @@
+"""Whether gradients hold inf or NaN: flags that stay on the device, and what several ranks need to agree on them.
+
+A flag is a 0-dim fp32 tensor, 0 or above 0. Two moments ask for one:
+
+1. Before an optimizer steps: `find_nonfinite`, which agrees with the ranks that hold the other shards.
+2. At the end of a backward: `found_after_backward`, before the loop can hide an infinity (`clip_grad_value_`, `nan_to_num_`).
+   It makes no collective call, because ranks need not run the same backwards. A flag of a sharded gradient joins the agreement
+   before the step. A flag of a dense gradient would stay on its rank, so where several ranks train, infinities become NaN
+   instead: clamps keep NaN, and every reduction hands it on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amprewrite.graphs.fx.ops.finite_flags import checked
+from amprewrite.tables.errors import PolicyError
+
+Group = tuple[Any, torch.device | None]
+"""A process group, None for the world, and the device that its collectives need, None for any."""
+
+
+def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = ()) -> Tensor | None:
+    """A flag, above 0 if any gradient holds inf or NaN on any rank that shares it, or a `noted` flag says so; None without gradients.
+
+    Each shard is checked where it lies. Who takes part in the agreement follows from the parameters and not from the
+    gradients, so every rank makes the same collective calls. Dense gradients that DDP averaged agree by themselves.
+    """
+    groups: dict[int, Group] = {}
+    gradients: list[Tensor] = []
+    p = None
+    for p in params:
+        groups |= sharing(p)
+        if p.grad is None:
+            continue
+        if p.grad.dtype == torch.float16:
+            raise PolicyError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; "
+                "keep the parameters in fp32 (model.float()): they are the master weights"
+            )
+        gradients.append(p.grad)
+    if p is None or not (gradients or groups):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        found = any_of([*_flags(gradients), *noted] or [_flag(0.0, p.device)])
+        for group, on in groups.values():
+            shared = found if on is None else found.to(on)
+            torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
+            found = shared.to(found.device)
+    return found
+
+
+def found_after_backward(params: Iterable[Tensor]) -> Tensor | None:
+    """A flag for the gradients of `params` on this rank, None where there is none to keep; see the top of this file."""
+    apart = several_ranks()
+    dense: list[Tensor] = []
+    kept: list[Tensor] = []
+    for p in params:
+        gradient = p.grad
+        if gradient is not None:
+            (dense if apart and not sharing(p) else kept).append(gradient)
+    with torch.inference_mode(False), torch.no_grad():
+        if dense:
+            infinities_to_nan(dense)
+        return any_of(_flags(kept)) if kept else None
+
+
+def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
+    """Turn infinities into NaN in place; finite values keep theirs. A gradient that is part of an autograd graph is left alone."""
+    buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if not gradient.requires_grad and gradient.numel():
+            values = gradient._values() if gradient.is_sparse else gradient  # `coalesce` would make a copy
+            values = local_values(values)
+            buckets[values.device, values.dtype].append(values)
+    for values_of_a_kind in buckets.values():
+        torch._foreach_lerp_(values_of_a_kind, values_of_a_kind, 0.0)  # x + 0 * (x - x)
+
+
+def any_of(flags: Sequence[Tensor]) -> Tensor:
+    """One flag for several, on the device of the first: 0 or 1 and no sum, because Adam takes it off its step count."""
+    where = flags[0].device
+    return flags[0] if len(flags) == 1 else torch.stack([flag.to(where, non_blocking=True) for flag in flags]).amax()
+
+
+def _flags(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """Flags that together tell of all the gradients."""
+    buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    flags: list[Tensor] = []
+    for gradient in gradients:
+        if gradient.requires_grad:  # of `create_graph=True`: the kernel below writes
+            flags.append((~local_values(gradient.detach()).isfinite().all()).float())
+            continue
+        if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:
+            gradient = local_values(gradient)
+        buckets[gradient.device, gradient.dtype].append(gradient)
+    by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    for (where, _), members in buckets.items():
+        if where not in by_device:
+            by_device[where] = _flag(0.0, where), _flag(1.0, where)
+        known, left = checked(members)
+        flags += known
+        if left:
+            torch._amp_foreach_non_finite_check_and_unscale_(left, *by_device[where])
+    return [flag for flag, _ in by_device.values()] + flags
+
+
+def _flag(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def several_ranks() -> bool:
+    """Whether torch.distributed runs with more than one rank."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def sharing(p: Tensor) -> dict[int, Group]:
+    """The process groups over which `p` is sharded: a DTensor's (FSDP2, tensor parallel), or the world for FSDP1."""
+    if type(p) is torch.nn.Parameter and "_fsdp_flattened" not in p.__dict__:
+        return {}
+    if getattr(p, "_fsdp_flattened", False):
+        return {0: (None, None)}
+    mesh = getattr(p, "device_mesh", None)
+    found: dict[int, Group] = {}
+    for dim, placement in enumerate(getattr(p, "placements", ())):
+        if mesh is not None and not placement.is_replicate():
+            group = mesh.get_group(dim)
+            found[id(group)] = (group, torch.device(mesh.device_type))
+    return found
+
+
+def local_values(gradient: Tensor) -> Tensor:
+    """The dense, real tensor with the values of this rank."""
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+__all__ = ["any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "local_values", "several_ranks", "sharing"]

@@ -1,0 +1,373 @@
+"""What is done to one optimizer so that its overflowing steps are skipped: hooks on its `step`, and nothing else.
+
+At the end of each backward, note whether gradients hold inf or NaN: the loop may hide it before the step.
+
+Before each step:
+
+1. Look for inf and NaN in the gradients of all the optimizer's parameters, as torch.amp.GradScaler does
+   (torch/amp/grad_scaler.py), with the same multi-tensor kernel; add what was noted since the last step; agree with the
+   ranks that hold the other shards (nonfinite.py).
+2. Tell the gates, whose loss scales move once per set of steps (loss_scale.py). A scale that was not used does not move.
+3. A fused optimizer gets the answer as its `found_inf` tensor and skips by itself: no host sync.
+4. For any other optimizer read the answer.  To skip, step a stand-in: a hook may replace the arguments of
+   `Optimizer.step`, `self` among them, so the class's own code runs once over no parameter groups and a throw-away state.
+   Parameters, state, step counts and gradients of the real one stay as they are, and its scheduler sees a step.
+5. With a closure, evaluate it first, check, and let the step find the loss ready.  LBFGS, which evaluates again and
+   again, is put back to where it began if a later evaluation overflows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.runtime.training.find_optimizers import in_a_step
+from amprewrite.runtime.training.loss_scale import LossScale, LossScaleError
+from amprewrite.runtime.training.nonfinite import any_of, find_nonfinite, found_after_backward
+
+_FRAMES = 12
+"""How far up the stack to look for who called `step`."""
+
+
+_MOST_FLAGS = 16
+"""Backwards whose flags are kept apart before they become one."""
+
+
+class Gate(Protocol):
+    """What a guard needs of a StepGate."""
+
+    loss_scale: LossScale
+
+    @property
+    def ran_unscaled(self) -> bool: ...
+
+    def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None: ...
+
+
+def guard_of(optimizer: Optimizer) -> Guard:
+    """The guard of `optimizer`, which hangs on its hooks from the first call on until its last gate is gone."""
+    guard = _GUARDS.get(optimizer)
+    if guard is None:
+        guard = _GUARDS[optimizer] = Guard(optimizer)
+    return guard
+
+
+class Noted:
+    """Flags of backwards that no step has heard of yet. Inside a CUDA graph they gather in one place, which replays write, too."""
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._place: Tensor | None = None
+        self._recorded = False
+
+    def add(self, flag: Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if recording(flag.device) and self._place is not None:
+                self._recorded = True
+                self._place.copy_(torch.maximum(self._place, flag))
+                return
+            if self._place is None:
+                self._place = torch.zeros_like(flag)
+            self._flags.append(flag)
+            if len(self._flags) > _MOST_FLAGS:
+                self._flags = [any_of(self._flags)]
+
+    def take(self) -> list[Tensor]:
+        """All flags; none is left."""
+        flags, self._flags = self._flags, []
+        if self._recorded and self._place is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                flags.append(self._place.clone())
+                self._place.zero_()
+        return flags
+
+    def __bool__(self) -> bool:
+        return self._recorded or bool(self._flags)
+
+
+class Guard:
+    """The hooks on one optimizer; several gates share them, so that gradients are checked once and all gates agree."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._refs: list[weakref.ref[Gate]] = []
+        self._noted = Noted()
+        self._backward = -1
+        self._found: Tensor | None = None
+        self._closure: _Closure | None = None
+        self._warm: tuple[int, int, int] | None = None
+        self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
+
+    def add(self, gate: Gate, flags: Iterable[Tensor] = ()) -> None:
+        """Guard the optimizer for `gate`, too; `flags` tell of gradients that it left before this optimizer was known."""
+        if not any(ref() is gate for ref in self._refs):
+            self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
+        for flag in flags:
+            self._noted.add(flag)
+
+    def drop(self, ref: weakref.ref[Gate]) -> None:
+        """Forget a gate that died; with the last one the hooks go."""
+        self._refs = [each for each in self._refs if each is not ref]
+        if self._refs or in_a_step():
+            return
+        for hook in self._hooks:
+            hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _GUARDS.pop(optimizer, None)
+
+    def backward_began(self, own: Iterable[Tensor]) -> None:
+        """Forget flags of gradients that the loop threw away: those that `own`, parameters of one model, got are None now."""
+        optimizer = self._optimizer()
+        if not self._noted or optimizer is None:
+            return
+        ids = {id(p) for p in own}
+        params = list(params_of(optimizer))
+        params = [p for p in params if id(p) in ids] or params
+        if all(p.grad is None for p in params):
+            self._noted.take()
+
+    def backward_ended(self, number: int) -> None:
+        """Note whether backward `number` left gradients that are not finite."""
+        optimizer = self._optimizer()
+        if optimizer is None or number == self._backward:
+            return
+        self._backward = number
+        found = found_after_backward(params_of(optimizer))
+        if found is not None:
+            self._noted.add(found)
+
+    def look(self, optimizer: Optimizer) -> Tensor | None:
+        """A flag for the gradients as they are and as backwards left them since the last look; None without gradients."""
+        return find_nonfinite(params_of(optimizer), self._noted.take())
+
+    def gates(self) -> list[Gate]:
+        """The gates that still live and scale anything."""
+        return [gate for ref in self._refs if (gate := ref()) is not None and gate.loss_scale.enabled]
+
+    @torch.compiler.disable
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gates = self.gates()
+        caller = _running_step(optimizer)
+        if not gates or _is_inner_step(caller, optimizer):
+            return None
+        self._clear(optimizer)
+        _refuse_grad_scaler(optimizer, caller, kwargs)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):
+            return self._before_closure(optimizer, args, kwargs, closure)
+        found = self.look(optimizer)
+        if found is None:
+            return None
+        fused = self._skips_by_itself(optimizer)
+        overflow = None if fused else found.item() > 0
+        self._tell(gates, optimizer, found, overflow)
+        if fused:
+            self._found = optimizer.found_inf = found  # type: ignore[attr-defined]
+            return None
+        return ((_stand_in(optimizer), *args[1:]), kwargs) if overflow else None
+
+    def _before_closure(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with torch.enable_grad():
+            loss = closure()
+        self._closure = evaluated = _Closure(optimizer, closure, loss, self.look)
+        if evaluated.overflow and evaluated.start is None:
+            args = (_stand_in(optimizer), *args[1:])
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    @torch.compiler.disable
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_inner_step(_running_step(optimizer), optimizer):
+            return
+        closure = self._closure
+        self._clear(optimizer)
+        if closure is None or closure.found is None:
+            return
+        if closure.overflow:
+            closure.rewind()
+        self._tell(self.gates(), optimizer, closure.found, closure.overflow)
+
+    def _tell(self, gates: list[Gate], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
+        unused = {id(gate.loss_scale) for gate in gates if gate.ran_unscaled}
+        for scale in {id(gate.loss_scale): gate.loss_scale for gate in gates}.values():
+            if id(scale) not in unused:
+                scale.observe(found, source=id(optimizer))
+        for gate in gates:
+            gate.stepped(optimizer, overflow)
+
+    def _skips_by_itself(self, optimizer: Optimizer) -> bool:
+        """Whether its kernel heeds `found_inf`, and has its state: a first step that is skipped must not make one.
+
+        (torch's fused SGD even leaves momentum uninitialised then: torch/optim/sgd.py makes it with `empty_like`.)
+        """
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        active = [
+            p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None
+        ]
+        seen = (id(optimizer.state), len(optimizer.state), len(active))
+        if self._warm != seen:
+            if not all(any(value is not None for value in optimizer.state.get(p, {}).values()) for p in active):
+                return False
+            self._warm = seen
+        return True
+
+    def _clear(self, optimizer: Optimizer) -> None:
+        if self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        self._found = self._closure = None
+
+
+class _Closure:
+    """A closure whose first evaluation is known, and whose later ones are checked.
+
+    A later evaluation that overflows has no gradient to give: from then on there is none, and the loss is the first one, which
+    ends any line search.  LBFGS is put back to its start afterwards, so its step is skipped like any other.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, closure: Callable[[], Any], loss: Any, look: Callable[[Optimizer], Tensor | None]
+    ) -> None:
+        self.optimizer, self.closure, self.loss, self.look = optimizer, closure, loss, look
+        self.found = look(optimizer)
+        self.overflow = self.found is not None and self.found.item() > 0
+        self.start: list[tuple[Tensor, Tensor, dict[str, Any] | None]] | None = None
+        self._calls = 0
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self.start = [
+                (p, p.detach().clone(), copy.deepcopy(optimizer.state[p]) if p in optimizer.state else None)
+                for p in params_of(optimizer)
+            ]
+            if self.overflow:
+                self._drop_gradients()
+
+    def __call__(self) -> Any:
+        self._calls += 1
+        if self._calls == 1 or self.overflow:
+            return self.loss
+        with torch.enable_grad():
+            loss = self.closure()
+        found = self.look(self.optimizer)
+        if found is None or found.item() == 0:
+            return loss
+        self.found, self.overflow = found, True
+        self._drop_gradients()
+        return self.loss
+
+    def _drop_gradients(self) -> None:
+        for p in params_of(self.optimizer):
+            p.grad = None
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        for p, value, state in self.start or ():
+            p.copy_(value)
+            self.optimizer.state.pop(p, None)
+            if state is not None:
+                self.optimizer.state[p] = state
+
+
+class _NoGroups(list[dict[str, Any]]):
+    """Parameter groups that loops do not see; code that looks up settings by index finds them."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class with nothing to do, for one step."""
+    idle = object.__new__(type(optimizer))
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, Optimizer):
+            value = _stand_in(value)
+        elif isinstance(value, list) and value and all(isinstance(each, Optimizer) for each in value):
+            value = [_stand_in(each) for each in value]
+        elif isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
+            value = []
+        elif isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            value = OrderedDict()
+        idle.__dict__[name] = value
+    idle.__dict__.pop("step", None)  # a scheduler's, bound to the real one
+    if type(optimizer).__module__.startswith("torch."):
+        idle.param_groups = []  # none of those looks up a group by index, and Dynamo, which may compile the step, wants a list
+    else:
+        idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
+    idle.state = defaultdict(dict)
+    idle._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    return idle
+
+
+_GUARDS: weakref.WeakKeyDictionary[Optimizer, Guard] = weakref.WeakKeyDictionary()
+
+
+def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[Gate]) -> None:
+    living = guard()
+    if living is not None:
+        living.drop(ref)
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all its groups."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _running_step(optimizer: Optimizer) -> FrameType:
+    """The frame of the `step`, as torch.optim wraps it, whose hook is being called."""
+    frame = hook = sys._getframe(1)
+    code = getattr(type(optimizer).step, "__code__", None)
+    for _ in range(_FRAMES):
+        if frame.f_code is code or frame.f_back is None:
+            return frame
+        frame = frame.f_back
+    return hook
+
+
+def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
+    """Whether `step` was called by a subclass's `step` of the same optimizer, which has been guarded already."""
+    frame = caller.f_back
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is caller.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
+    """LossScaleError if a GradScaler steps this optimizer.
+
+    It leaves `found_inf` on optimizers that skip by themselves; for the others it is only visible as a caller.
+    """
+    scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
+    frame: FrameType | None = caller
+    for _ in range(_FRAMES):
+        if scaler or frame is None:
+            break
+        scaler = frame.f_code is GradScaler.step.__code__ and frame.f_locals["self"].is_enabled()
+        frame = frame.f_back
+    if scaler:
+        raise LossScaleError(
+            "a torch.amp.GradScaler steps this optimizer, but the rewritten model scales its own gradients, so they are "
+            "scaled twice; remove scaler.scale, unscale_, step and update and call loss.backward() and optimizer.step(), "
+            "or rewrite with loss_scale='none' to keep the scaler"
+        )

@@ -1,0 +1,382 @@
+"""Whose optimizer steps are guarded, and what happens when too many of them overflow.
+
+A gate belongs to a rewritten model; optimizer_hooks.py does the work on each optimizer, without wrapping it.
+
+A dynamic scale is used from the forward on that knows an optimizer: it is an overflowing step that brings the scale down, so
+without steps it would stay too large. Until then the scale of a forward is 1, as under torch.autocast without a GradScaler.
+Optimizers are known
+
+1. by `attach`;
+2. at the first, second, fourth, eighth ... forward without one, which looks among the objects of the process for optimizers
+   that own a parameter of the model;
+3. at their first step, through the one hook that PyTorch keeps for all optimizers. The gradients of that step were not
+   scaled, so it does not move the scale; it is skipped if they overflowed.
+
+To every other optimizer the hook does nothing; without it an optimizer that was copied, unpickled or made by a trainer would
+step on infinities in silence. It goes with the last gate. `StepGate(adopt=False)` knows attached optimizers only, and warns
+at the first backward that nothing guards.
+
+Training cannot get stuck: after `max_consecutive_skips` an error says what the skips are a sign of.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.runtime.training.backward_end import BackwardEnd
+from amprewrite.runtime.training.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
+from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
+from amprewrite.runtime.training.nonfinite import found_after_backward, local_values
+from amprewrite.runtime.training.optimizer_hooks import Noted, guard_of, params_of
+from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
+
+MAX_CONSECUTIVE_SKIPS = 50
+"""More than the 46 halvings from the highest start of any preset, 2**32, down to the default floor, 2**-14."""
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """What is known when step after step overflowed; `StepGate.diagnose` may make more of it."""
+
+    skips: int
+    scale: float
+    floor: float
+    dynamic: bool
+    nonfinite: int
+    """Of the `gradients` that the optimizer holds now."""
+    gradients: int
+    inputs_finite: bool | None = None
+    outputs_finite: bool | None = None
+    loss_finite: bool | None = None
+    parameters_finite: bool | None = None
+
+    def diagnosis(self) -> str:
+        """A scale search, an activation overflow in the forward, or NaN in the data or loss: which, why, what to do."""
+        if self.inputs_finite is False:
+            return "NaN in the data: the model's inputs are not finite; look at the batch"
+        if self.parameters_finite is False:
+            return "NaN or an infinity in the model's weights: go back to a checkpoint from before they got there"
+        if self.outputs_finite is False:
+            return (
+                "an activation overflow in the forward: the inputs are finite and the outputs are not, and no loss scale "
+                "changes that; keep the layer that overflows in fp32, or use bf16"
+            )
+        if self.loss_finite is False:
+            return "NaN in the loss: the model's outputs are finite and the loss is not; look at the loss and its targets"
+        if not self.dynamic:
+            return "the static scale is too large for these gradients; use a smaller one or loss_scale='dynamic'"
+        if self.scale > self.floor:
+            return "a scale search that has not ended: the scale is still falling; start lower (init) or back off faster"
+        if self.loss_finite:
+            return (
+                "no scale search, for at this scale fp16 itself holds the gradients, and inputs, outputs and loss are finite: an op "
+                "whose derivative is infinite, such as the square root or the norm of zero; keep its input away from there"
+            )
+        return (
+            "no scale search, for at this scale fp16 itself holds the gradients: an activation overflow in the forward or NaN "
+            "in the data or the loss; see whether the outputs and the loss are finite"
+        )
+
+
+class StepGate:
+    """Guards the optimizers of one model.  `parameters` gives the model's parameters as they are now (FSDP swaps them)."""
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        parameters: Callable[[], Iterable[Tensor]],
+        *,
+        max_consecutive_skips: int | None = MAX_CONSECUTIVE_SKIPS,
+        adopt: bool = True,
+        diagnose: Callable[[Stuck], str | None] | None = None,
+        on_overflow: Callable[[], str | None] | None = None,
+        on_clean: Callable[[], None] | None = None,
+        on_stuck: Callable[[], bool] | None = None,
+    ) -> None:
+        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+            raise PolicyError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1; None never gives up")
+        self.loss_scale = loss_scale
+        self.parameters = parameters
+        self.max_consecutive_skips = max_consecutive_skips
+        self.adopt = adopt
+        self.diagnose = diagnose
+        """Asked first when training is stuck; what it returns, if anything, is the diagnosis."""
+        self.on_overflow = on_overflow
+        """Called when the host learns of an overflow: at once, but for a fused optimizer's; names the culprit."""
+        self.on_clean = on_clean
+        """Called when the host learns of a clean step after an overflow."""
+        self.on_stuck = on_stuck
+        """Called before training is given up; true if it changed something that may help, and training goes on."""
+        self._overflowed = False
+        self._facts: dict[str, bool | Tensor] = {}
+        self._warned = False
+        self._first = {id(p) for p in self.parameters()}
+        """The parameters from the start, by id."""
+        self._unscaled = self._stepped = False
+        self._forget_optimizers()
+
+    def attach(self, optimizer: Optimizer, copies: bool = False) -> None:
+        """Guard `optimizer`.  PolicyError if it is attached already or owns none of the model's parameters.
+
+        With `copies` it steps copies of them, kept elsewhere, to which the loop brings the gradients, as offloading does.
+        """
+        optimizer = optimizer_inside(optimizer)
+        if optimizer in self._attached:
+            raise PolicyError(f"this {type(optimizer).__name__} is attached already; attach each optimizer once")
+        if not (copies or self._owns(optimizer)):
+            raise PolicyError(
+                f"this {type(optimizer).__name__} owns none of the model's parameters, so there is nothing to guard; build it "
+                "from amp.parameters() or leave it out, or say attach(optimizer, copies=True) if it steps copies of them"
+            )
+        self._guard(optimizer)
+        self._attached.add(optimizer)
+
+    def guards(self, optimizer: Optimizer) -> bool:
+        """Whether overflowing steps of `optimizer` are skipped."""
+        return optimizer in self._guarded and self.loss_scale.enabled
+
+    @property
+    def ran_unscaled(self) -> bool:
+        """Whether gradients that a step is about to use come from a forward that did not use the dynamic scale."""
+        return self._unscaled
+
+    def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """(scale, inverse) for one forward: 0-dim fp32 tensors. A dynamic scale is 1 until an optimizer is known."""
+        if self.loss_scale.kind != "dynamic" or self._knows_optimizer():
+            if self._stepped:
+                self._unscaled = False
+            return self.loss_scale.snapshot(device)
+        if torch.is_grad_enabled():
+            self._unscaled = True
+            self._stepped = False
+        one = self._ones.get(torch.device(device))
+        if one is None:
+            with torch.inference_mode(False), torch.no_grad():
+                one = self._ones[torch.device(device)] = torch.ones((), dtype=torch.float32, device=device)
+        return one, one
+
+    def took_gradients(self) -> None:
+        """The forward under way takes gradients itself: it does without the scale."""
+        self._unscaled, self._stepped = True, False
+
+    def _knows_optimizer(self) -> bool:
+        """Whether an optimizer is guarded; looks for one now and then."""
+        if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
+            self._unguarded += 1
+            if self._unguarded & (self._unguarded - 1) == 0:
+                for optimizer in existing_optimizers():
+                    self._adopt(optimizer)
+        return len(self._guarded) > 0
+
+    def await_backward(self, results: Iterable[Any]) -> None:
+        """Look at the gradients at the end of each backward that enters one of these results of a scaled graph."""
+        self._backwards.watch(results)
+
+    def _backward_began(self) -> None:
+        for optimizer in tuple(self._guarded):
+            guard_of(optimizer).backward_began(self.parameters())
+        if self._early and all(p.grad is None for p in self.parameters()):
+            self._early.take()
+
+    def _backward_ended(self, number: int) -> None:
+        """Note what the backward left non-finite: at the optimizers, or here while none is known."""
+        for optimizer in tuple(self._guarded):
+            guard_of(optimizer).backward_ended(number)
+        if self._guarded or not self.adopt:
+            return
+        found = found_after_backward(self.parameters())
+        if found is not None:
+            self._early.add(found)
+
+    def watch(self, output: Tensor) -> None:
+        """Warn, once, when a backward reaches `output` while no step is guarded (and none will be adopted)."""
+        if self.adopt or self._warned or self._guarded or not output.requires_grad or not self.loss_scale.enabled:
+            return
+        output.register_hook(self._warn_unguarded)
+
+    def note(self, **finite: bool | Tensor) -> None:
+        """Whether the last `inputs`, `parameters`, `outputs` and `loss` were finite; tensors are read if training gets stuck."""
+        unknown = finite.keys() - {"inputs", "parameters", "outputs", "loss"}
+        if unknown:
+            raise TypeError(f"note() takes inputs, parameters, outputs and loss, not {', '.join(sorted(unknown))}")
+        self._facts |= finite
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        own = self._own()
+        if any(id(p) in own for p in params_of(optimizer)):
+            return True
+        missing = not self._first <= own  # FSDP1 takes them out during a forward
+        return missing and any(id(p) in self._first for p in params_of(optimizer))
+
+    def _own(self) -> set[int]:
+        """Ids of the parameters as they are now."""
+        return {id(p) for p in self.parameters()}
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        own = self._own()
+        for p in params_of(optimizer):
+            if p.dtype == torch.float16 and p.requires_grad and id(p) in own:
+                raise PolicyError(
+                    f"a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; keep the "
+                    "model in fp32 (model.float()): the rewrite runs it in fp16 and its parameters are the master weights"
+                )
+        guard_of(optimizer).add(self, self._early.take())
+        self._guarded.add(optimizer)
+        self._unguarded = 0
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Guard an optimizer that is about to step, if it owns parameters of this model."""
+        if optimizer in self._guarded or not self.loss_scale.enabled:
+            return
+        first = next(iter(self.parameters()), None)
+        heads = tuple((len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups)
+        signature = (id(first), heads)
+        if self._foreign.get(optimizer) == signature:
+            return
+        if self._owns(optimizer):
+            self._guard(optimizer)
+        else:
+            self._foreign[optimizer] = signature
+
+    def _warn_unguarded(self, gradient: Tensor) -> None:
+        if self._warned or self._guarded:
+            return
+        self._warned = True
+        warnings.warn(
+            "this backward is loss-scaled, but no optimizer is attached, so nothing will skip a step that overflowed; "
+            "call amp.attach(optimizer), or give rewrite(..., optimizer=optimizer)",
+            AmpRewriteWarning,
+            stacklevel=2,
+        )
+
+    def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
+        """Raise if training is stuck.  `overflow` is None where only the device knows: then look every so often."""
+        self._stepped = True
+        if overflow is None:
+            self.loss_scale.ask = self._locate
+        else:
+            self._learn(overflow)
+        if overflow is False or self.max_consecutive_skips is None:
+            self._until_look = self.max_consecutive_skips or 0
+            return
+        self._until_look -= 1
+        if self._until_look > 0 and not (overflow and self.loss_scale.stuck()):
+            return
+        if recording(next(params_of(optimizer)).device):
+            return
+        skips = self.loss_scale.consecutive_skips()
+        if overflow is None:
+            self._learn(skips > 0)
+        self._until_look = max(self.max_consecutive_skips - skips, 1)
+        if skips >= self.max_consecutive_skips or self.loss_scale.stuck():
+            self._until_look = self.max_consecutive_skips
+            if self.on_stuck is not None and self.on_stuck():
+                return
+            raise self._stuck(optimizer, skips)
+
+    def _learn(self, overflow: bool) -> None:
+        """The host knows how the latest step went."""
+        self.loss_scale.ask = None
+        if overflow:
+            self._overflowed = True
+            if self.on_overflow is not None:
+                self.loss_scale.culprit = self.on_overflow() or self.loss_scale.culprit
+        elif self._overflowed:
+            self._overflowed = False
+            self._facts = {}
+            if self.on_clean is not None:
+                self.on_clean()
+
+    def _locate(self) -> None:
+        """The loss scale is being read, and the latest step overflowed."""
+        self._learn(True)
+
+    def _stuck(self, optimizer: Optimizer, skips: int) -> LossScaleError:
+        floor = getattr(self.loss_scale, "floor", None) or DEFAULT_FLOOR
+        gradients = [p.grad for p in params_of(optimizer) if p.grad is not None]
+        finite = {f"{name}_finite": bool(value) for name, value in self._facts.items()}
+        stuck = Stuck(
+            skips,
+            self.loss_scale.value,
+            floor,
+            self.loss_scale.kind == "dynamic",
+            sum(not bool(local_values(g).isfinite().all()) for g in gradients),
+            len(gradients),
+            **finite,
+        )
+        diagnosis = (self.diagnose(stuck) if self.diagnose is not None else None) or stuck.diagnosis()
+        culprit = f"; the last overflow began at {self.loss_scale.culprit}" if self.loss_scale.culprit else ""
+        return LossScaleError(
+            f"{skips} optimizer steps in a row were skipped for non-finite gradients "
+            f"({stuck.nonfinite} of {stuck.gradients} now), with the loss scale at {stuck.scale:g} (floor {floor:g}). "
+            f"Diagnosis: {diagnosis}{culprit}"
+        )
+
+    def _forget_optimizers(self) -> None:
+        self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+        self._until_look = self.max_consecutive_skips or 0
+        self._unguarded = 0
+        """Forwards since an optimizer was known."""
+        self._unscaled = False
+        """Whether a forward did not use the scale."""
+        self._stepped = False
+        """Whether an optimizer stepped since."""
+        self._ones: dict[torch.device, Tensor] = {}
+        self._early: Noted = Noted()
+        """What backwards left before an optimizer was known."""
+        self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
+        if self.adopt and self.loss_scale.enabled:
+            _listen(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the optimizers: a copy belongs to a copied model, whose optimizers it will find."""
+        mine = (
+            "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_unscaled", "_stepped", "_ones", "_early", "_backwards",
+            "_first",
+        )  # fmt: skip
+        return {name: value for name, value in self.__dict__.items() if name not in mine} | {"_facts": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._first = set()
+        self._forget_optimizers()
+
+
+_LISTENERS: dict[int, weakref.ref[StepGate]] = {}
+_HOOK: list[Any] = []
+
+
+def _listen(gate: StepGate) -> None:
+    """Let `gate` hear of every optimizer's step, for as long as it lives."""
+    number = id(gate)
+    _LISTENERS[number] = weakref.ref(gate, lambda ref: _gone(number, ref))
+    if not _HOOK:
+        _HOOK.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
+def _gone(number: int, ref: weakref.ref[StepGate]) -> None:
+    """Take the hook away with the last gate. During a step that would disturb PyTorch's loop over hooks: then it stays."""
+    if _LISTENERS.get(number) is ref:
+        del _LISTENERS[number]
+    if not _LISTENERS and _HOOK and not in_a_step():
+        _HOOK.pop().remove()
+
+
+@torch.compiler.disable
+def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook added here to the optimizer itself still runs before this very step."""
+    for ref in tuple(_LISTENERS.values()):
+        gate = ref()
+        if gate is not None:
+            gate._adopt(optimizer)

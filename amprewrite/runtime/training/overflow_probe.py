@@ -1,0 +1,282 @@
+"""Where the numbers of a training step first left the finite: which node, in which module, on which line of the model.
+
+Nothing is looked at while steps go well. When one is skipped:
+
+1. If the model is one graph, its inputs still live and its weights are whole on this rank, run that graph once more, node by
+   node, without gradients. A result that is not finite although its inputs were is an activation overflow.
+2. Else the skipped step's gradients tell: in the order of backward, the first parameter whose gradient is not finite, and
+   the node that reads it.
+3. From then on every forward runs node by node and watches the gradients of its values as well, until a step is clean. The
+   next skipped step is then told exactly: bad inputs, an activation, a loss that is not finite, or a gradient.
+
+Infinities that the model writes itself, such as masks of -inf, are no overflow: only a value that nothing explains counts.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.node_facts import NODE, is_batched
+from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
+from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.ir.plans.plan import NodePlan, RegionPlan
+from amprewrite.passes.apply.insert_casts import CAST
+
+_INPUT, _PARAMETER, _ACTIVATION, _LOSS, _GRADIENT, _SEEN = "input", "parameter", "activation", "loss", "gradient", "seen"
+_KNOWN = {
+    _INPUT: {"inputs": False},
+    _PARAMETER: {"inputs": True, "parameters": False},
+    _ACTIVATION: {"inputs": True, "parameters": True, "outputs": False},
+    _LOSS: {"inputs": True, "parameters": True, "outputs": True, "loss": False},
+    _GRADIENT: {"inputs": True, "parameters": True, "outputs": True, "loss": True},
+    _SEEN: {},  # what is left of a step is not finite, whatever the cause
+}
+_COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What first was not finite."""
+
+    kind: str
+    where: str
+
+    @property
+    def finite(self) -> dict[str, bool]:
+        """What is known of inputs, parameters, outputs and loss, for `StepGate.note`."""
+        return _KNOWN[self.kind]
+
+
+class Graph(Protocol):
+    """What is needed of a rewritten graph."""
+
+    plan: RegionPlan
+    module: torch.fx.GraphModule | None
+
+
+class OverflowProbe:
+    """Watches the training graphs of one model once a step was skipped."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.armed = False
+        self.forward: Finding | None = None
+        self.backward: Finding | None = None
+
+    def disarm(self) -> None:
+        """A step was clean: look no more."""
+        self.armed = False
+        self.forward = self.backward = None
+
+    def find(self, graphs: Sequence[Graph], latest: LatestInputs | None) -> Finding | None:
+        """What the step that was just skipped overflowed at; the next forwards will be watched."""
+        found = self.forward or self.backward
+        if found is None and latest is not None and len(graphs) == 1:
+            found = self._run_again(graphs[0], latest)
+        found = found or self._by_parameters(graphs)
+        self.armed = True
+        self.forward = self.backward = None
+        return found
+
+    def run(self, graph: Graph, inputs: tuple[Any, ...]) -> Any:
+        """Run `graph` node by node, watched."""
+        assert graph.module is not None
+        watched = _Watched(graph.module, _names(graph.plan), self)
+        result = watched.run(*inputs)
+        self.forward = self.forward or watched.first_activation()
+        return result
+
+    def _run_again(self, graph: Graph, latest: LatestInputs) -> Finding | None:
+        inputs = latest.copies({id(p): p for p in self.root.parameters()}, {id(b): b for b in self.root.buffers()})
+        if graph.module is None or inputs is None or _talks(graph.module):
+            return None
+        watched = _Watched(graph.module, _names(graph.plan), self)
+        devices = sorted({t.device.index or 0 for t in inputs if isinstance(t, Tensor) and t.is_cuda})
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            watched.run(*inputs)
+        return watched.first_activation()
+
+    def _by_parameters(self, graphs: Iterable[Graph]) -> Finding | None:
+        gradients = {
+            name: p.grad for name, p in self.root.named_parameters(remove_duplicate=False) if p.grad is not None and p.grad.numel()
+        }
+        readers: dict[str, NodePlan] = {}
+        for graph in graphs:
+            for node in graph.plan.nodes:
+                for value in node.inputs:
+                    if value in gradients and node.role == "op":
+                        readers.pop(value, None)
+                        readers[value] = node
+        order = [*(name for name in gradients if name not in readers), *readers]
+        for name in reversed(order):
+            if not _finite(gradients[name]):
+                return Finding(_SEEN, f"the gradient of {name}" + (f", read by {_place(readers[name])}" if name in readers else ""))
+        return None
+
+
+class LatestInputs:
+    """The inputs of a graph's latest call, without keeping them alive but for single numbers, which capture may make itself."""
+
+    def __init__(self, graph: Graph) -> None:
+        assert graph.module is not None
+        roles = {node.name: node.role for node in graph.plan.nodes}
+        inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+        found = [roles.get(node.meta.get(NODE, "")) for node in inputs]
+        self._own = [index for index, role in enumerate(found) if role in ("parameter", "buffer")]
+        self._fed = [index for index, role in enumerate(found) if role not in ("parameter", "buffer")]
+        self._ids: list[int] = []
+        """Of parameters and buffers, which the model holds: a weak reference to one would keep `swap_tensors` from it."""
+        self._data: list[Any] = []
+
+    def keep(self, inputs: Sequence[Any]) -> None:
+        self._ids = [id(inputs[index]) for index in self._own]
+        ref = weakref.ref
+        data = map(inputs.__getitem__, self._fed)
+        self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]
+
+    def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> list[Any] | None:
+        """The inputs, those that are no parameters copied; None if one is gone, or the model has no such parameter or buffer any more."""
+        values: dict[int, Any] = {}
+        for index, number in zip(self._own, self._ids, strict=True):
+            buffer = buffers.get(number)
+            value = parameters.get(number) if buffer is None else buffer.detach().clone()
+            if value is None or getattr(value, "_fsdp_flattened", False):
+                return None
+            values[index] = value
+        for index, kept in zip(self._fed, self._data, strict=True):
+            value = kept() if isinstance(kept, weakref.ref) else kept
+            if value is None:
+                return None
+            values[index] = value.detach().clone() if isinstance(value, Tensor) else value
+        return [values[index] for index in range(len(values))]
+
+
+class _Watched(torch.fx.Interpreter):
+    """Runs a rewritten graph; notes where results and gradients are not finite."""
+
+    def __init__(self, module: torch.fx.GraphModule, names: dict[str, NodePlan], probe: OverflowProbe) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.names, self.probe = names, probe
+        self.state: dict[torch.fx.Node, tuple[bool, bool]] = {}
+        """(holds NaN, holds an infinity) of every result that is not finite."""
+        self.causes: list[torch.fx.Node] = []
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "output":
+            return result
+        floats = list(_floats(result))
+        with torch.no_grad():  # a look saves nothing for backward: activation checkpoints count what is saved
+            nan = any(bool(t.isnan().any()) for t in floats)
+            inf = any(bool(_infinities(t, given=n.op in ("placeholder", "get_attr"))) for t in floats)
+        if nan or inf:
+            self.state[n] = nan, inf
+            fed = [self.state.get(feeder, (False, False)) for feeder in n.all_input_nodes]
+            fed.append(_written(n))
+            explained = any(f[0] for f in fed) if nan else any(f[0] or f[1] for f in fed)
+            if not explained:
+                self.causes.append(n)
+        for t in floats:
+            if t.requires_grad and t.grad_fn is not None:
+                t.register_hook(_on_gradient(self.probe, n, self.names))
+        return result
+
+    def first_activation(self) -> Finding | None:
+        """The first cause, in the order of the forward, of an output that is not finite."""
+        output = next(n for n in self.module.graph.nodes if n.op == "output")  # type: ignore[union-attr]
+        reached: set[torch.fx.Node] = set()
+        stack = [n for n in output.all_input_nodes if n in self.state]
+        while stack:
+            node = stack.pop()
+            if node not in reached:
+                reached.add(node)
+                stack.extend(feeder for feeder in node.all_input_nodes if feeder in self.state)
+        cause = next((n for n in self.causes if n in reached), None)
+        if cause is None:
+            return None
+        planned = self.names.get(cause.meta.get(NODE, ""))
+        what = "NaN" if self.state[cause][0] else "an infinity"
+        if planned is not None and cause.op in ("placeholder", "get_attr"):
+            kind = _PARAMETER if planned.role in ("parameter", "buffer", "constant") else _INPUT
+            return Finding(kind, f"{what} in {planned.role} {planned.name}")
+        value = cause.name if planned is None else f"{planned.role} {planned.name}"
+        if planned is not None and planned.role == "op":
+            value = f"the activation of {_place(planned)}"
+        return Finding(_ACTIVATION, f"{value}{f', cast to {cause.meta[CAST]}' if CAST in cause.meta else ''}: {what}")
+
+
+def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
+    @uncaptured
+    def look(gradient: Tensor | None) -> None:
+        if gradient is None or probe.backward is not None or _finite(gradient):  # None: nothing depends on it
+            return
+        if node.target is scale_gradient:
+            probe.backward = Finding(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")
+            return
+        planned = names.get(node.meta.get(NODE, ""))
+        reader = next((names[user.meta[NODE]] for user in node.users if user.meta.get(NODE) in names), None)
+        if planned is not None and planned.role == "op":
+            probe.backward = Finding(_GRADIENT, f"the gradient of {_place(planned)}")
+        elif planned is not None:
+            by = f", read by {_place(reader)}" if reader else ""
+            probe.backward = Finding(_GRADIENT, f"the gradient of {planned.role} {planned.name}{by}")
+
+    return look
+
+
+def _place(node: NodePlan) -> str:
+    """"linear_3 in encoder.layer.0 (model.py:17)"."""
+    where = f" in {node.module}" if node.module else ""
+    return f"node {node.name}{where}" + (f" ({node.source})" if node.source else "")
+
+
+def _names(plan: RegionPlan) -> dict[str, NodePlan]:
+    return {node.name: node for node in plan.nodes}
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """Floating tensors that can be looked at: what vmap batches inside the graph cannot, its results can."""
+    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value) if isinstance(value, tuple | list) else ()
+    tensors = (t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
+    return (t for t in tensors if not is_batched(t))
+
+
+def _infinities(t: Tensor, given: bool) -> Tensor:
+    """Whether `t` holds infinities; a model is given those below zero on purpose, in masks."""
+    return (t.isposinf() if given and not t.is_complex() else t.isinf()).any()
+
+
+def _finite(gradient: Tensor) -> bool:
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.detach().to_local()  # type: ignore[attr-defined]
+    values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+    return bool(values.detach().isfinite().all())
+
+
+def _written(node: torch.fx.Node) -> tuple[bool, bool]:
+    """Whether NaN or an infinity stands among the node's own arguments."""
+    found = [False, False]
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, float):
+            found[0] |= math.isnan(leaf)
+            found[1] |= math.isinf(leaf)
+        return leaf
+
+    map_aggregate((node.args, node.kwargs), look)
+    return found[0], found[1]
+
+
+def _talks(module: torch.fx.GraphModule) -> bool:
+    """Whether the graph has collectives, which one rank must not run by itself."""
+    return any(word in str(node.target) for node in module.graph.nodes for word in _COLLECTIVE)

@@ -1,0 +1,1 @@
+"""Facts in rows, and the words that everything else speaks: errors, number formats, devices, ops."""

@@ -1,0 +1,56 @@
+"""What users pass: checks that several places share, and values as messages quote them."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from amprewrite.tables.errors import PolicyError
+
+_QUOTE = reprlib.Repr()
+_QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = 80
+_QUOTE.maxlist = _QUOTE.maxtuple = _QUOTE.maxset = _QUOTE.maxfrozenset = _QUOTE.maxdict = 8
+
+
+def shown(value: object, most: int = 80) -> str:
+    """`repr(value)` on one line of at most `most` characters, the middle of longer ones left out; its type where that fails.
+
+    >>> shown("bf61")
+    "'bf61'"
+    """
+    try:
+        text = " ".join(_QUOTE.repr(value).split())
+    except Exception:  # a repr of the user's own may do anything; the message is about something else
+        text = f"<{type(value).__name__}>"
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def is_flag(value: object) -> bool:
+    """Whether it is True or False, NumPy's included."""
+    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
+
+
+def flag(name: str, value: Any) -> bool:
+    """An option that is on or off; PolicyError for anything else."""
+    if not is_flag(value):
+        raise PolicyError(f"{name}= takes True or False, not {shown(value)}")
+    return bool(value)
+
+
+def is_word(value: object, word: str) -> bool:
+    """Whether `value` is the string `word`: arrays compare element by element."""
+    return isinstance(value, str) and value == word
+
+
+def keywords(name: str, value: Any) -> dict[str, Any]:
+    """Keyword arguments for a model; PolicyError for what is no mapping from names."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise PolicyError(f"{name}= takes a dict of keyword arguments by name, such as {{'mask': mask}}, not {type(value).__name__}")
+    return dict(value)
+
+
+__all__ = ["flag", "is_flag", "is_word", "keywords", "shown"]

@@ -1,0 +1,293 @@
+"""How files are written: whole or not at all, whatever happens meanwhile.
+
+1. The content goes into a scratch file beside the target and is synced to the disk.
+2. The scratch file gets the target's mode and owner and replaces it in one step; then the folder is synced.
+3. A symbolic link is followed, so it stays a link. Folders, devices, pipes and sockets are refused.
+4. A killed process leaves its scratch file behind. The next write in that folder removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import EmitError, PolicyError
+
+try:
+    import fcntl
+except ImportError:  # no such module on Windows: writers of one model are not kept apart there
+    fcntl = None  # type: ignore[assignment]
+
+MARK = ".amprewrite-"
+"""How names of scratch files begin: MARK, place, process, its start, a random word."""
+HOUR = 3600.0
+"""Age in seconds at which a scratch file of another machine is taken to be left over."""
+PATIENCE = 10.0
+"""Seconds to wait for another writer of the same folder."""
+REMEDIES = {
+    errno.ENOSPC: "free some space or give another path",
+    errno.EDQUOT: "free some space or give another path",
+    errno.EFBIG: "free some space or give another path",
+    errno.EACCES: "give another path, in a folder that you may write to",
+    errno.EPERM: "give another path, in a folder that you may write to",
+    errno.EROFS: "give another path, on a disk that is not read-only",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOENT: "make the folder first",
+    errno.ENOTDIR: "make the folder first",
+    errno.ELOOP: "remove the symbolic link that leads to itself",
+}
+
+
+# -- writing ---------------------------------------------------------------------------
+def write_text(path: Any, text: str) -> Path:
+    """Replace or make a UTF-8 text file. EmitError that says why and what to do if it cannot be written."""
+    return write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_bytes(path: Any, content: bytes) -> Path:
+    """Replace or make a file. EmitError that says why and what to do if it cannot be written."""
+    with replacing(path) as file:
+        file.write(content)
+    return Path(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Any) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` when the block ends; an exception leaves the old file as it was.
+
+    EmitError if it cannot be written. Other exceptions of the block pass through.
+    """
+    target = resolved(path)
+    try:
+        sweep(target.parent)
+        scratch = scratch_path(target.parent)
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                take_mode(scratch, target)  # before there is content: nobody may read more than before
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def read_text(path: Any) -> str:
+    """The text of a UTF-8 file. ValueError that says why if there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ValueError(f"{error.strerror or error}") from error
+
+
+def cannot_write(path: Any, error: OSError) -> EmitError:
+    """The error to raise, with the reason and what to do."""
+    remedy = REMEDIES.get(error.errno or 0, "give another path")
+    if error.errno == errno.ENOENT and Path(path).parent.is_dir():
+        remedy = "give another path"
+    return EmitError(f"{printable(path)} cannot be written: {printable(error.strerror or error)}; {remedy}")
+
+
+# -- targets -----------------------------------------------------------------------------
+def resolved(path: Any) -> Path:
+    """The regular file that `path` names, there or not, with symbolic links followed.
+
+    PolicyError if it is no path. EmitError if its folder is missing, or if something stands there that a file must not replace.
+    """
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise PolicyError(f"a path is a string or a Path, not {type(path).__name__}")
+    if "\0" in os.fspath(path):
+        raise EmitError(f"{printable(path)} cannot be written: a path holds no NUL character; give another path")
+    try:
+        target = Path(os.path.realpath(path))
+        if not stat.S_ISDIR(target.parent.stat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        found = target.lstat()
+    except FileNotFoundError as error:
+        if Path(os.path.realpath(path)).parent.is_dir():
+            return target
+        raise cannot_write(path, error) from error
+    except UnicodeEncodeError as error:
+        raise EmitError(f"{printable(path)} cannot be written: the file system takes no such name; give another path") from error
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    if stat.S_ISDIR(found.st_mode):
+        raise EmitError(f"{printable(path)} is a folder; name a file in it")
+    if stat.S_ISLNK(found.st_mode):
+        raise cannot_write(path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
+    if not stat.S_ISREG(found.st_mode):
+        raise EmitError(f"{printable(path)} cannot be written: it is a device, a pipe or a socket; name a regular file")
+    if not os.access(target, os.W_OK):
+        raise EmitError(f"{printable(path)} cannot be written: it is read-only; make it writable or give another path")
+    return target
+
+
+def take_mode(scratch: Path, target: Path) -> None:
+    """Give a scratch file the mode and owner of the file that it will replace, if there is one."""
+    try:
+        old = target.stat()
+    except FileNotFoundError:
+        return
+    now = scratch.stat()
+    if hasattr(os, "chown") and (old.st_uid, old.st_gid) != (now.st_uid, now.st_gid):
+        with contextlib.suppress(PermissionError):  # only root gives files away; others keep what they made
+            os.chown(scratch, old.st_uid, old.st_gid)
+    scratch.chmod(stat.S_IMODE(old.st_mode))
+
+
+def settle(scratch: Path, target: Path) -> None:
+    """Sync a finished scratch file and put it in the place of `target`, whose mode it takes. OSError if that fails."""
+    take_mode(scratch, target)
+    sync_file(scratch)
+    scratch.replace(target)
+
+
+def write_scratch(path: Path, content: bytes) -> None:
+    """Write a scratch file, which nobody reads before `settle` or a move. OSError if that fails."""
+    with path.open("wb") as file:
+        file.write(content)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's entries are on the disk, where the file system knows how."""
+    with contextlib.suppress(OSError), _opened(folder) as handle:  # the entries are right all the same
+        os.fsync(handle)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes and threads that use this function out of a folder. EmitError if one stays there for long."""
+    if fcntl is None:
+        yield
+        return
+    with _opened(folder) as handle:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise EmitError(f"{folder} is in use by another writer; try again when it is done") from None
+                time.sleep(0.005)
+            except OSError:  # a file system without locks
+                break
+        try:
+            yield
+        finally:  # closing the handle is not enough: a process forked meanwhile holds a copy
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+# -- scratch files -----------------------------------------------------------------------
+def scratch_path(folder: Path) -> Path:
+    """A fresh name in `folder` that tells whose it is. It is short, so that it fits wherever the target's name fits."""
+    pid = os.getpid()
+    return folder / f"{MARK}{_place()}-{pid}-{_started(pid)}-{secrets.token_hex(4)}"
+
+
+@contextlib.contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """A folder of one's own inside `folder`, gone afterwards. OSError if it cannot be made."""
+    sweep(folder)
+    made = scratch_path(folder)
+    try:
+        made.mkdir(0o700)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left in `folder`. A folder that cannot be read is left alone."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [Path(entry.path) for entry in entries if entry.name.startswith(MARK)]
+    except OSError:
+        return
+    for path in found:
+        if _is_left_over(path):
+            with contextlib.suppress(OSError):  # another process may have removed it meanwhile
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether the process that made a scratch file is gone; of other machines' processes only the age tells."""
+    parts = path.name.removeprefix(MARK).split("-")
+    if len(parts) != 4 or not parts[1].isdigit():
+        return False
+    if parts[0] == _place():
+        return _started(int(parts[1])) != parts[2]
+    try:
+        inside = [each.lstat().st_mtime for each in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
+        return time.time() - max([path.lstat().st_mtime, *inside]) > HOUR
+    except OSError:
+        return False
+
+
+def _place() -> str:
+    """A word for this machine since it started, and for the space of process numbers in it."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # Linux alone tells
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def _started(pid: int) -> str:
+    """When a process started, so that a later one of the same number is told apart; "gone" if there is none."""
+    if Path("/proc/self/stat").exists():
+        try:
+            told = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            return "gone" if told[0] in "ZX" else told[19]  # dead, and not yet asked for its status
+        except (OSError, IndexError):
+            return "gone"
+    if os.name == "nt":  # signal 0 is no question there
+        return "0"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except OSError:  # it is another user's
+        return "0"
+    return "0"
+
+
+__all__ = [
+    "alone_in", "cannot_write", "read_text", "replacing", "resolved", "scratch_folder", "scratch_path", "settle", "sweep", "sync_file",
+    "sync_folder", "take_mode", "write_bytes", "write_scratch", "write_text",
+]  # fmt: skip

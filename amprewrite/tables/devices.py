@@ -1,0 +1,126 @@
+"""What a device is good at: FLOP/s of each format, bytes/s of its memory, seconds that starting a kernel takes.
+
+Rates of NVIDIA's rows are the data sheets' (dense, no sparsity; SXM boards where there are several), bandwidths too:
+V100 (2020), T4 (2019), A100 80 GB (2021), L4 (2023), H100 (2023), H200 (2024) and HGX B200 (2024, an eighth of the board). Formats
+that the matrix units do not have run on the fp32 units. A launch is what eager PyTorch pays for an op, 4 to 5 µs. The CPU rows are
+round figures for eight server cores on two channels of memory; `measure=True` asks the machine instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import BF16, FP16, Format
+
+
+@dataclass(frozen=True)
+class Device:
+    """One row of the device table."""
+
+    name: str
+    type: str
+    """As in torch: "cpu", "cuda"."""
+    flops: Mapping[str, float] = field(hash=False)
+    """Dense FLOP/s of a matrix product in "fp32", "tf32", "fp16" and "bf16", the last three where they differ from fp32."""
+    bandwidth: float
+    """Bytes per second."""
+    launch: float
+    """Seconds that starting one kernel takes in eager PyTorch."""
+    low_formats: tuple[str, ...]
+    """Formats that the matrix units multiply natively, best first; empty: low precision gains nothing."""
+
+    def rate(self, fmt: str) -> float:
+        """FLOP/s of a matrix product in the format called `fmt`."""
+        return self.flops.get(fmt, self.flops["fp32"])
+
+
+def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str) -> Device:
+    """A row in TFLOP/s and GB/s."""
+    rates = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, **dict.fromkeys(low_formats, low * 1e12)}
+    return Device(name, "cuda", rates, bandwidth * 1e9, 4e-6, low_formats)
+
+
+CPU = Device("cpu", "cpu", {"fp32": 5e11, "bf16": 2.5e11, "fp16": 1.25e11}, 4e10, 5e-6, ())
+CPU_BF16 = Device("cpu with native bf16", "cpu", {"fp32": 5e11, "bf16": 1e12, "fp16": 2.5e11}, 4e10, 4e-6, ("bf16",))
+V100 = _gpu("v100", 15.7, 15.7, 125, 900, "fp16")
+T4 = _gpu("t4", 8.1, 8.1, 65, 320, "fp16")
+A100 = _gpu("a100", 19.5, 156, 312, 2039, "bf16", "fp16")
+L4 = _gpu("l4", 30.3, 60, 121, 300, "bf16", "fp16")
+H100 = _gpu("h100", 67, 494, 989, 3350, "bf16", "fp16")
+H200 = _gpu("h200", 67, 494, 989, 4800, "bf16", "fp16")
+B200 = _gpu("b200", 75, 1100, 2250, 8000, "bf16", "fp16")
+CUDA_OLD = Device("cuda before sm_70", "cuda", {"fp32": 1e13}, 3e11, 5e-6, ())
+CUDA_NO_TENSOR_CORES = Device("cuda sm_75 without Tensor Cores (GTX 16xx)", "cuda", {"fp32": 5e12, "fp16": 1e13}, 2.5e11, 5e-6, ())
+OTHER = Device("other accelerator", "other", {"fp32": 2e13, "fp16": 1e14, "bf16": 1e14}, 5e11, 4e-6, ("bf16", "fp16"))
+
+DEVICES = (CPU, CPU_BF16, V100, T4, A100, L4, H100, H200, B200, CUDA_OLD, CUDA_NO_TENSOR_CORES, OTHER)
+
+NAMED: dict[str, Device] = {
+    "cpu": CPU, "cpu-bf16": CPU_BF16, **{row.name: row for row in (V100, T4, A100, L4, H100, H200, B200)}
+}  # fmt: skip
+"""Devices that `device=` knows."""
+
+
+def named_device(name: str) -> Device:
+    """The row called `name`; PolicyError, which lists the known ones, for any other."""
+    row = NAMED.get(name.lower()) if isinstance(name, str) else None
+    if row is None:
+        near = difflib.get_close_matches(name.lower(), NAMED, 1) if isinstance(name, str) else []
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise PolicyError(f"device={shown(name)} is no device that amprewrite can plan for; it knows {', '.join(NAMED)}.{hint}")
+    return row
+
+
+def device_row(device: str | torch.device) -> Device:
+    """The row that describes `device` on this machine: by its name, else the nearest by compute capability."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return CPU_BF16 if _cpu_has_bf16() else CPU
+    if kind != "cuda" or not torch.cuda.is_available():
+        return OTHER
+    if torch.version.hip:
+        return A100
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    words = name.lower().replace("-", " ").split()
+    for row in (V100, T4, A100, L4, H100, H200, B200):
+        if row.name in words:
+            return row
+    if capability < (7, 0):
+        return CUDA_OLD
+    if capability == (7, 5) and "GTX 16" in name:
+        return CUDA_NO_TENSOR_CORES
+    if capability < (8, 0):
+        return V100 if capability < (7, 5) else T4
+    if capability < (9, 0):
+        return A100 if capability == (8, 0) else L4
+    return H100 if capability < (10, 0) else B200
+
+
+def best_format(device: str | torch.device | Device) -> Format | None:
+    """The low format that this device multiplies fastest and safest, None where it gains nothing."""
+    formats = (device if isinstance(device, Device) else device_row(device)).low_formats
+    return {"bf16": BF16, "fp16": FP16}[formats[0]] if formats else None
+
+
+def fp32_rate(row: Device, convolution: bool) -> str:
+    """How `row` multiplies fp32 under torch's present settings: "tf32" or "fp32"; convolutions have a switch of their own."""
+    if row.type != "cuda":
+        return "fp32"
+    cudnn: Any = torch.backends.cudnn  # its submodules and properties are set up at run time
+    backend = cudnn.conv if convolution else torch.backends.cuda.matmul
+    asked = backend.fp32_precision
+    everywhere = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if (everywhere if asked == "none" else asked) == "tf32" else "fp32"
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 natively (AVX512-BF16 or AMX on x86)."""
+    has = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(has and has())

@@ -1,0 +1,1 @@
+"""Applying passes: they edit the fx graph as the plan says."""

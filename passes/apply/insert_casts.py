@@ -1,0 +1,115 @@
+"""Edit the fx graph as the plan says: insert the casts, aim dtype arguments at the colour of their node.
+
+1. For each planned cast: one copy before the first of its users, which all read it from then on. A result that was made with
+   gradients is copied before the model switches them off. A value that a torch.func transform reads from outside is copied outside.
+2. In nodes that run low: dtype arguments that said fp32 say low, constants beyond the range become its ends.
+3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) are told it instead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from amprewrite.graphs.fx.node_facts import CONVERSIONS, GRAD_SWITCHES, LEAVES, TAKES_SHAPE_ONLY, example_value, tensors, transform_openings
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.program import Program
+from amprewrite.tables.errors import PassError, PlanError
+from amprewrite.tables.formats import FORMATS, FP32, Format
+from amprewrite.tables.formats import saturate as saturate_value
+from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.vocabulary import Colour
+
+CAST = "amprewrite_cast"
+"""Key in a node's meta that marks the casts we inserted."""
+
+
+class InsertCasts(Pass):
+    name = "insert-casts"
+
+    def requires(self, program: Program) -> None:
+        if program.module is None:
+            raise PassError("insert-casts edits an fx graph, and this program has none")
+
+    def call(self, program: Program) -> bool:
+        assert program.module is not None
+        low = program.policy.low
+        order = {node: position for position, node in enumerate(program.module.graph.nodes)}
+        for name, paint in program.paints.items():
+            if paint.colour is not Colour.PLAIN and program.graph[name].role == "op":
+                aim_dtype(program.fx_nodes[name], low if paint.colour is Colour.LOW else FP32)
+        openings = transform_openings(program.module.graph)
+        for cast in program.casts:
+            value = program.fx_nodes[cast.value]
+            users = sorted((program.fx_nodes[name] for name in cast.users), key=order.__getitem__)
+            place = leave_with_gradients(value, users[0]) if value in openings else openings.get(users[0])
+            insert_cast(program.module.graph, value, FORMATS[cast.to], users, cast.saturate, cast.weight, place)
+        return bool(program.casts)
+
+
+def insert_cast(
+    graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool,
+    place: torch.fx.Node | None = None,
+) -> torch.fx.Node:  # fmt: skip
+    """A copy of `value` in format `to` before `place`, or else before the first of `users`; they read it instead of `value`."""
+    with graph.inserting_before(place or leave_with_gradients(value, users[0])):
+        source = value
+        if saturate:
+            source = graph.call_function(saturate_value, (value, to.max))
+            source.meta = dict(value.meta)
+            source.meta.pop(LEAVES, None)
+        copy = graph.call_method("to", (source, to.dtype))
+    copy.meta = {**value.meta, CAST: to.name, "weight": weight}
+    copy.meta.pop("grapharg", None)
+    copy.meta.pop(LEAVES, None)
+    for user in users:
+        if value not in user.all_input_nodes:
+            raise PlanError(f"the plan casts {value.name} for {user.name}, which does not read it; make the plan anew")
+        user.replace_input_with(value, copy)
+    return copy
+
+
+def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
+    """Where to copy `value` for `user`: before it, or where that is the output, before the grad mode that made `value` ends."""
+    if user.op != "output":
+        return user
+    place, node = user, user.prev
+    while node is not value and node.op != "root":
+        if op_name(node.target) in GRAD_SWITCHES:
+            place = node if not node.args[0] else user
+        node = node.prev
+    return place
+
+
+def aim_dtype(node: torch.fx.Node, fmt: Format) -> None:
+    """Make a node that takes its dtype from an argument or from another tensor give `fmt`, and fit its constants into it."""
+    op = op_name(node.target)
+    if op in CONVERSIONS:
+        _aim_conversion(node, op, fmt)
+    elif op in TAKES_SHAPE_ONLY and node.kwargs.get("dtype") is None:
+        node.kwargs = {**node.kwargs, "dtype": fmt.dtype}
+    if fmt is FP32:
+        return
+
+    def fit(leaf: Any) -> Any:
+        if leaf is torch.float32:
+            return fmt.dtype
+        if isinstance(leaf, float) and math.isfinite(leaf) and abs(leaf) > fmt.max:
+            return math.copysign(fmt.max, leaf)
+        return leaf
+
+    node.args = map_aggregate(node.args, fit)  # type: ignore[assignment]
+    node.kwargs = map_aggregate(node.kwargs, fit)  # type: ignore[assignment]
+
+
+def _aim_conversion(node: torch.fx.Node, op: str, fmt: Format) -> None:
+    others = [a for a in (*node.args[1:], *node.kwargs.values()) if isinstance(a, torch.fx.Node)]
+    if op == "float" or (op == "type_as" and others):
+        node.op, node.target, node.args, node.kwargs = "call_method", "to", (node.args[0], fmt.dtype), {}
+    elif op == "to" and others and tensors(example_value(others[0])):
+        device = tensors(example_value(others[0]))[0].device
+        node.op, node.target, node.args, node.kwargs = "call_method", "to", (node.args[0], device, fmt.dtype), {}

@@ -1,0 +1,271 @@
+"""Edit the fx graph as the plan says: change sizes where regions begin and end, and tell ops the physical sizes they run in.
+
+1. Ops that name sizes in their arguments (view, expand, split, slices, depthwise groups) name physical ones; attention gets the
+   scale of its logical head size; batch norm in training pads its running statistics itself.
+2. A weight's cast becomes a cast that pads. Every other planned change of size is one node before the first of its users.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.node_facts import LEAVES, example_value, tensors
+from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
+from amprewrite.ir.op_calls import Call, Shape
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.pad_plan import Layout, PadCopy, extents, physical
+from amprewrite.ir.program import Program
+from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.passes.plan.plan_pads import calls_with_casts, cast_name
+from amprewrite.planner.padding.rules.shapes import index_of
+from amprewrite.tables.errors import PassError, PlanError
+from amprewrite.tables.formats import FORMATS, dtype_name
+
+PAD = "amprewrite_pad"
+"""Key in a node's meta that marks what this pass inserted or told other sizes."""
+FRESH = {
+    "cast", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "add", "sub", "mul", "div", "relu", "gelu", "silu", "tanh", "sigmoid",
+    "softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "batch_norm", "sum", "mean", "cross_entropy", "nll_loss",
+    "cat", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "logsumexp", "argmax", "embedding", "dropout", "pow",
+}  # fmt: skip
+"""Ops that read any strides and give memory of their own: what they read may stay a view of something wider."""
+
+
+class InsertPads(Pass):
+    name = "insert-pads"
+
+    def requires(self, program: Program) -> None:
+        if program.pads and program.module is None:
+            raise PassError("insert-pads edits an fx graph, and this program has none")
+
+    def call(self, program: Program) -> bool:
+        if not program.pads:
+            return False
+        _Insertion(program).run()
+        return True
+
+
+class _Insertion:
+    def __init__(self, program: Program) -> None:
+        assert program.module is not None
+        self.program, self.plan, self.graph = program, program.pads, program.module.graph
+        self.calls = calls_with_casts(program)
+        self.nodes = {**program.fx_nodes, **_cast_nodes(program)}
+        self.have = {padded.value: padded.layout for padded in self.plan.values}
+        self.uses = {(copy.value, user): copy.layout for copy in self.plan.copies for user in copy.users}
+        for value in (*self.have, *(copy.value for copy in self.plan.copies), *(u for c in self.plan.copies for u in c.users)):
+            if value.partition("#")[0] not in self.nodes:
+                raise PlanError(f"the plan pads {value}, which the graph does not have; make the plan anew")
+
+    def run(self) -> None:
+        for name, call in self.calls.items():
+            if call.role == "op" and call.op in AIM:
+                AIM[call.op](self, call, self.nodes[name])
+        order = {node: place for place, node in enumerate(self.graph.nodes)}
+        for copy in self.plan.copies:
+            self.insert(copy, order)
+
+    def layout(self, call: Call, i: int = 0) -> Layout:
+        """Of a result."""
+        return self.have.get(f"{call.name}#{i}" if call.several else call.name, ())
+
+    def use(self, value: str, reader: str) -> Layout:
+        """Of an operand as it arrives."""
+        return self.uses.get((value, reader), self.have.get(value, ()))
+
+    def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int]) -> None:
+        value = self.nodes[copy.value]
+        readers = [_reader_of(self.nodes[user], value, user) for user in copy.users]
+        plain = []
+        for reader in readers:
+            if copy.weight and CAST in reader.meta and reader.op == "call_method" and reader.target == "to":
+                reader.op, reader.target, reader.args = "call_function", pad_cast, (value, reader.args[1], copy.layout)
+            else:
+                plain.append(reader)
+        if not plain:
+            return
+        first = min(plain, key=lambda reader: order.get(reader, 0))
+        dense = any(self.calls[user].op not in FRESH for user in copy.users)
+        with self.graph.inserting_before(first):
+            if copy.weight:
+                dtype = tensors(example_value(value))[0].dtype
+                made = self.graph.call_function(pad_cast, (value, dtype, copy.layout))
+                made.meta = {**value.meta, CAST: dtype_name(dtype), "weight": True}
+            else:
+                made = self.graph.call_function(resize, (value, copy.have, copy.layout, copy.refresh, dense))
+                made.meta = dict(value.meta)
+        made.meta.pop("grapharg", None)
+        made.meta.pop(LEAVES, None)
+        made.meta[PAD] = copy.kind
+        for reader in plain:
+            reader.replace_input_with(value, made)
+
+
+def _cast_nodes(program: Program) -> dict[str, torch.fx.Node]:
+    """The fx node of every planned cast copy, by the name that the pad plan has for it."""
+    found = {}
+    for cast in program.casts:
+        value = program.fx_nodes[cast.value]
+        for feeder in program.fx_nodes[cast.users[0]].all_input_nodes:
+            if feeder.meta.get(CAST) == FORMATS[cast.to].name and value in (feeder.args[0], *feeder.args[0].all_input_nodes):  # type: ignore[union-attr]
+                found[cast_name(cast)] = feeder  # a saturating one reads a clamp of the value
+    return found
+
+
+def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx.Node:
+    """The node that reads `value` for `node`: itself, or the clamp before a saturating cast."""
+    if value in node.all_input_nodes:
+        return node
+    clamp = node.args[0] if node.args else None
+    if CAST in node.meta and isinstance(clamp, torch.fx.Node) and value in clamp.all_input_nodes:
+        return clamp
+    raise PlanError(f"the plan pads {value.name} for {name}, which does not read it; make the plan anew")
+
+
+# -- 1. sizes in arguments ---------------------------------------------------------------------
+def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
+    """Set one argument, wherever it stands."""
+    if place < len(node.args):
+        node.args = (*node.args[:place], value, *node.args[place + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, name: value}
+    node.meta[PAD] = "sizes"
+
+
+def _sizes(run: _Insertion, call: Call, node: torch.fx.Node, name: str) -> None:
+    """Sizes after the input, spread or as one tuple: physical where a dim is padded. -1 keeps its meaning elsewhere."""
+    grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
+    if not grown:
+        return
+    spread = len(node.args) > 1 and not isinstance(node.args[1], tuple | list)
+    given = list(node.args[1:]) if spread else list(node.args[1] if len(node.args) > 1 else node.kwargs[name])  # type: ignore[arg-type]
+    told = tuple(grown.get(dim, size) for dim, size in enumerate(given))
+    if spread:
+        node.args = (node.args[0], *told)
+        node.meta[PAD] = "sizes"
+    else:
+        _tell(node, 1, name if name in node.kwargs or len(node.args) > 1 else "size", told)
+
+
+def _view(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    _sizes(run, call, node, "shape" if "shape" in node.kwargs else "size")
+
+
+def _zeros(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    """Sizes from the first argument on; after a tensor where it is `new_zeros`."""
+    grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
+    if not grown:
+        return
+    first = int(bool(node.args) and isinstance(node.args[0], torch.fx.Node) and isinstance(example_value(node.args[0]), torch.Tensor))
+    if len(node.args) > first and isinstance(node.args[first], tuple | list):
+        _tell(node, first, "size", tuple(grown.get(dim, size) for dim, size in enumerate(node.args[first])))  # type: ignore[arg-type]
+    elif "size" in node.kwargs:
+        _tell(node, first, "size", tuple(grown.get(dim, size) for dim, size in enumerate(node.kwargs["size"])))  # type: ignore[arg-type]
+    else:
+        node.args = (*node.args[:first], *(grown.get(dim, size) for dim, size in enumerate(node.args[first:])))
+        node.meta[PAD] = "sizes"
+
+
+def _unflatten(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    layout = run.layout(call)
+    if layout:
+        sizes, dim = call.get(2, "sizes", call.kwargs.get("unflattened_size")), call.get(1, "dim")
+        rank = len(call.shapes[0]) - len(sizes) + 1
+        start = dim % rank
+        grown = physical(call.shapes[0], layout)
+        told = tuple(grown[start + i] if start + i in dict(layout) else size for i, size in enumerate(sizes))
+        _tell(node, 2, "sizes" if "sizes" in node.kwargs or len(node.args) > 2 else "unflattened_size", told)
+
+
+def _split(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    """The dim that is cut has pieces of physical size."""
+    dim = call.get(2, "dim", 0) % len(call.shapes[0])
+    sizes = [physical(shape, run.layout(call, i))[dim] for i, shape in enumerate(call.shapes)]
+    if sizes == [shape[dim] for shape in call.shapes]:
+        return
+    name = next((n for n in ("split_size_or_sections", "split_size", "split_sizes") if n in node.kwargs), "split_size")
+    given = call.get(1, name)
+    _tell(node, 1, name, sizes[0] if isinstance(given, int) else sizes)
+
+
+def _getitem(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    """Slices that take one of several equal pieces take the same piece of the physical dim."""
+    layout = run.layout(call)
+    source = call.args[0]
+    if not layout or call.item is not None:
+        return
+    index = index_of(call, run.calls[source.name].shapes[0])
+    assert index is not None
+    shape: Shape = run.calls[source.name].shapes[0]
+    told: list[Any] = []
+    after = 0
+    for dim, i in index:
+        if isinstance(i, slice) and i != slice(None) and after in dict(layout):
+            size = shape[dim]
+            assert isinstance(size, int)
+            start, stop, _ = i.indices(size)
+            grown = extents(dict(layout)[after])[1]
+            told.append(slice(start // (stop - start) * grown, (start // (stop - start) + 1) * grown))
+        else:
+            told.append(i)
+        after += not isinstance(i, int)
+    if len(told) != len([i for i in told if i == slice(None) or i is None]):
+        _tell(node, 1, "index", tuple(told))
+
+
+def _narrow(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    layout, (dim, start, length) = dict(run.layout(call)), (call.get(i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length")))
+    rank = len(call.shapes[0])
+    if dim % rank in layout:
+        size = run.calls[call.get(0, "input", call.kwargs.get("self")).name].shapes[0][dim % rank]
+        grown = extents(layout[dim % rank])[1]
+        start = start + size if start < 0 else start
+        _tell(node, 2, "start", start // length * grown)
+        _tell(node, 3, "length", grown)
+
+
+def _attention(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    query = call.get(0, "query")
+    head = run.calls[query.name].shapes[0][-1]
+    if run.use(query.name, call.name) and call.get(6, "scale") is None:
+        assert isinstance(head, int)
+        _tell(node, 6, "scale", 1 / math.sqrt(head))
+
+
+def _depthwise(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    layout = dict(run.layout(call))
+    if 1 in layout and call.get(6, "groups", 1) == call.shapes[0][1]:
+        _tell(node, 6, "groups", extents(layout[1])[1])
+
+
+def _batch_norm(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
+    if run.layout(call) and call.get(5, "training", False):
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+        named = dict(zip(names, node.args, strict=False))
+        named |= {key: value for key, value in node.kwargs.items() if key != "cudnn_enabled"}
+        named["x"] = named.pop("input")
+        node.op, node.target, node.args, node.kwargs = "call_function", batch_norm_padded, (), named
+        node.meta[PAD] = "sizes"
+
+
+AIM: dict[str, Callable[[_Insertion, Call, torch.fx.Node], None]] = {
+    "view": _view,
+    "reshape": _view,
+    "expand": _view,
+    "broadcast_to": _view,
+    "zeros": _zeros,
+    "unflatten": _unflatten,
+    "split": _split,
+    "split_with_sizes": _split,
+    "getitem": _getitem,
+    "narrow": _narrow,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _depthwise),
+    "batch_norm": _batch_norm,
+}
+"""Ops whose arguments name sizes."""

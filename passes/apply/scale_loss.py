@@ -1,0 +1,288 @@
+"""Build loss scaling into a training graph: inside it gradients are scaled, outside nobody ever sees the scale.
+
+1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors.
+2. Some nodes stand outside though they are in the graph: inputs, writes to their memory, values that leave as themselves
+   (`graphs/fx/read/leaving.py`), ops whose backward is code of the user, and fp32 ops that only lead from such values to results.
+3. A value that goes from inside to outside passes `scale_gradient`: its gradient enters times the scale.
+4. A value that goes from outside to inside passes `cast_in`, if it is cast, or `unscale_gradient`: its gradient leaves in fp32,
+   times the inverse. Small weights used close together share one autograd node. Memory that is written is crossed at each
+   reader, behind the writes it sees; all else is crossed once.
+5. A hook on a tensor inside sees its gradient unscaled.
+
+Regions compose, since each multiplies and divides by itself; so graph breaks, other models and penalties stay right.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.node_facts import (
+    GRAD_SWITCHES,
+    LEAVES,
+    NODE,
+    RETURNED,
+    bodies,
+    differentiable,
+    example_value,
+    has_own_backward,
+    hint,
+    is_checkpoint,
+    is_opaque,
+    storages,
+    tensors,
+    transformed_nodes,
+    written,
+)
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.ops.scale_ops import BATCH, BATCH_ELSEWHERE, cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
+from amprewrite.graphs.fx.ops.tensor_hooks import hooked, hooked_unscaled
+from amprewrite.graphs.fx.read.leaving import read_results
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.program import Program
+from amprewrite.passes.apply.insert_casts import CAST, leave_with_gradients
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.vocabulary import Colour
+
+Node = torch.fx.Node
+SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
+
+
+class ScaleLoss(Pass):
+    name = "scale-loss"
+
+    def requires(self, program: Program) -> None:
+        if program.scale_loss and program.module is None:
+            raise PassError("scale-loss edits an fx graph, and this program has none")
+
+    def call(self, program: Program) -> bool:
+        if not program.scale_loss:
+            return False
+        assert program.module is not None
+        nodes = program.fx_nodes
+        weights = {nodes[node.name] for node in program.graph if node.role == "parameter"}
+        high = {nodes[name] for name, paint in program.paints.items() if paint.colour is not Colour.LOW}
+        return scale_loss(program.module.graph, weights, high)
+
+
+def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bool:
+    """Edit `graph`, in which `weights` are the parameters and `high` the nodes that do not run low.
+
+    False if nothing is differentiable (the two inputs come all the same).
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.nodes if node.op == "output")
+    results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
+    sources = [node for node in inputs if differentiable(example_value(node))]
+    like = next((t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))), torch.empty(()))
+    scale, inverse = _scale_inputs(graph, inputs, like)
+    outside = nodes_outside(graph, high)
+    _enter(graph, outside, scale)
+    for node in graph.find_nodes(op="call_function", target=hooked):
+        if node not in outside:
+            node.target, node.args = hooked_unscaled, (*node.args[:2], scale, inverse, *node.args[2:])
+    crossed = [node for node in graph.nodes if node in outside - {scale, inverse} and differentiable(example_value(node))]
+    _leave_by_casts(graph, crossed, inverse, like.device.type)
+    readers = {node: [user for user in node.users if user not in outside and _crosses(user)] for node in crossed}
+    memory = _written_memory(graph)
+    still = [node for node in sources if not storages(example_value(node)) & memory]
+    _leave_elsewhere(graph, {node: readers[node] for node in still}, weights, inverse)
+    _leave_at_readers(graph, {node: readers[node] for node in crossed if node not in set(still)}, outside, inverse)
+    return bool(results or sources)
+
+
+# -- what stands outside ------------------------------------------------------------------------
+def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
+    """Nodes whose gradients are not scaled."""
+    found: set[Node] = set()
+    returned = set(next(node for node in graph.nodes if node.op == "output").all_input_nodes)
+    for node in graph.nodes:
+        first = node.args[0] if node.args else None
+        part = node.target is operator.getitem and first in found and not isinstance(example_value(first), torch.Tensor)  # type: ignore[arg-type]
+        hook = node.target is hooked and first in found
+        writes = any(target in found and differentiable(example_value(target)) for target in written(node))
+        apart = has_own_backward(node) or _gives_what_it_reads(node, returned)
+        if node.op == "placeholder" or LEAVES in node.meta or apart or part or hook or writes:
+            found.add(node)
+    return found | _ends(graph, found, high)
+
+
+def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
+    """Whether a checkpoint's results are returned, of which some are read in its body: no border can stand between."""
+    leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
+    return leaves and is_checkpoint(node) and any(True for body in bodies(node) for _ in read_results(body.graph))
+
+
+def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
+    """Ops in fp32 that lead from values outside to results and to nothing else, as the loss of returned logits does."""
+    apart = transformed_nodes(graph)
+    made = {node for node in outside if node.op != "placeholder"}
+    found: set[Node] = set()
+    for node in graph.nodes:
+        plain = node in high and node not in outside and node not in apart and node.target is not hooked
+        if plain and node.op != "output" and not is_opaque(node) and not written(node):
+            fed = _fed(node)
+            if all(feeder in outside or feeder in found for feeder in fed) and any(f in made or f in found for f in fed):
+                found.add(node)
+    while True:
+        ends = {node for node in found if _ends_outside(node, outside | found)}
+        if ends == found:
+            return found
+        found = ends
+
+
+def _ends_outside(node: Node, outside: set[Node]) -> bool:
+    readers = all(user in outside or user.op == "output" or not _crosses(user) for user in node.users)
+    return readers and all(feeder in outside for feeder in _fed(node))
+
+
+def _fed(node: Node) -> list[Node]:
+    """The values that a gradient of `node` goes to."""
+    return [feeder for feeder in node.all_input_nodes if any(differentiable(t) for t in tensors(example_value(feeder)))]
+
+
+def _crosses(reader: Node) -> bool:
+    """Whether a gradient may come from `reader`: not from indices, comparisons and sizes."""
+    if reader.target in (cast_in, cast_in_many, pad_cast):
+        return False
+    floats = any(differentiable(t) for t in tensors(example_value(reader)))
+    return reader.op != "output" and (floats or bool(written(reader)) or is_opaque(reader) or CAST in reader.meta)
+
+
+# -- from inside to outside ---------------------------------------------------------------------
+def _enter(graph: torch.fx.Graph, outside: set[Node], scale: Node) -> None:
+    for node in list(graph.nodes):
+        if node.op == "placeholder" or not (node in outside or node.op == "output"):
+            continue
+        for value in node.all_input_nodes:
+            if value in outside or value.op == "get_attr" or not differentiable(example_value(value)):
+                continue
+            if node.meta.get(LEAVES) == RETURNED:
+                node.op, node.target, node.args = "call_function", scale_gradient, (value, scale)
+                continue
+            with graph.inserting_before(leave_with_gradients(value, node)):
+                wide = value
+                if node.op != "output" and CAST not in value.meta:
+                    wide = graph.call_method("to", (value, example_value(value).dtype))
+                    wide.meta = _facts(value)
+                entered = graph.call_function(scale_gradient, (wide, scale))
+                entered.meta = _facts(value)
+            node.replace_input_with(value, entered)
+
+
+def _scale_inputs(graph: torch.fx.Graph, inputs: list[Node], like: torch.Tensor) -> tuple[Node, Node]:
+    made = []
+    last = inputs[-1] if inputs else None
+    for name in (SCALE, INVERSE):
+        with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
+            last = graph.placeholder(name)
+        last.meta["example_value"] = like.detach().new_empty((), dtype=torch.float32)
+        made.append(last)
+    return made[0], made[1]
+
+
+def _facts(node: Node) -> dict[str, Any]:
+    kept = ("example_value", "val", "nn_module_stack", "stack_trace", NODE)
+    return {key: value for key, value in node.meta.items() if key in kept}
+
+
+def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node, device: str) -> None:
+    known = set(sources)
+    casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
+    for cast in [node for node in graph.nodes if node.target is pad_cast and node.args[0] in known]:
+        cast.args = (*cast.args, inverse)
+    batches = []
+    limits = BATCH.get(device, BATCH_ELSEWHERE)
+    for weights in by_grad_mode(graph, [cast for cast in casts if cast.meta["weight"]]):
+        batches += [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights], *limits)]
+    for chosen in (*batches, *([cast] for cast in casts if not cast.meta["weight"])):
+        dtypes = {cast.args[1] for cast in chosen}
+        if len(chosen) == 1 or len(dtypes) > 1:
+            for cast in chosen:
+                cast.op, cast.target, cast.args = "call_function", cast_in, (*cast.args, inverse)
+            continue
+        with graph.inserting_before(chosen[0]):
+            many = graph.call_function(cast_in_many, (tuple(cast.args[0] for cast in chosen), dtypes.pop(), inverse))
+            many.meta = {CAST: chosen[0].meta[CAST], "weight": True}
+            copies = [graph.call_function(operator.getitem, (many, place)) for place in range(len(chosen))]
+        for copy, cast in zip(copies, chosen, strict=True):
+            copy.meta = dict(cast.meta)
+            cast.replace_all_uses_with(copy)
+            graph.erase_node(cast)
+
+
+def by_grad_mode(graph: torch.fx.Graph, casts: list[Node]) -> list[list[Node]]:
+    """The casts between one switch of the gradient mode and the next: casts under no_grad must take no other along."""
+    wanted = set(casts)
+    found: list[list[Node]] = [[]]
+    for node in graph.nodes:
+        if op_name(node.target) in GRAD_SWITCHES:
+            found.append([])
+        elif node in wanted:
+            found[-1].append(node)
+    return found
+
+
+def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
+    """Cross inputs that nobody writes once, where the graph begins."""
+    read = [source for source in readers if readers[source]]
+    shared = [source for source in read if source in weights and example_value(source).dtype == torch.float32]
+    waiting = dict(readers)
+    with graph.inserting_after(inverse):
+        for batch in cast_batches([_numel(source) for source in shared]):
+            chosen = [shared[index] for index in batch]
+            if len(chosen) == 1:
+                continue
+            many = graph.call_function(cast_in_many, (tuple(chosen), torch.float32, inverse))
+            many.meta = {"weight": True}
+            with graph.inserting_after(many):
+                for place, source in reversed(list(enumerate(chosen))):
+                    _read_through(waiting.pop(source), source, graph.call_function(operator.getitem, (many, place)))
+        for source in read:
+            if source in waiting:
+                _read_through(waiting[source], source, graph.call_function(unscale_gradient, (source, inverse)))
+
+
+def _written_memory(graph: torch.fx.Graph) -> set[int]:
+    return {storage for node in graph.nodes for target in written(node) for storage in storages(example_value(target))}
+
+
+def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
+    """Cross each value before the first of its readers, anew behind every write and every switch of the gradient mode."""
+    moments = dict(_moments(graph, outside))
+    for source, users in readers.items():
+        made: dict[tuple[int, int], Node] = {}
+        for reader in sorted(users):
+            place, moment = moments[reader]
+            if moment not in made:
+                with graph.inserting_before(place):
+                    made[moment] = graph.call_function(unscale_gradient, (source, inverse))
+            _read_through([reader], source, made[moment])
+
+
+def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
+    """For each node the place to cross for it, outside of torch.func transforms, and (writes, switches) so far."""
+    apart = transformed_nodes(graph)
+    writes = switches = 0
+    place = None
+    for node in graph.nodes:
+        place = (place or node) if node in apart else None
+        yield node, (place or node, (writes, switches))
+        writes += node in outside and bool(written(node))
+        switches += op_name(node.target) in GRAD_SWITCHES
+
+
+def _read_through(readers: list[Node], source: Node, unscaled: Node) -> None:
+    unscaled.meta = _facts(source)
+    for reader in readers:
+        reader.replace_input_with(source, unscaled)
+
+
+def _numel(node: Any) -> int:
+    return math.prod(hint(size) for size in example_value(node).shape)

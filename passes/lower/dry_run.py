@@ -1,0 +1,103 @@
+"""Run an edited fx graph on fake tensors: re-derives the facts of every node, and finds the first op that refuses its dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+
+from amprewrite.graphs.fx.log_quiet import Quiet
+from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
+from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.passes.apply.insert_pads import PAD
+from amprewrite.tables.ops.op_lists import op_name
+
+
+class Refused(Exception):
+    """An op did not take what it was given, or gave another dtype than planned."""
+
+    def __init__(self, node: torch.fx.Node, why: str) -> None:
+        super().__init__(f"{node.name}: {why}")
+        self.node, self.why = node, why
+
+
+class _DryRun(torch.fx.Interpreter):
+    """Interpreter over fake tensors that keeps what each node gives as its new example value."""
+
+    def __init__(self, module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dtype]) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.expected = expected
+        self.open_autocasts: list[Any] = []
+        self.transformed = transformed_nodes(module.graph)
+        self.touched: set[torch.fx.Node] = set()
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr"):
+            value = example_value(n)
+            if value is None and n.op == "get_attr":
+                return super().run_node(n)
+            if value is None and n.op == "placeholder":
+                raise Refused(n, "capture left no example value on this input")
+            return value
+        if n.op == "output":
+            return super().run_node(n)
+        if n in self.transformed or n.target is torch.autograd.grad:  # nothing here has a gradient
+            return example_value(n)
+        want = self.expected.get(n)
+        changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
+        if want is None and not changed:
+            return example_value(n)
+        self.touched.add(n)
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            raise Refused(n, _short(error)) from error
+        if op_name(n.target) == ENTER_AUTOCAST:
+            self.open_autocasts.append(value)
+        elif op_name(n.target) == EXIT_AUTOCAST:
+            closed = self.env.get(n.all_input_nodes[0])
+            self.open_autocasts = [context for context in self.open_autocasts if context is not closed]
+        got = {t.dtype for t in tensors(value) if t.is_floating_point()}
+        if want is not None and value is not None and got - {want}:
+            raise Refused(n, f"gives {', '.join(map(str, sorted(got - {want}, key=str)))} where {want} was planned")
+        n.meta["example_value" if "val" not in n.meta else "val"] = value
+        return value
+
+
+def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dtype]) -> None:
+    """Propagate fake tensors through `module`; raises Refused at the first node that fails or gives no `expected` dtype.
+
+    Only nodes that read something changed are run; grad mode and autocast are left as they were.
+    """
+    values = [t for node in module.graph.nodes for t in tensors(example_value(node))]
+    fake_mode = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
+    run = _DryRun(module, expected)
+    placeholders = [example_value(node) for node in module.graph.nodes if node.op == "placeholder"]
+    grad = torch.is_grad_enabled()
+    try:
+        with torch.no_grad(), Quiet():  # a refusal is kept in the plan
+            if fake_mode is None:
+                run.run(*placeholders, enable_io_processing=False)
+            else:
+                with fake_mode, enable_python_dispatcher():  # as Dynamo: some kernels, oneDNN's LSTM, know no symbolic sizes
+                    run.run(*placeholders, enable_io_processing=False)
+    finally:
+        for context in reversed(run.open_autocasts):
+            torch.amp.autocast_mode._exit_autocast(context)
+        torch.set_grad_enabled(grad)
+
+
+def _always_run(node: torch.fx.Node) -> bool:
+    """Switches of global state, and calls of graphs that may have been rewritten."""
+    switch = op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST, *GRAD_SWITCHES)
+    return switch or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _short(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}"

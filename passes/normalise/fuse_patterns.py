@@ -1,0 +1,320 @@
+"""Norms, softmax and GELU written out by hand, gathered into the one internal op that they are.
+
+Coloured op by op they round every intermediate result, or pay casts round each of them that must not be low. The kernel of
+the whole reads and writes low and computes in fp32 inside. Recognised are, with their usual variations:
+
+1. GELU's tanh form:  0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))                     gelu(approximate="tanh")
+2. softmax:           exp(x − max) / sum, with or without the maximum                   softmax
+3. layer norm:        (x − mean) / √(mean((x − mean)²) + ε), times weight, plus bias    layer_norm
+4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm, but not on CPU: PyTorch has no
+   kernel there and would convert and write it out again
+
+A unit is gathered only where nobody reads what is inside it, and for lists that call its op internal. Conversions inside are
+the kernel's business. The captured graph is left as it is: a copy is edited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+
+from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, device_of, example_value
+from amprewrite.tables.ops.op_lists import OpLists, op_name
+from amprewrite.tables.vocabulary import OpKind
+
+Node = torch.fx.Node
+
+
+@dataclass
+class Unit:
+    """One hand-written op: its last node, the nodes inside, and the call that replaces them."""
+
+    end: Node
+    op: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    inside: set[Node] = field(default_factory=set)
+
+
+def gather_units(module: torch.fx.GraphModule, lists: OpLists, copy: Callable[..., Any]) -> torch.fx.GraphModule:
+    """`module`, or where it holds units a copy with each of them as one call. `copy` gives (copy, {node: its copy})."""
+    names = {op_name(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")}
+    if lists.rule != "cost" or ENTER_AUTOCAST in names or any(name.endswith(FUNCTORCH) for name in names):
+        return module
+    units = list(find_units(module.graph, lists))
+    if not units:
+        return module
+    copied, twin = copy(module)
+    for unit in units:
+        end = twin[unit.end]
+        args = torch.fx.map_arg((unit.args, unit.kwargs), twin.__getitem__)
+        with copied.graph.inserting_before(end):
+            call = copied.graph.call_function(unit.target, *args)
+        call.meta = dict(end.meta)
+        end.replace_all_uses_with(call)
+        for node in sorted((twin[node] for node in unit.inside | {unit.end}), reverse=True):
+            copied.graph.erase_node(node)
+    copied.recompile()
+    gathered: torch.fx.GraphModule = copied
+    return gathered
+
+
+def find_units(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Unit]:
+    """Units of a graph, none within another; from its end, so that a bias or weight is taken along."""
+    taken: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node in taken or not _is_fp32(node):
+            continue
+        for match in (_gelu, _softmax, _layer_norm, _rms_norm):
+            unit = match(node)
+            if unit is not None and _closed(unit) and _allowed(unit, lists) and not unit.inside & taken:
+                taken |= unit.inside | {node}
+                yield unit
+                break
+
+
+def _closed(unit: Unit) -> bool:
+    """Whether nobody outside reads what is inside, and nothing inside writes in place."""
+    unit.inside.discard(unit.end)
+    members = unit.inside | {unit.end}
+    own = [node for node in members if isinstance(node.target, str) and node.target.endswith("_")]
+    return not own and all(user in members for node in unit.inside for user in node.users)
+
+
+def _allowed(unit: Unit, lists: OpLists) -> bool:
+    ops = {op_name(node.target) for node in (*unit.inside, unit.end)}
+    return lists.kind(unit.op) is OpKind.INTERNAL and not ops & lists.asked
+
+
+# -- reading expressions ----------------------------------------------------------------------
+def _is_fp32(node: Any) -> bool:
+    value = example_value(node) if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+
+def _op(node: Any) -> str:
+    return op_name(node.target) if isinstance(node, Node) and node.op in ("call_function", "call_method") else ""
+
+
+def _argument(node: Node, place: int, *names: str) -> Any:
+    found = next((node.kwargs[name] for name in names if name in node.kwargs), None)
+    return node.args[place] if len(node.args) > place else found
+
+
+def _two(node: Any, op: str) -> tuple[Any, Any] | None:
+    """The operands of a plain binary op."""
+    return (node.args[0], node.args[1]) if _op(node) == op and len(node.args) == 2 and not node.kwargs else None
+
+
+def _bare(node: Any, inside: set[Node]) -> Any:
+    """`node` without the conversions to fp32 round it."""
+    while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
+        inside.add(node)
+        node = node.args[0]
+    return node
+
+
+def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
+    """A product taken apart: numbers and nodes; x³ is x three times, 1/√v is ("rsqrt", v)."""
+    node = _bare(node, inside)
+    if not isinstance(node, Node) or (not top and len(node.users) > 1 and _op(node) in ("mul", "div")):
+        return [node]
+    pair, quotient = _two(node, "mul"), _two(node, "div")
+    if pair is not None:
+        inside.add(node)
+        return [factor for part in pair for factor in _factors(part, inside, False)]
+    if quotient is not None and _op(_bare(quotient[1], inside)) == "sqrt":
+        root = _bare(quotient[1], inside)
+        inside |= {node, root}
+        return [*_factors(quotient[0], inside, False), ("rsqrt", root.args[0])]
+    if _op(node) == "rsqrt":
+        inside.add(node)
+        return [("rsqrt", node.args[0])]
+    power = {"square": 2, "pow": _argument(node, 1, "exponent")}.get(_op(node)) if _op(node) in ("square", "pow") else None
+    if power in (2, 3):
+        inside.add(node)
+        return [_bare(node.args[0], inside)] * int(power)
+    return [node]
+
+
+def _number(factors: list[Any], like: float) -> bool:
+    """Whether the numbers among the factors make `like`."""
+    return math.isclose(math.prod(f for f in factors if isinstance(f, int | float)), like, rel_tol=1e-5)
+
+
+def _nodes(factors: list[Any]) -> list[Any]:
+    return [factor for factor in factors if not isinstance(factor, int | float)]
+
+
+def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
+    """A number plus a node."""
+    pair = _two(_bare(node, inside), "add")
+    if pair is None:
+        return None
+    number, other = pair if isinstance(pair[0], int | float) else pair[::-1]
+    if not isinstance(number, int | float) or not isinstance(other, Node):
+        return None
+    inside.add(_bare(node, inside))
+    return float(number), other
+
+
+def _over_last(node: Any, op: str, inside: set[Node]) -> Any:
+    """The operand of a mean or sum over the last dim that keeps it; None for any other node."""
+    node = _bare(node, inside)
+    if _op(node) != op or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
+        return None
+    dim = _argument(node, 1, "dim")
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if dim not in (-1, example_value(node).dim() - 1):
+        return None
+    inside.add(node)
+    return node.args[0]
+
+
+def _same(a: Any, b: Any, inside: set[Node]) -> bool:
+    return isinstance(a, Node) and _bare(a, inside) is _bare(b, inside)
+
+
+# -- the units ----------------------------------------------------------------------------------
+def _gelu(end: Node) -> Unit | None:
+    inside: set[Node] = set()
+    factors = _factors(end, inside)
+    nodes = _nodes(factors)
+    if len(nodes) != 2 or not _number(factors, 0.5):
+        return None
+    for x, gate in (nodes, nodes[::-1]):
+        one = _plus(gate, inside) if isinstance(gate, Node) and isinstance(x, Node) else None
+        if one is None or one[0] != 1 or _op(one[1]) != "tanh":
+            continue
+        inside.add(one[1])
+        if _is_tanh_argument(one[1].args[0], x, inside):
+            return Unit(end, "gelu", F.gelu, (x,), {"approximate": "tanh"}, inside)
+    return None
+
+
+def _is_tanh_argument(node: Any, x: Node, inside: set[Node]) -> bool:
+    """√(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
+    factors = _factors(node, inside)
+    nodes = _nodes(factors)
+    if not _number(factors, math.sqrt(2 / math.pi)):
+        return False
+    if len(nodes) == 1:
+        pair = _two(nodes[0], "add")
+        if pair is None or not any(_same(part, x, inside) for part in pair):
+            return False
+        inside.add(nodes[0])
+        cubic = _factors(pair[1] if _same(pair[0], x, inside) else pair[0], inside)
+        return _number(cubic, 0.044715) and len(_nodes(cubic)) == 3 and all(_same(n, x, inside) for n in _nodes(cubic))
+    if len(nodes) != 2 or not any(_same(n, x, inside) for n in nodes):
+        return False
+    one = _plus(next((n for n in nodes if not _same(n, x, inside)), None), inside)
+    square = _factors(one[1], inside) if one is not None and one[0] == 1 else []
+    return _number(square, 0.044715) and len(_nodes(square)) == 2 and all(_same(n, x, inside) for n in _nodes(square))
+
+
+def _softmax(end: Node) -> Unit | None:
+    pair = _two(end, "div")
+    if pair is None or _op(pair[0]) != "exp" or _op(pair[1]) != "sum" or pair[1].args[0] is not pair[0]:
+        return None
+    power, total = pair
+    dim = _argument(total, 1, "dim")
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or _argument(total, 2, "keepdim") is not True or total.kwargs.get("dtype") is not None:
+        return None
+    inside, x = {power, total}, power.args[0]
+    shifted = _two(x, "sub")
+    largest = _largest(shifted[1], dim) if shifted is not None else None
+    if shifted is not None and largest is not None and largest[-1].args[0] is shifted[0]:
+        inside |= {x, *largest}
+        x = shifted[0]
+    return Unit(end, "softmax", F.softmax, (x, dim), {}, inside) if _is_fp32(x) else None
+
+
+def _largest(node: Any, dim: int) -> list[Node] | None:
+    """The nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], the one that reads x last."""
+    found = []
+    while _op(node) == "detach" or (_op(node) == "getitem" and node.args[1] == 0):
+        found.append(node)
+        node = node.args[0]
+    if _op(node) not in ("amax", "max") or _argument(node, 2, "keepdim") is not True:
+        return None
+    asked = _argument(node, 1, "dim")
+    asked = asked[0] if isinstance(asked, tuple | list) and len(asked) == 1 else asked
+    return [*found, node] if asked == dim else None
+
+
+def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
+    """A product of a value, a ("rsqrt", v) and perhaps a weight as wide as the last dim: (value, v, weight)."""
+    roots = [f[1] for f in factors if isinstance(f, tuple)]
+    others = [f for f in factors if isinstance(f, Node)]
+    if len(roots) != 1 or len(roots) + len(others) != len(factors):
+        return None
+    wide = [f for f in others if _is_fp32(f) and tuple(example_value(f).shape) == (width,)]
+    values = [f for f in others if f not in wide]
+    if len(values) != 1 or len(wide) > 1:
+        return None
+    return values[0], roots[0], wide[0] if wide else None
+
+
+def _layer_norm(end: Node) -> Unit | None:
+    inside: set[Node] = set()
+    width = _width(end)
+    pair, bias, product = _two(end, "add"), None, end
+    if pair is not None:
+        biased = [both for both in (pair, pair[::-1]) if _is_fp32(both[1]) and tuple(example_value(both[1]).shape) == (width,)]
+        if not biased:
+            return None
+        product, bias = biased[0]
+    parts = _scaled(_factors(product, inside, pair is None), width)
+    if parts is None:
+        return None
+    centred, root, weight = parts
+    difference, spread = _two(_bare(centred, inside), "sub"), _plus(root, inside)
+    if difference is None or spread is None or not _same(_over_last(difference[1], "mean", inside), difference[0], inside):
+        return None
+    inside.add(_bare(centred, inside))
+    x = _bare(difference[0], inside)
+    if not _is_variance(spread[1], x, centred, inside) or (bias is not None and weight is None):
+        return None
+    return Unit(end, "layer_norm", F.layer_norm, (x, (width,), weight, bias, spread[0]), {}, inside)
+
+
+def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
+    node = _bare(node, inside)
+    if _op(node) == "var":
+        biased = node.kwargs.get("unbiased") is False or node.kwargs.get("correction") == 0 or node.args[2:3] == (False,)
+        dim = _argument(node, 1, "dim")
+        inside.add(node)
+        return biased and dim in (-1, (-1,), [-1]) and node.kwargs.get("keepdim") is True and _same(node.args[0], x, inside)
+    squares = _over_last(node, "mean", inside)
+    factors = _factors(squares, inside) if isinstance(squares, Node) else []
+    return len(factors) == 2 and all(_same(f, centred, inside) for f in factors)
+
+
+def _rms_norm(end: Node) -> Unit | None:
+    inside: set[Node] = set()
+    width = _width(end)
+    if device_of(example_value(end)) == "cpu":
+        return None
+    parts = _scaled(_factors(end, inside), width)
+    spread = _plus(parts[1], inside) if parts is not None else None
+    squares = _over_last(spread[1], "mean", inside) if spread is not None else None
+    if parts is None or spread is None or not isinstance(squares, Node):
+        return None
+    x, factors = _bare(parts[0], inside), _factors(squares, inside)
+    if len(factors) != 2 or not all(_same(f, x, inside) for f in factors) or not _is_fp32(x):
+        return None
+    return Unit(end, "rms_norm", F.rms_norm, (x, (width,), parts[2], spread[0]), {}, inside)
+
+
+def _width(node: Node) -> Any:
+    """Size of the last dim; None where it is no plain number."""
+    shape = example_value(node).shape
+    return shape[-1] if len(shape) and isinstance(shape[-1], int) else None

@@ -1,0 +1,1 @@
+"""Deciding passes that colour nodes by facts, overrides and lists."""

@@ -1,0 +1,1 @@
+"""Deciding passes that turn colours into casts and pads, and weigh the plan against others."""

@@ -1,0 +1,63 @@
+"""One cast wherever two colours meet, shared by all readers of the same value in the same format.
+
+1. For each operand, in canonical order, ask in which format it must arrive.
+2. Where that is not the maker's format, its reader joins the one copy of (value, format, epoch).
+3. Promoting ops keep mixed operands; where a copy exists all the same they join it in training: autograd then casts
+   the value's gradient once. Copies are never shared across an in-place write.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.op_graph import resolved
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.plan import Cast
+from amprewrite.ir.program import Program
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.formats import FP32
+from amprewrite.tables.vocabulary import Colour
+
+
+class PlanCasts(Pass):
+    name = "plan-casts"
+
+    def requires(self, program: Program) -> None:
+        bare = [node.name for node in program.graph if node.name not in program.paints]
+        if bare:
+            raise PassError(f"plan-casts wants every node painted; {bare[0]} and {len(bare) - 1} more are not")
+
+    def call(self, program: Program) -> bool:
+        before = program.casts
+        program.casts = plan_casts(program)
+        return program.casts != before
+
+
+def plan_casts(program: Program) -> tuple[Cast, ...]:
+    colours, low = program.colours, program.policy.low.name
+    users: dict[tuple[str, str, int], list[str]] = {}
+    for node in program.graph:
+        for operand, want in resolved(node, colours[node.name], colours, program.graph.nodes):
+            key = (operand.value, low if want is Colour.LOW else FP32.name, operand.epoch)
+            users.setdefault(key, []).append(node.name)
+    if program.training:
+        _join_copies(program, colours, users)
+    return tuple(
+        Cast(
+            value,
+            to,
+            tuple(readers),
+            saturate=to == low and program.graph[value].huge,
+            weight=program.graph[value].role == "parameter",
+            epoch=epoch,
+        )
+        for (value, to, epoch), readers in users.items()
+    )
+
+
+def _join_copies(program: Program, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
+    """Let promoting ops that run high read the high copy of a low operand, where there is one."""
+    for node in program.graph:
+        for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
+            readers = users.get((operand.value, FP32.name, operand.epoch))
+            if colours[operand.value] is Colour.LOW and readers is not None and node.name not in readers:
+                readers.append(node.name)
+                readers.sort(key=program.graph.rank.__getitem__)

@@ -1,0 +1,269 @@
+"""Decide which dims to round up, to what, and where real pads and slices remain.
+
+1. Read how every op was called, with the planned cast copies between.
+2. Collect the unaligned dims of low matrix products that `pad=` allows to be padded, and what each product would gain.
+3. Choose by minimum cut what is padded; follow what the padding holds; cut it off where that does harm, and choose again.
+4. Write down the layout of every padded value, and every change of size that is left: weights padded in their casts, pads
+   where a region is entered, slices where it is left.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from amprewrite.ir.op_calls import Call, Ref
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.pad_plan import KINDS, Layout, PadCopy, PaddedValue, PadPlan, PadRegion
+from amprewrite.ir.plans.plan import Cast
+from amprewrite.ir.policies.pad_policy import PadRule
+from amprewrite.ir.program import Program
+from amprewrite.planner.padding.pad_cost import PadCost, Product, stopwatch
+from amprewrite.planner.padding.regions import ROUNDS, Prices, Regions, Want, value_name
+from amprewrite.tables.devices import device_row
+from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.vocabulary import Colour, OpKind
+
+MOST_GROWTH = 1.35
+"""`auto` pads no dim further than this, but for the few channels of an image (XLA's cap for convolutions)."""
+FEW = 4
+
+
+class PlanPads(Pass):
+    name = "plan-pads"
+
+    def call(self, program: Program) -> bool:
+        program.pads = plan_pads(program)
+        return bool(program.pads)
+
+
+def plan_pads(program: Program) -> PadPlan:
+    """The padding of one graph; an empty plan where none is asked for, with the reasons where some is declined."""
+    if program.pad is None or program.pad.off or program.pads_off:
+        return PadPlan()
+    if program.given is not None and program.given.casts:  # one that was edited has neither casts nor pads
+        return program.given.pads
+    if not program.calls:
+        return PadPlan()
+    regions = Regions(calls_with_casts(program), _numel(program), _is_weight(program), refused=dict(program.pad_refused))
+    regions.build()
+    wants = regions.wants(_multiple_of(program))
+    if not wants:
+        return PadPlan()
+    chooser = _Chooser(program, regions)
+    for _ in range(ROUNDS):
+        chooser.choose(wants)
+        if regions.check():
+            break
+        regions.build()
+        wants = regions.wants(_multiple_of(program))
+    else:
+        return PadPlan((PadRegion(0, 0, (), why=f"padding was still unsafe after {ROUNDS} rounds"),))
+    return _written_down(regions, wants, chooser)
+
+
+# -- 1. calls --------------------------------------------------------------------------------
+def cast_name(cast: Cast) -> str:
+    """What a cast copy is called among the values."""
+    return f"{cast.value} -> {cast.to}" + (f" ({cast.epoch})" if cast.epoch else "")
+
+
+def calls_with_casts(program: Program) -> dict[str, Call]:
+    """The calls of the graph with every planned cast copy as a call of its own, in order."""
+    copies: dict[str, list[Cast]] = defaultdict(list)
+    instead: dict[tuple[str, str], str] = {}
+    for cast in program.casts:
+        copies[cast.value].append(cast)
+        instead |= {(cast.value, user): cast_name(cast) for user in cast.users}
+    found: dict[str, Call] = {}
+    for name, call in program.calls.items():
+        found[name] = _renamed(call, {value: copy for value in call.refs() if (copy := instead.get((value, name)))})
+        for cast in copies[name]:
+            found[cast_name(cast)] = Call(cast_name(cast), "cast", (Ref(name),), {}, call.shapes, opaque=call.opaque)
+    return found
+
+
+def _renamed(call: Call, names: dict[str, str]) -> Call:
+    if not names:
+        return call
+
+    def plain(value: object) -> object:
+        if isinstance(value, Ref):
+            return Ref(names.get(value.name, value.name))
+        if isinstance(value, tuple):
+            return tuple(plain(v) for v in value)
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return value
+
+    args = plain(call.args)
+    kwargs = plain(dict(call.kwargs))
+    assert isinstance(args, tuple) and isinstance(kwargs, dict)
+    return Call(call.name, call.op, args, kwargs, call.shapes, call.several, call.floating, call.item, call.opaque, call.role)
+
+
+def _node_of(value: str) -> str:
+    return value.split(" -> ")[0].partition("#")[0]
+
+
+def _numel(program: Program) -> Callable[[str], int]:
+    return lambda value: program.graph[_node_of(value)].numel
+
+
+def _is_weight(program: Program) -> Callable[[str], bool]:
+    def is_weight(value: str) -> bool:
+        node = program.graph.nodes.get(value)
+        return node is not None and (node.role == "parameter" or (node.role == "buffer" and not program.calls[value].opaque))
+
+    return is_weight
+
+
+# -- 2. wants -------------------------------------------------------------------------------
+def _multiple_of(program: Program) -> Callable[[str], int | None]:
+    """The multiple that a matrix product's dims should have; None for one that runs high, or is to be left alone."""
+    multiple = FORMATS[program.policy.low.name].pad_multiple
+
+    def of(name: str) -> int | None:
+        node, paint = program.graph.nodes.get(name), program.paints.get(name)
+        if node is None or paint is None or paint.colour is not Colour.LOW or node.kind is not OpKind.ALLOW:
+            return None
+        rule = _rule(program, name)
+        return None if rule.mode == "never" else rule.multiple or multiple
+
+    return of
+
+
+def _rule(program: Program, name: str) -> PadRule:
+    assert program.pad is not None
+    return program.pad.rule(program.graph[name].module)
+
+
+@dataclass
+class _Chooser:
+    """Chooses by gain where `pad=` says auto or measure, and whatever it costs where it says always."""
+
+    program: Program
+    regions: Regions
+
+    def __post_init__(self) -> None:
+        program = self.program
+        row = program.planned_for or device_row(program.device)
+        modes = {_rule(program, name).mode for name in program.calls if name in program.graph.nodes}
+        low = program.policy.low
+        watch = stopwatch(program.device, low.dtype) if "measure" in modes else None
+        self.model = PadCost(row, low, program.training)
+        self.watch = PadCost(row, low, program.training, watch)
+        self.gains: dict[str, float] = {}
+        self.why: dict[str, str] = {}
+        self.prices = Prices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
+
+    def choose(self, wants: list[Want]) -> None:
+        """Cut. Wants that cannot or need not be met get a reason in `why`."""
+        asked, weighed = [], []
+        by_call: dict[str, list[Want]] = defaultdict(list)
+        for want in wants:
+            by_call[want.call].append(want)
+        for call, together in by_call.items():
+            mode = _rule(self.program, call).mode
+            if mode == "auto":
+                for want in together:
+                    growth = want.padded(self.regions) / want.size if want.leaves else 1.0
+                    if growth > MOST_GROWTH and want.size > FEW:
+                        want.leaves, want.why_not = (), f"it would grow by {100 * (growth - 1):.0f} %"
+            possible = [want for want in together if want.leaves]
+            if mode == "always":
+                asked += possible
+            elif possible:
+                self.gains[call] = self._gain(call, mode, possible)
+                weighed += possible
+        self.regions.cut(asked, weighed, self.gains, self.prices)
+
+    def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
+        """Seconds a step saves when all of `wants` are met; 0, with a reason, where none should be."""
+        if not self.model.gains and mode == "auto":
+            self.why[call] = f"{self.model.device.name} gains nothing from aligned ones"
+            return 0.0
+        found, padded = self._products(call, wants)
+        gain = (self.watch if mode == "measure" else self.model).gain(found, padded)
+        self.why[call] = f"the products would save {gain * 1e6:.1f} us a step, less than its pads and bytes cost"
+        return gain
+
+    def _products(self, call: str, wants: list[Want]) -> tuple[Product, Product]:
+        """The product that a call comes down to, as it is and with its dims padded."""
+        sizes = [self.regions.want_size(call, slot, dim) for slot, dim in self.regions.rules[call].wants]
+        k, n = (sizes + sizes)[:2]
+        grown = {(want.slot, want.dim): want.padded(self.regions) for want in wants}
+        places = self.regions.rules[call].wants
+        after = [grown.get(place, size) for place, size in zip(places, sizes, strict=True)]
+        k_after, n_after = (after + after)[:2]
+        rows = max(self.program.graph[call].flops // (2 * max(n * k, 1)), 1)
+        return Product(1, rows, n, k), Product(1, rows, n_after, k_after)
+
+
+# -- 4. plan ------------------------------------------------------------------------------------
+def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser) -> PadPlan:
+    values, copies = layouts(regions)
+    return PadPlan(_regions(regions, wants, chooser, copies), values, copies)
+
+
+def layouts(regions: Regions) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
+    """How every padded result comes out, and every change of size between a result and its readers."""
+    values, have = [], {}
+    for call in regions.calls.values():
+        for i in range(len(call.shapes)):
+            layout = have[value_name(call, i)] = regions.value_layout(call, i)
+            if layout:
+                values.append(PaddedValue(value_name(call, i), layout))
+    users: dict[tuple[str, Layout, bool], list[str]] = {}
+    for call in regions.calls.values():
+        for value in regions.reads(call):
+            if value.partition("#")[0] in regions.rules[call.name].ignored:
+                continue
+            want = regions.use_layout(value, call.name)
+            refresh = (value, call.name) in regions.barriers and bool(want) and bool(have[value])
+            if want != have[value] or refresh:
+                users.setdefault((value, want, refresh), []).append(call.name)
+    return tuple(values), tuple(
+        PadCopy(value, tuple(readers), layout, have[value], refresh, regions.is_weight(value))
+        for (value, layout, refresh), readers in users.items()
+    )
+
+
+def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
+    """One entry for every axis that is padded somewhere, and for every wanted one that is not."""
+    found = []
+    reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
+    for axis, extent in regions.extent.items():
+        dims, added = regions.dims_along(axis)
+        if not dims:
+            continue
+        touched = [copy for copy in copies if regions.touches(copy, axis)]
+        by_kind = {kind: tuple(dict.fromkeys(copy.value for copy in touched if copy.kind == kind)) for kind in KINDS}
+        calls = list(dict.fromkeys(want.call for want in wants if axis in want.leaves))
+        gains = [chooser.gains[call] for call in calls if call in chooser.gains]
+        modes = {_rule(chooser.program, call).mode for call in calls}
+        names = {dim.rpartition(".")[0] for dim in dims}
+        found.append(
+            PadRegion(
+                regions.size_of(axis),
+                extent,
+                dims,
+                by_kind["pad"] + by_kind["re-pad"],
+                by_kind["slice"],
+                by_kind["weight"],
+                by_kind["weight copy"],
+                added * chooser.program.policy.low.bytes,
+                sum(gains) if gains else None,
+                "measure" in modes,
+                "asked for" if modes == {"always"} else "it pays",
+                tuple(reason for reason in reasons if reason.partition(":")[0] in names),
+            )
+        )
+    missed: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for want in wants:
+        if not regions.met(want):
+            why = want.why_not or chooser.why.get(want.call, "") or regions.reasons.get(want.call, "") or "no pad can reach it"
+            missed[want.size, why].append(f"{want.call if isinstance(want.slot, int) else want.slot}.{want.dim}")
+    found += [PadRegion(size, size, tuple(dict.fromkeys(dims)), why=why) for (size, why), dims in missed.items()]
+    return tuple(found)

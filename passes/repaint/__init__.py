@@ -1,0 +1,1 @@
+"""Deciding passes that change colours by evidence: ranges, error, cost."""

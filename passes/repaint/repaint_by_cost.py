@@ -1,0 +1,65 @@
+"""Colour what the lists leave open so that ops and casts cost least.
+
+1. Price every op and every copy on the device (`amprewrite.ir.cost`): a plan for another device, or measured, is priced so.
+2. Find the cheapest colours of the open nodes (`amprewrite.planner.assignment`): exact, and of all cheapest plans the one with
+   the fewest low ops.
+3. Name for each node the neighbour that its colour agrees with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from amprewrite.ir.cost import TICK
+from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.program import Program
+from amprewrite.planner.assignment import Contradiction, cheapest
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+
+class RepaintByCost(Pass):
+    name = "repaint-by-cost"
+
+    def call(self, program: Program) -> bool:
+        if program.lists.rule != "cost":
+            return False
+        open_nodes = [node for node in program.graph if node.name not in program.paints]
+        if not open_nodes:
+            return False
+        try:
+            found = cheapest(program.graph, program.colours, open_nodes, program.costs)
+        except Contradiction as error:
+            raise PolicyError(f"{program.name}: ties and overrides contradict each other: {error}") from error
+        if found.gap:
+            program.note(f"a plan up to {found.gap * TICK * 1e6:.3g} µs cheaper may exist: the search stopped at its limit")
+        for node in open_nodes:
+            program.paint(node.name, Colour.LOW if node.name in found.low else Colour.HIGH, Reason.NOT_REACHED)
+        for node in open_nodes:
+            _give_reason(program, node)
+        return True
+
+
+def _give_reason(program: Program, node: OpNode) -> None:
+    """Name the neighbour that the colour agrees with."""
+    colour = program.paints[node.name].colour
+    ally, beside_low = "", False
+    for name in _near(program, node):
+        beside = program.paints[name].colour
+        beside_low = beside_low or beside is Colour.LOW
+        if beside is colour and not ally:
+            ally = name
+        if ally and beside_low:
+            break
+    if colour is Colour.LOW:
+        reason = Reason.ON_INTERNALLIST if node.kind is OpKind.INTERNAL and ally else Reason.CHEAPER_LOW
+    else:
+        reason = Reason.CHEAPER_HIGH if beside_low else Reason.NOT_REACHED
+    program.paint(node.name, colour, reason, because_of=ally)
+
+
+def _near(program: Program, node: OpNode) -> Iterator[str]:
+    for operand in node.operands:
+        yield operand.value
+    yield from program.graph.digraph.successors(node.name)

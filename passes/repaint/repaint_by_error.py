@@ -1,0 +1,32 @@
+"""Keep high the nodes that a search for an accuracy found to cost too much of it.
+
+1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) hands over which nodes of which graph to keep, and why.
+2. Each is painted high, unless an override asks for it low; ties share a colour.
+3. A graph that the search never met, such as that of another mode, is decided without it, and a note says so.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.program import Program
+from amprewrite.passes.paint.paint import paint_ties
+from amprewrite.tables.vocabulary import Colour, Reason
+
+
+class RepaintByError(Pass):
+    name = "repaint-by-error"
+
+    def call(self, program: Program) -> bool:
+        if program.careful is None or program.given is not None:
+            return False
+        keep = program.careful.of(program.graph)
+        if keep is None:
+            program.note("the search for an accuracy never ran this graph: it is planned without regard to accuracy")
+            return False
+        before = dict(program.paints)
+        for name, why in keep.items():
+            paint = program.paints.get(name)
+            if paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.ASKED):
+                program.paint(name, Colour.HIGH, Reason.SENSITIVE, detail=why)
+        paint_ties(program)
+        return program.paints != before

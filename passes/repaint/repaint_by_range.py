@@ -1,0 +1,167 @@
+"""Keep high what the range of a narrow low format (fp16) cannot hold: what calibration saw, and what weights are.
+
+1. *Overflow.* A value is at risk where its largest magnitude comes within HEADROOM of the format's end, or where the fit to
+   its tail gives a forward pass that overflows a probability above RISK. Masks that saturate by design are not.
+2. *Underflow.* A value is at risk where all of it lies below the normal range and it does not drown in larger summands, or
+   where it would be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
+3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
+4. Weights are known without calibration: the readers of one beyond the range run high.
+5. Ties share a colour; overrides stand, and a note says what they risk.
+
+What the lists or facts keep high already stays as it is: nothing here makes a node low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from amprewrite.graphs.fx.read.magnitudes import NARROW, Fit, fit
+from amprewrite.ir.evidence.ranges import ValueRange
+from amprewrite.ir.op_graph import Demand, OpNode
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.program import Program
+from amprewrite.passes.paint.paint import paint_ties
+from amprewrite.tables.formats import Format
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+HEADROOM = 4
+"""How many times larger than in the sample batches a value may get before it leaves the range."""
+RISK = 1e-3
+"""Probability of an overflow in a forward pass from which on a value counts as at risk."""
+FLUSHED = 1e-3
+"""Share of the values of an operand that may be flushed, or lose bits, before an op with a pole at zero."""
+POLE = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt", "logit"})
+"""Ops with a pole at zero."""
+HANDS_ON = frozenset({"add", "sqrt", "clamp", "clamp_min", "maximum", "square", "sum", "mean"})
+"""Ops, beside the clear ones, through which small values reach a pole."""
+
+
+class RepaintByRange(Pass):
+    name = "repaint-by-range"
+
+    def call(self, program: Program) -> bool:
+        if program.given is not None or program.policy.low.max > NARROW:
+            return False
+        before = dict(program.paints)
+        seen = program.calibration.of(program.graph) if program.calibration is not None else None
+        if seen is None and program.calibration is not None and program.calibration.model:  # else it was learnt in first calls
+            program.note("calibration never ran this graph: no ranges are known here")
+        risks = find_risks(program, seen.values if seen is not None else {})
+        for name, text in risks.makers.items():
+            _keep_high(program, program.graph[name], text)
+        for name, text in risks.readers.items():
+            _keep_high(program, program.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
+        paint_ties(program)
+        return program.paints != before
+
+
+@dataclass
+class Risks:
+    """Ops that must run high: for the sake of their own result, or of an operand's."""
+
+    makers: dict[str, str] = field(default_factory=dict)
+    readers: dict[str, str] = field(default_factory=dict)
+    of_weights: set[str] = field(default_factory=set)
+    """Readers of weights that do not fit."""
+
+
+def find_risks(program: Program, values: Mapping[str, ValueRange]) -> Risks:
+    """What is at risk, by node, with the evidence. `values` are the ranges seen, by node; {} where there are none."""
+    low, risks = program.policy.low, Risks()
+    for node in program.graph:
+        if not node.carries_fp32 or node.huge:
+            continue
+        weight = node.role in ("parameter", "buffer")
+        text = _too_large_weight(program, node) if weight else _out_of_range(program, node, values)
+        if text:
+            if node.role == "op":
+                risks.makers[node.name] = text
+            for reader in _low_readers(program, node):
+                risks.readers.setdefault(reader.name, f"its input {text}")
+                if weight:
+                    risks.of_weights.add(reader.name)
+    for node in program.graph:
+        for operand in _at_pole(node, risks.makers):
+            _keep_exact(program, operand, node.name, values, risks, low)
+    return risks
+
+
+def _keep_high(program: Program, node: OpNode, text: str, reason: Reason = Reason.OUT_OF_RANGE) -> None:
+    paint = program.paints.get(node.name)
+    if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
+        program.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
+    elif paint is None or paint.colour is Colour.LOW:
+        program.paint(node.name, Colour.HIGH, reason, detail=text)
+
+
+def _low_readers(program: Program, node: OpNode) -> Iterator[OpNode]:
+    """Ops that would read a low copy of this value if they ran low."""
+    for reader in program.graph.readers(node.name):
+        if reader.carries_fp32 and any(o.value == node.name and o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in reader.operands):
+            yield reader
+
+
+# -- overflow -------------------------------------------------------------------------------
+def _out_of_range(program: Program, node: OpNode, values: Mapping[str, ValueRange]) -> str:
+    seen, low = values.get(node.name), program.policy.low
+    if seen is None or not seen.nonzero:
+        return ""
+    chance = seen.overflow_in_pass(low)
+    if seen.amax * HEADROOM > low.max or chance > RISK:
+        return f"{node.name} reaches {seen.amax:.3g}, {low.name} ends at {low.max:g}: P(overflow) is {chance:.2g} a pass"
+    if seen.amax < low.smallest_normal and not _drowned(program, node, values):
+        return f"{node.name} stays within {seen.amax:.3g}, {low.name} thins out at {low.smallest_normal:.3g}"
+    return ""
+
+
+def _too_large_weight(program: Program, node: OpNode) -> str:
+    """A weight is what it is: no tail, no headroom."""
+    size, low = program.magnitudes.get(node.name, 0.0), program.policy.low
+    known = fit(size, low)
+    if known is Fit.TOO_LARGE:
+        return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
+    if known is Fit.FLUSHED:
+        return f"{node.name} holds at most {size:.3g}, {low.name} flushes that to zero"
+    return ""
+
+
+def _drowned(program: Program, node: OpNode, values: Mapping[str, ValueRange], depth: int = 4) -> bool:
+    """Whether a small value, or its products, are only added to far larger ones: its rounding is nothing beside theirs."""
+    low, readers = program.policy.low, list(program.graph.readers(node.name))
+    for reader in readers:
+        seen = values.get(reader.name)
+        if reader.op in ("add", "sub"):
+            if seen is None or seen.amax * low.eps < HEADROOM * low.smallest_subnormal:
+                return False
+        elif not (reader.kind is OpKind.CLEAR or reader.op == "mul") or not depth or not _drowned(program, reader, values, depth - 1):
+            return False
+    return bool(readers)
+
+
+# -- underflow ------------------------------------------------------------------------------
+def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
+    """Operands of `node` at which it has a pole at zero."""
+    if node.op in POLE:
+        yield from (operand.value for operand in node.operands)
+    elif node.op == "div" and len(node.operands) == 2:
+        yield node.operands[1].value
+    elif node.op == "div" and node.name in found:  # a constant over a value that comes near zero
+        yield from (operand.value for operand in node.operands)
+
+
+def _keep_exact(
+    program: Program, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
+) -> None:
+    """Keep high the ops that make a value, if low would flush of it what the op `pole` needs."""
+    node, seen = program.graph[name], values.get(name)
+    if node.role != "op" or seen is None or not seen.nonzero or name in risks.makers:
+        return
+    flushed, thin = seen.underflow(low), seen.subnormal(low)
+    if max(flushed, thin) <= FLUSHED:
+        return
+    share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
+    risks.makers[name] = f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"
+    if depth and (node.kind is OpKind.CLEAR or node.op in HANDS_ON):
+        for operand in node.operands:
+            _keep_exact(program, operand.value, pole, values, risks, low, depth - 1)

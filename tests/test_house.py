@@ -1,0 +1,257 @@
+"""Where every line lives: floors, rooms and what they may know, checked on every import, those inside functions too.
+
+Files that stand against a rule today are in ALLOWED, with the cut that takes each out. An entry that is no longer needed fails, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FACE = "amprewrite"
+FLOORS = {"tables": 1, "ir": 2, "planner": 3, "graphs": 3, "passes": 4, "runtime": 5, "report": 5, "accuracy": 6, "api": 7, FACE: 8}
+"""Floor of each package. An import points to a lower floor, or stays in its package; neighbours on one floor never import each other."""
+FX_ROOMS = (
+    "amprewrite.graphs.fx", "amprewrite.passes.normalise", "amprewrite.passes.apply", "amprewrite.passes.lower",
+    "amprewrite.passes.driver", "amprewrite.runtime", "amprewrite.accuracy.strict",
+)  # fmt: skip
+"""What may know torch.fx."""
+ONNX_ROOMS = ("amprewrite.graphs.onnx", "amprewrite.api.onnx")
+"""What may know ONNX, and the files that know it."""
+ONNX = {"onnx", "onnx_ir", "onnxscript", "onnxruntime"}
+MOST_ENTRIES = 8
+LONG = 400
+REASON = "One file because"
+"""A file above LONG lines gives its reason in its first docstring, in a sentence that begins so."""
+
+SPLIT_THE_PLAN = "CastPlan prints, draws and explains itself; its printing half goes to report/cast_plan, over ir's plain records"
+SPLIT_THE_MODULE = "Rewritten exports itself; its public face goes to api/module, and runtime takes the class as an argument"
+TAKE_PUBLIC = "give the function a public name beside the others, or move it to where both may take it"
+READ_IN_STRICT = "its interpreter and its captured graphs go to accuracy/strict"
+SAY_OR_SPLIT = "split it, or give the reason in its docstring"
+
+ALLOWED: dict[str, dict[str, str]] = {
+    "imports point down": {
+        "amprewrite.api.cli.main -> amprewrite": "`--version` reads the face; the number goes where both may read it",
+        "amprewrite.ir.plans.plan -> amprewrite.report.explain": SPLIT_THE_PLAN,
+        "amprewrite.ir.plans.plan -> amprewrite.report.html.notebook": SPLIT_THE_PLAN,
+        "amprewrite.ir.plans.plan -> amprewrite.report.html.page": SPLIT_THE_PLAN,
+        "amprewrite.ir.plans.plan -> amprewrite.report.listing": SPLIT_THE_PLAN,
+        "amprewrite.ir.plans.plan -> amprewrite.report.pictures.dot": SPLIT_THE_PLAN,
+        "amprewrite.ir.plans.plan -> amprewrite.report.pictures.model_explorer": SPLIT_THE_PLAN,
+        "amprewrite.ir.plans.plan -> amprewrite.report.pictures.svg": SPLIT_THE_PLAN,
+        "amprewrite.ir.plans.plan -> amprewrite.report.schema": SPLIT_THE_PLAN,
+        "amprewrite.runtime.model.rewritten -> amprewrite.api.export_program": SPLIT_THE_MODULE,
+        "amprewrite.runtime.model.rewritten -> amprewrite.api.onnx.convert": SPLIT_THE_MODULE,
+    },
+    "nobody takes what is private to another file": {
+        "amprewrite.accuracy.debug -> amprewrite.accuracy.verify._place": TAKE_PUBLIC,
+        "amprewrite.accuracy.debug -> amprewrite.accuracy.verify._share": TAKE_PUBLIC,
+        "amprewrite.runtime.session -> amprewrite.passes.driver._device": TAKE_PUBLIC,
+    },
+    "torch.fx stays in its rooms": {
+        "amprewrite.ir.program": "Program splits into Problem, Decisions and EditedGraph; the last goes beside the driver",
+        "amprewrite.passes.read_problem": "its one annotation is the captured graph; the driver takes this file's one function",
+        "amprewrite.accuracy.sensitivity": READ_IN_STRICT,
+        "amprewrite.accuracy.trial": READ_IN_STRICT,
+        "amprewrite.api.export_program": "the cleaning of exported graphs goes to passes/normalise",
+    },
+    "ONNX stays in its rooms": {},
+    "a folder has few entries": {},
+    "a long file gives its reason": {
+        "amprewrite.graphs.fx.weights.weight_cache": SAY_OR_SPLIT,
+        "amprewrite.graphs.onnx.read.reader": SAY_OR_SPLIT,
+        "amprewrite.ir.plans.plan": SPLIT_THE_PLAN,
+        "amprewrite.planner.padding.regions": SAY_OR_SPLIT,
+        "amprewrite.runtime.model.rewritten": SPLIT_THE_MODULE,
+        "amprewrite.runtime.session": SAY_OR_SPLIT,
+        "amprewrite.runtime.training.loss_scale": SAY_OR_SPLIT,
+        "amprewrite.tables.ops.op_table": "by kind of op: one file each",
+    },
+    "a room says what it is for": {},
+}
+
+
+@dataclass
+class Seen:
+    """What one file imports and names, wherever in it that stands."""
+
+    ours: set[str] = field(default_factory=set)
+    private: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = (FACE, *parts) if parts[0] == "passes" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for top in (FACE, "passes") for path in sorted((ROOT / top).rglob("*.py"))}
+
+
+def package(module: str) -> str:
+    """The package on a floor that a module is in; the face is `amprewrite` itself and what runs it."""
+    found = [*module.split("."), ""][1]
+    return found if found in FLOORS else FACE
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def seen(module: str) -> Seen:
+    """Read one file. A module is imported by a statement, at the top or inside a function, or by name through `import_module`."""
+    found, bound = Seen(), {}
+    tree = ast.parse(MODULES[module].read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                _note(found, alias.name, "")
+                bound[alias.asname or alias.name] = alias.name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                _note(found, node.module or "", alias.name)
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant):
+                    _note(found, str(argument.value), "")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            if dotted == "torch.fx":
+                found.others.add(dotted)
+            owner = bound.get(dotted.rpartition(".")[0], "")
+            if owner in MODULES and _is_private(node.attr):
+                found.private.add(f"{owner}.{node.attr}")
+    found.ours.discard(module)
+    return found
+
+
+def _note(found: Seen, module: str, name: str) -> None:
+    """Note one name that is imported from a module; of `from package import module` the module counts."""
+    full = f"{module}.{name}"
+    if full in MODULES:
+        found.ours.add(full)
+    elif module in MODULES:
+        found.ours.add(module)
+        if _is_private(name):
+            found.private.add(full)
+    else:
+        assert module.partition(".")[0] != FACE, f"there is no module {module}"
+        found.others.add("torch.fx" if full == "torch.fx" else module)
+
+
+def _inside(module: str, rooms: tuple[str, ...]) -> bool:
+    return any(module == room or module.startswith(f"{room}.") for room in rooms)
+
+
+def folders() -> Iterator[Path]:
+    for top in (FACE, "passes"):
+        yield ROOT / top
+        yield from (path for path in sorted((ROOT / top).rglob("*")) if path.is_dir() and not path.name.startswith("__"))
+
+
+# rules: each gives what stands against it ----------------------------------------------------------------------------
+
+
+def arrows_up() -> Iterator[str]:
+    for name in MODULES:
+        for target in seen(name).ours:
+            here, there = package(name), package(target)
+            if here != there and FLOORS[there] >= FLOORS[here]:
+                yield f"{name} -> {target}"
+
+
+def private_names() -> Iterator[str]:
+    for name in MODULES:
+        for target in seen(name).private:
+            yield f"{name} -> {target}"
+
+
+def fx_elsewhere() -> Iterator[str]:
+    for name in MODULES:
+        if not _inside(name, FX_ROOMS) and any(other == "torch.fx" or other.startswith("torch.fx.") for other in seen(name).others):
+            yield name
+
+
+def onnx_elsewhere() -> Iterator[str]:
+    for name in MODULES:
+        knows = any(other.partition(".")[0] in ONNX for other in seen(name).others)
+        if not _inside(name, ONNX_ROOMS) and (knows or any(_inside(target, ONNX_ROOMS[:1]) for target in seen(name).ours)):
+            yield name
+
+
+def crowded() -> Iterator[str]:
+    """Names that Python itself asks for are no entries."""
+    for folder in folders():
+        entries = [path.name for path in folder.iterdir() if not path.name.startswith("__") and path.name != "py.typed"]
+        if len(entries) > MOST_ENTRIES:
+            yield str(folder.relative_to(ROOT))
+
+
+def long_without_reason() -> Iterator[str]:
+    for name, path in MODULES.items():
+        text = path.read_text()
+        if len(text.splitlines()) > LONG and REASON not in " ".join((ast.get_docstring(ast.parse(text)) or "").split()):
+            yield name
+
+
+def silent_rooms() -> Iterator[str]:
+    """A room's __init__ says what it is for in three lines; only the face and the pipeline hold code."""
+    for folder in folders():
+        if any(folder.glob("*.py")) or any((inner / "__init__.py").exists() for inner in folder.iterdir()):
+            file = folder / "__init__.py"
+            body = ast.parse(file.read_text()).body if file.exists() else []
+            says = ast.get_docstring(ast.Module(body, [])) or ""
+            bare = len(body) == 1 or module_name(file) in (FACE, f"{FACE}.passes")
+            if not says or not bare or len(says.splitlines()) > 3:
+                yield str(folder.relative_to(ROOT))
+
+
+RULES: dict[str, Callable[[], Iterator[str]]] = {
+    "imports point down": arrows_up,
+    "nobody takes what is private to another file": private_names,
+    "torch.fx stays in its rooms": fx_elsewhere,
+    "ONNX stays in its rooms": onnx_elsewhere,
+    "a folder has few entries": crowded,
+    "a long file gives its reason": long_without_reason,
+    "a room says what it is for": silent_rooms,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rule_holds(rule: str) -> None:
+    assert not sorted(set(RULES[rule]()) - ALLOWED[rule].keys())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_allowed_is_still_needed(rule: str) -> None:
+    assert not sorted(ALLOWED[rule].keys() - set(RULES[rule]())), "take these out of ALLOWED"
+
+
+def test_every_rule_has_its_exceptions_in_one_table() -> None:
+    assert ALLOWED.keys() == RULES.keys()
+
+
+def test_every_package_has_a_floor() -> None:
+    assert {package(name) for name in MODULES} == FLOORS.keys()
+    assert {name.split(".")[1] for name in MODULES if name.count(".") > 1} == FLOORS.keys() - {FACE}
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    """The arrows up that are allowed aside, no chain of imports comes back to where it began."""
+    graph = {name: {target for target in seen(name).ours if f"{name} -> {target}" not in ALLOWED["imports point down"]} for name in MODULES}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"these files import each other: {' -> '.join(reversed(error.args[1]))}")
