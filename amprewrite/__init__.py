@@ -10,6 +10,8 @@ from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from amprewrite.tables.version import VERSION as _VERSION
+
 # In a checkout `passes/` stands beside this folder; an installed wheel holds it as amprewrite/passes.
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").is_file():
@@ -22,7 +24,8 @@ if _TYPE_CHECKING:
     from amprewrite.accuracy.verify import verify
     from amprewrite.api.rewrite import plan, rewrite
     from amprewrite.ir.evidence.ranges import Calibration
-    from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped
+    from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan, Skipped
+    from amprewrite.report.cast_plan import CastPlan
     from amprewrite.runtime.training.loss_scale import (
         DynamicLossScale,
         LossScale,
@@ -54,7 +57,8 @@ _HOMES = {
     ),
     "amprewrite.runtime.training.loss_scale": ("DynamicLossScale", "LossScale", "LossScaleError", "NoLossScale", "StaticLossScale"),
     "amprewrite.tables.ops.op_lists": ("OpLists",),
-    "amprewrite.ir.plans.plan": ("Cast", "CastPlan", "NodePlan", "RegionPlan", "Skipped"),
+    "amprewrite.ir.plans.plan": ("Cast", "NodePlan", "RegionPlan", "Skipped"),
+    "amprewrite.report.cast_plan": ("CastPlan",),
     "amprewrite.ir.evidence.ranges": ("Calibration",),
     "amprewrite.api.rewrite": ("plan", "rewrite"),
     "amprewrite.accuracy.sensitivity": ("sensitivity",),
@@ -97,10 +101,10 @@ def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
 
     EmitError where the onnx extra is not installed.
     """
-    return _import_module("amprewrite.runtime.model.rewritten").onnx_road().rewrite_onnx(model, out, **options)
+    return _import_module("amprewrite.api.module").load_onnx_support().rewrite_onnx(model, out, **options)
 
 
-__version__ = "0.1.0"
+__version__ = _VERSION
 
 __all__ = [
     "AccuracyError",

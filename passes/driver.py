@@ -49,7 +49,7 @@ def read_program(
 
     `pad` says what may be padded; None: nothing.
     """
-    device = _device(module)
+    device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
     if policy.low is not FP32:
         module = gather_units(module, lists, _copy)
@@ -304,7 +304,7 @@ def _copy(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torc
     return copied, mapped
 
 
-def _device(module: torch.fx.GraphModule) -> str:
+def graph_device(module: torch.fx.GraphModule) -> str:
     """Where the graph runs: the first accelerator among its values, else the CPU."""
     kinds = {t.device.type for node in module.graph.nodes for t in tensors(example_value(node))}
     return next(iter(sorted(kinds - {"cpu", "meta"})), "cpu")

@@ -15,7 +15,7 @@ from amprewrite.graphs.fx.read.magnitudes import magnitudes
 from amprewrite.ir.evidence.keep_high import Careful
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.plans.follow_plan import match_region
-from amprewrite.ir.plans.plan import CastPlan, RegionPlan
+from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
@@ -36,7 +36,7 @@ def read_problem(
     scale_loss: bool = False,
     calibration: Calibration | None = None,
     careful: Careful | None = None,
-    given: CastPlan | None = None,
+    given: ModelPlan | None = None,
 ) -> Program:
     """The program of a captured graph, nothing decided yet.
 

@@ -16,7 +16,7 @@ from torch import nn
 import amprewrite
 from amprewrite.api.cli import output
 from amprewrite.api.cli.main import EXAMPLES, main
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.cast_plan import CastPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = '''

@@ -17,7 +17,8 @@ from torch import nn
 
 import amprewrite
 from amprewrite.accuracy.verify import verify
-from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan, RegionPlan
+from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.html.page import html
 from amprewrite.tables.errors import EmitError
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from amprewrite.ir.op_graph import Demand
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
 from amprewrite.passes.driver import decide, read_program, rewrite_graph
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.formats import BF16
 from amprewrite.tables.vocabulary import Colour, OpKind
 

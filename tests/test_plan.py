@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan, RegionPlan, Skipped
+from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan, Skipped
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.errors import AmpRewriteError, PlanError
 from amprewrite.tables.vocabulary import Colour, Reason
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.ir.plans.plan import SCHEMA, CastPlan
+from amprewrite.ir.plans.plan import SCHEMA
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.vocabulary import Colour, Reason
 
 transformers = pytest.importorskip("transformers", reason="the examples extra is not installed")

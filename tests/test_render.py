@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import amount, by_impact, casts_by_kind, module_tree, node_bytes
 from amprewrite.report.listing import SCREEN
 from amprewrite.report.pictures.graph import draw

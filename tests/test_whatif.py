@@ -12,9 +12,10 @@ from torch import nn
 
 import amprewrite
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.plan import CastPlan, NodePlan, RegionPlan
+from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.what_if import OTHER, Change, WhatIf, conditions
 from amprewrite.tables.vocabulary import Colour, Reason
 

@@ -27,11 +27,11 @@ from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import Loss, Outcome, StrictRun
-from amprewrite.accuracy.verify import _place, _share
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.accuracy.verify import percentage, place_of
 from amprewrite.ir.policies.policy import Override
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import amount, op_dtypes
-from amprewrite.runtime.model.rewritten import Rewritten, plain_of, rewritten, session_of
+from amprewrite.runtime.model.rewritten import RewrittenBase, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 from amprewrite.tables.formats import FORMATS, FP32
@@ -114,9 +114,9 @@ class DebugReport:
         for row in shown[:n]:
             values = (
                 *(_figure(x) for x in (row.inherited, row.introduced, row.accumulated, row.smallest, row.largest)),
-                _share(row.overflow), _share(row.underflow),
+                percentage(row.overflow), percentage(row.underflow),
             )  # fmt: skip
-            lines.append(_place(row, left) + "".join(f" {text:>{w}}" for text, w in zip(values, widths, strict=True)))
+            lines.append(place_of(row, left) + "".join(f" {text:>{w}}" for text, w in zip(values, widths, strict=True)))
         if len(shown) > n:
             lines.append(f"and {len(shown) - n} more")
         return "\n".join(lines)
@@ -200,12 +200,12 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
         if fmt is FP32:
             continue
         if row.overflow:
-            reach = f"{_share(row.overflow)} of its values pass {fmt.max:.4g}, the largest reaches {row.largest:.3g}"
+            reach = f"{percentage(row.overflow)} of its values pass {fmt.max:.4g}, the largest reaches {row.largest:.3g}"
             if row.op != "cast" or _node(row) not in told:
                 yield Finding("overflow", row, row, reach)
             told.add(_node(row))
         elif row.underflow >= FLUSHED and row.introduced > NOISE * fmt.eps:
-            zeros = f"{_share(row.underflow)} of its values become zero, below {fmt.smallest_subnormal:.2g}"
+            zeros = f"{percentage(row.underflow)} of its values become zero, below {fmt.smallest_subnormal:.2g}"
             yield Finding("underflow", row, row, zeros)
         elif row.introduced > fmt.eps * GROWTH:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
@@ -248,9 +248,9 @@ def _gradient_findings(found: Outcome) -> Iterator[Finding]:
     for row in found.gradient_rows:
         if row.overflow and not overflowed:
             overflowed = True
-            yield Finding("overflow", row, row, f"{_share(row.overflow)} of it, the largest reaches {row.largest:.3g}", True)
+            yield Finding("overflow", row, row, f"{percentage(row.overflow)} of it, the largest reaches {row.largest:.3g}", True)
         elif row.underflow >= FLUSHED and row.introduced > 1e-2:
-            yield Finding("underflow", row, row, f"{_share(row.underflow)} of it becomes zero; a larger loss scale keeps it", True)
+            yield Finding("underflow", row, row, f"{percentage(row.underflow)} of it becomes zero; a larger loss scale keeps it", True)
 
 
 def _node(row: Row) -> str:
@@ -346,10 +346,10 @@ def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str
 
 def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) -> float:
     """Output error of the model rewritten anew with these overrides."""
-    assert isinstance(amp, Rewritten)
+    assert isinstance(amp, RewrittenBase)
     options = session_of(amp).options
     scopes = tuple(_override(key, word) for key, word in overrides.items())
-    trial = rewritten(plain_of(amp), replace(options, overrides=scopes, given=None))
+    trial = wrap(plain_of(amp), replace(options, overrides=scopes, given=None), face_of(amp))
     trial.train(amp.training)
     return StrictRun(trial, run.args, run.kwargs).rounded().error
 

@@ -20,7 +20,7 @@ from amprewrite.ir.program import Program
 from amprewrite.passes.driver import read_parts, read_program
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import parameter_names, refuse_ambient_autocast
-from amprewrite.runtime.model.rewritten import Rewritten, plain_of, rewritten, session_of
+from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of, wrap
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Graphs, Region, Session
 from amprewrite.tables.errors import CalibrationError
@@ -66,9 +66,9 @@ class Trial:
 
     def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
         refuse_ambient_autocast()
-        plain = plain_of(model) if isinstance(model, Rewritten) else model
+        plain = plain_of(model) if isinstance(model, RewrittenBase) else model
         self.options = replace(options, backend="eager", loss_scale="none", strict=False, given=None)
-        self.amp = rewritten(plain, self.options, _TrialSession)
+        self.amp = wrap(plain, self.options, kind=_TrialSession)
         self.name = type(plain).__name__
         self.forward = forward or call_on
         self.programs: dict[int, Program] = {}

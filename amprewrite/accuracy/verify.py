@@ -60,9 +60,9 @@ class Report:
         for row in shown[:n]:
             values = (
                 row.colour.value, f"{row.introduced:.2e}", f"{row.accumulated:.2e}", f"{row.largest:.2e}",
-                _share(row.overflow), _share(row.underflow),
+                percentage(row.overflow), percentage(row.underflow),
             )  # fmt: skip
-            lines.append(_place(row, left) + "".join(f" {text:>{width}}" for text, width in zip(values, widths, strict=True)))
+            lines.append(place_of(row, left) + "".join(f" {text:>{width}}" for text, width in zip(values, widths, strict=True)))
         if len(shown) > n:
             lines.append(f"and {len(shown) - n} more")
         return "\n".join(lines)
@@ -90,11 +90,11 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
 
 
 # -- text -----------------------------------------------------------------------------------
-def _share(share: float) -> str:
+def percentage(share: float) -> str:
     return f"{100 * share:.3g} %" if share else "-"
 
 
-def _place(row: Row, width: int) -> str:
+def place_of(row: Row, width: int) -> str:
     """Name and module in `width` columns; a long module path loses its front."""
     name = row.name if len(row.name) <= width else "…" + row.name[1 - width :]
     room = width - len(name) - len(" in ")

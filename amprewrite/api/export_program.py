@@ -18,10 +18,10 @@ import torch.fx
 from torch import nn
 from torch.fx.node import map_arg
 
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.passes.driver import rewrite_graph
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
-from amprewrite.runtime.model.rewritten import Rewritten, plain_of, session_of
+from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.tables.errors import AmpRewriteError, CaptureError
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
@@ -30,7 +30,7 @@ GUARDS = "_guards_fn"
 
 
 def export_program(
-    amp: Rewritten, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
+    amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> torch.export.ExportedProgram:
     """An ExportedProgram of the rewritten graph of `amp`: fp32 in and out, parameters under their own names.
 
@@ -40,7 +40,7 @@ def export_program(
 
 
 def export_with_plan(
-    amp: Rewritten, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
+    amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[torch.export.ExportedProgram, CastPlan]:
     """As `export_program`, with the plan of the exported graph."""
     refuse_ambient_autocast()

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from amprewrite.ir.evidence.ranges import Calibration
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy, parse_overrides
-from amprewrite.runtime.ambient.kept_state import state_kept
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.half_parameters import refuse_trainable
 from amprewrite.runtime.model.parts import MODEL, parse_granularity
 from amprewrite.runtime.options import Options
@@ -104,8 +103,9 @@ def rewrite(
         not fit. CalibrationError: batches that cannot be run, ranges of another model. AccuracyError: an accuracy that
         cannot be reached. All are AmpRewriteErrors.
     """
+    from amprewrite.api.module import Rewritten
     from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
-    from amprewrite.runtime.model.rewritten import is_rewritten, module_of, plain_of, rewritten
+    from amprewrite.runtime.model.rewritten import capture_now, is_rewritten, module_of, plain_of, wrap
 
     module = module_of(model)
     if not isinstance(example_inputs, tuple | list | None):
@@ -126,11 +126,11 @@ def rewrite(
     refuse_ambient_autocast()
     module = plain_of(module) if is_rewritten(module) else module
     options = replace(options, **evidence(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
-    amp = rewritten(module, options)
+    amp = wrap(module, options, Rewritten)
     for each in optimizers_of(optimizer):
         amp.attach(each)
     if example_inputs is not None or example_kwargs is not None:
-        warm(amp, tuple(example_inputs or ()), example_kwargs or {})
+        capture_now(amp, tuple(example_inputs or ()), example_kwargs or {})
     return amp  # type: ignore[no-any-return]
 
 
@@ -170,12 +170,6 @@ def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | Non
     amp = rewrite(model, example_inputs=args, example_kwargs=kwargs, **options)
     found: CastPlan = amp.plan
     return found
-
-
-def warm(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Capture now: one call that leaves buffers, gradients and random state as they were."""
-    with state_kept(amp):
-        amp(*args, **kwargs)
 
 
 def _options(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from amprewrite.runtime.model.rewritten import Rewritten, session_of
+from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.files import cannot_write
 from amprewrite.tables.boundary.printable import printable
@@ -34,7 +34,7 @@ class TrainingLog:
     """
 
     def __init__(self, amp: nn.Module, path: str | Path | None = None, *, writer: ScalarWriter | None = None, every: int = 1) -> None:
-        if not isinstance(amp, Rewritten):
+        if not isinstance(amp, RewrittenBase):
             raise PolicyError(f"TrainingLog takes a rewritten model, not {type(amp).__name__}; pass what amprewrite.rewrite returned")
         if path is None and writer is None:
             raise PolicyError("TrainingLog has nothing to write to; give a path, or writer=SummaryWriter(...)")

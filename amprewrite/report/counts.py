@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan
+from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan
 from amprewrite.tables.vocabulary import Colour, Reason
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -20,12 +20,7 @@ def node_bytes(node: NodePlan) -> int:
     return math.prod(size for size in node.shape if isinstance(size, int)) * BYTES.get(node.dtype, 0) if node.shape else 0
 
 
-def shape_of(node: NodePlan) -> str:
-    """ "4x32x128", "-" for no tensor or one without dims."""
-    return "x".join(map(str, node.shape)) or "-"
-
-
-def by_region(plan: CastPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
+def by_region(plan: ModelPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
     """Nodes and casts of each region, with the names that `plan.nodes` and `plan.casts` give them."""
     nodes, casts = iter(plan.nodes), iter(plan.casts)
     for region in plan.regions:
@@ -90,7 +85,7 @@ class ModuleRow:
         self.bytes += node_bytes(node)
 
 
-def module_tree(plan: CastPlan) -> ModuleRow:
+def module_tree(plan: ModelPlan) -> ModuleRow:
     """The root's row, with one below it for every module."""
     root = ModuleRow("")
     for nodes, casts in by_region(plan):
@@ -163,7 +158,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
     return rows
 
 
-def op_dtypes(plan: CastPlan) -> list[tuple[str, int, int, int, int]]:
+def op_dtypes(plan: ModelPlan) -> list[tuple[str, int, int, int, int]]:
     """The op × dtype table: op, times low, times high, FLOPs low, FLOPs high; most FLOPs, then most calls first."""
     table: dict[str, list[int]] = {}
     for node in plan.nodes:

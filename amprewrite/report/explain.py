@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from amprewrite.ir.plans.plan import CastPlan, NodePlan, RegionPlan
+from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.report.counts import amount, by_impact, is_heavy_high, share
 from amprewrite.report.what_if import Change, WhatIf, conditions
 from amprewrite.tables.boundary.printable import printable
@@ -19,7 +19,7 @@ MOST_HEAVY = 8
 """Heavy ops listed one by one; the rest are counted."""
 
 
-def explain(plan: CastPlan, name: str = "") -> str:
+def explain(plan: ModelPlan, name: str = "") -> str:
     """Sentences about a node, a module, or the whole plan where no name is given.
 
     PlanError with near misses where nothing is called so.
@@ -45,18 +45,18 @@ def _heavy_first(nodes: tuple[NodePlan, ...]) -> list[NodePlan]:
     return [*(n for n in nodes if is_heavy_high(n)), *(n for n in nodes if not is_heavy_high(n))]
 
 
-def region_of(plan: CastPlan, node: NodePlan) -> RegionPlan:
+def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
     """The region of a node as `plan.nodes` names it."""
     name = node.name.partition("/")[0]
     return next((region for region in plan.regions if len(plan.regions) > 1 and region.name == name), plan.regions[0])
 
 
-def bare_name(plan: CastPlan, node: NodePlan) -> str:
+def bare_name(plan: ModelPlan, node: NodePlan) -> str:
     """The node's name inside its region."""
     return node.name.partition("/")[2] if len(plan.regions) > 1 else node.name
 
 
-def _sentences(plan: CastPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
+def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
     """What it runs in and why, its casts, and what would change it: checked where `asked` can decide again."""
     bare, region = bare_name(plan, node), region_of(plan, node)
     lines = [node.sentence()]
@@ -98,7 +98,7 @@ def _and(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def heavy(plan: CastPlan) -> list[str]:
+def heavy(plan: ModelPlan) -> list[str]:
     """Heavy ops left in fp32, most FLOPs first, each with what it misses."""
     found = by_impact(plan.nodes)
     lines = []
@@ -116,7 +116,7 @@ def _left_high(node: NodePlan) -> str:
     return f"heavy op left high: {node.sentence()}, {amount(node.flops, 'FLOP')}"
 
 
-def _by_reason(plan: CastPlan) -> list[str]:
+def _by_reason(plan: ModelPlan) -> list[str]:
     """How many ops each reason decided, with the first of them."""
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     counted = Counter((node.colour, node.reason) for node in ops)

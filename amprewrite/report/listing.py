@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from amprewrite.ir.plans.plan import Cast, CastPlan, NodePlan
-from amprewrite.report.counts import ModuleRow, amount, by_region, folded, module_tree, shape_of, share
+from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan, shape_of
+from amprewrite.report.counts import ModuleRow, amount, by_region, folded, module_tree, share
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.vocabulary import Colour
 
@@ -28,13 +28,13 @@ class Line:
     why: str = ""
 
 
-def listing(plan: CastPlan, fold: bool = False, width: int = 0) -> str:
+def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
     """The plan as code, or folded to a table of modules."""
     found = fold_table(plan) if fold else laid_out(list(code_lines(plan)))
     return "\n".join(line if not width or len(line) <= width else f"{line[: width - 1]}…" for _, line in found)
 
 
-def code_lines(plan: CastPlan) -> Iterator[Line]:
+def code_lines(plan: ModelPlan) -> Iterator[Line]:
     """Lines in the order in which the ops run, a header wherever another module begins."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
@@ -98,7 +98,7 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
     return found
 
 
-def fold_table(plan: CastPlan, most: int = SCREEN, width: int = 80) -> list[tuple[str, str]]:
+def fold_table(plan: ModelPlan, most: int = SCREEN, width: int = 80) -> list[tuple[str, str]]:
     """(kind, text) of a table with a row a module, in at most `most` rows and `width` columns."""
     root = module_tree(plan)
     rows = folded(root, most - 1)

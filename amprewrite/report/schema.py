@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 from amprewrite.ir.plans.pad_plan import PadCopy, PaddedValue, PadPlan, PadRegion
-from amprewrite.ir.plans.plan import SCHEMA, Candidate, Cast, CastPlan, NodePlan, RegionPlan, Skipped
+from amprewrite.ir.plans.plan import SCHEMA, Candidate, Cast, ModelPlan, NodePlan, RegionPlan, Skipped
 
 KINDS = {
-    "plan": CastPlan,
+    "plan": ModelPlan,
     "region": RegionPlan,
     "node": NodePlan,
     "cast": Cast,

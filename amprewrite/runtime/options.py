@@ -8,7 +8,7 @@ from typing import Any
 
 from amprewrite.ir.evidence.keep_high import Careful
 from amprewrite.ir.evidence.ranges import Calibration
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Override
 from amprewrite.runtime.model.parts import MODEL, Granularity
@@ -28,7 +28,7 @@ class Options:
     cache_weights: bool | str = True
     """"step": in training, too."""
     strict: bool = False
-    given: CastPlan | None = None
+    given: ModelPlan | None = None
     granularity: Granularity = MODEL
     """What `parse_granularity` returns."""
     calibration: Calibration | None = None

@@ -22,11 +22,11 @@ from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
-from amprewrite.ir.plans.plan import CastPlan, RegionPlan, Skipped
+from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
-from amprewrite.passes.driver import _device, read_parts, rewrite_graph
+from amprewrite.passes.driver import graph_device, read_parts, rewrite_graph
 from amprewrite.passes.lower.nn_module import emit
 from amprewrite.passes.read_problem import read_problem
 from amprewrite.runtime.ambient.suspend_modes import modes_aside
@@ -366,7 +366,7 @@ class Session:
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Program:  # fmt: skip
         """The program of a graph that somebody captured of this model, by this model's options."""
-        policy = self.policy_for(_device(module))
+        policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
         return read_problem(
             module, inputs, replace(policy, may_decline=policy.may_decline and may_decline), name=name, entry=entry, training=grad,
@@ -471,14 +471,14 @@ class Session:
         """What ran outside the rewritten graphs since each entry last started afresh."""
         return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
 
-    def plan_of(self, regions: tuple[Region, ...]) -> CastPlan:
+    def plan_of(self, regions: tuple[Region, ...]) -> ModelPlan:
         lists = self.options.lists
-        return CastPlan(
-            self.policy_for(self._device()).low.name,
-            tuple(part for index, region in enumerate(dict.fromkeys(regions)) for part in region.plan.flat(f"graph{index}")),
-            self.left_out,
-            tuple(self.notes),
-            lists if isinstance(lists, str) else lists.name,
+        return ModelPlan(
+            low=self.policy_for(self._device()).low.name,
+            regions=tuple(part for index, region in enumerate(dict.fromkeys(regions)) for part in region.plan.flat(f"graph{index}")),
+            skipped=self.left_out,
+            notes=tuple(self.notes),
+            lists=lists if isinstance(lists, str) else lists.name,
         )
 
     def _device(self) -> str:

@@ -24,7 +24,7 @@ from torch import nn
 import amprewrite
 from amprewrite import AmpRewriteError, Calibration
 from amprewrite.api.cli.main import main
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.html.page import html
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -30,7 +30,7 @@ from amprewrite.api.cli.pt2 import save_program
 from amprewrite.graphs.onnx.read.load import load
 from amprewrite.graphs.onnx.run.onnx_runtime import session
 from amprewrite.graphs.onnx.write.save import written
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.files import MARK, scratch_path, write_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent

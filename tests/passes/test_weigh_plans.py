@@ -10,10 +10,10 @@ from test_repaint_by_cost import random_text
 
 from amprewrite.ir.cost import TICK, price
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE, WEIGH
 from amprewrite.passes.plan.weigh_plans import PLANNED, painted_otherwise
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.devices import H100
 
 BLOCK = "a=layer_norm b=matmul(a,w) c=softmax(b) d=matmul(c,b) e=add(x,d) f=layer_norm(e) g=matmul(f,w1) h=gelu(g) i=matmul(h,w2) add(e,i)"

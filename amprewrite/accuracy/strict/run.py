@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, floats, relative_error
 from amprewrite.graphs.fx.read.names import frame_path
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.passes.driver import rewrite_graph
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.parts import part_paths
-from amprewrite.runtime.model.rewritten import Rewritten, plain_of, session_of
+from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
 
@@ -63,7 +63,7 @@ class StrictRun:
         loss: Loss | None = None,
         asker: str = "verify",
     ) -> None:
-        if not isinstance(amp, Rewritten):
+        if not isinstance(amp, RewrittenBase):
             raise PolicyError(f"{asker} takes a rewritten model, not {type(amp).__name__}; pass what amprewrite.rewrite returned")
         if not isinstance(args, tuple):
             raise PolicyError(f"{asker} takes the arguments as a tuple, not {type(args).__name__}; write {asker}(amp, (x,))")

@@ -21,16 +21,16 @@ from amprewrite.accuracy.verify import verify as run_verify
 from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
 from amprewrite.api.cli.output import as_json, say, table, text, working
 from amprewrite.api.cli.pt2 import save_program
+from amprewrite.api.module import load_onnx_support
 from amprewrite.api.rewrite import plan as make_plan
 from amprewrite.api.rewrite import rewrite
 from amprewrite.ir.evidence.ranges import Calibration, as_text
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.passes import APPLY, DECIDE, WEIGH
 from amprewrite.passes.lower.tidy import Tidy
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.explain import region_of
 from amprewrite.report.listing import code_lines, fold_table, laid_out
 from amprewrite.report.what_if import WhatIf
-from amprewrite.runtime.model.rewritten import onnx_road
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row
 from amprewrite.tables.errors import AccuracyError
@@ -144,7 +144,7 @@ def _converted(source: TorchModel | OnnxModel, out: Path, options: Options) -> d
         if isinstance(source, OnnxModel):
             with working("converting"):
                 asked = _onnx_options(options)
-                result = onnx_road().rewrite_onnx(source.path, out, **asked, keep_io=not options.low_io, max_rel_err=limit)
+                result = load_onnx_support().rewrite_onnx(source.path, out, **asked, keep_io=not options.low_io, max_rel_err=limit)
         else:
             amp = _rewritten(source, options)
             with working("exporting"), torch.no_grad():
@@ -178,7 +178,7 @@ def verify(options: Options) -> int:
         raise UsageError("verify runs a model and a saved plan is none: name the model, and the plan as --plan")
     if isinstance(source, OnnxModel):
         with working("running both"):
-            result = onnx_road().rewrite_onnx(source.path, None, **_onnx_options(options))
+            result = load_onnx_support().rewrite_onnx(source.path, None, **_onnx_options(options))
         error, told = result.report.strict_error, str(result.report)
         data: dict[str, Any] = {"error": error, "runtime_error": result.report.runtime_error, "low": result.plan.low}
     else:
@@ -302,7 +302,7 @@ def _plan_of(source: Source, options: Options) -> CastPlan:
         return source
     if isinstance(source, OnnxModel):
         with working("reading"):
-            result = onnx_road().rewrite_onnx(source.path, None, **_onnx_options(options), verify=False)
+            result = load_onnx_support().rewrite_onnx(source.path, None, **_onnx_options(options), verify=False)
         found: CastPlan = result.plan
         return found
     source = _on_device(source, options)

@@ -15,6 +15,7 @@ from amprewrite.api.cli.models import HOW, first_line
 from amprewrite.api.cli.output import ERR
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import AmpRewriteError
+from amprewrite.tables.version import VERSION
 
 MODEL = f"""A MODEL is
   package.module:callable   returns (module, inputs); the folder you stand in is searched
@@ -62,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The whole grammar."""
     top = _Parser(prog="amprewrite", description="Mixed precision as a graph rewrite: see the cast plan, question it, convert, verify.")
-    top.add_argument("--version", action="version", version=_version())
+    top.add_argument("--version", action="version", version=f"amprewrite {VERSION}")
     top.set_defaults(debug=False)
     groups = top.add_subparsers(metavar="COMMAND", dest="command", required=True)
 
@@ -172,12 +173,6 @@ def _seconds(word: str) -> float | str | None:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{word} is no time to wait; give seconds, or 'none' for no limit")
     return value
-
-
-def _version() -> str:
-    from amprewrite import __version__
-
-    return f"amprewrite {__version__}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from amprewrite.api.cli.pt2 import NotPlain, plain_copy
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.files import read_text
 from amprewrite.tables.errors import AmpRewriteError
 

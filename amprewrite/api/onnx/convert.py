@@ -18,8 +18,8 @@ from amprewrite.graphs.onnx.ops import VOCABULARY
 from amprewrite.graphs.onnx.read.load import Source, load, name_of
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, runtime
 from amprewrite.graphs.onnx.run.samples import CallersError, read_feeds
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.ir.policies.policy import Policy, parse_overrides
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import AccuracyError, AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line

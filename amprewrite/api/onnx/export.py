@@ -14,16 +14,15 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.api.rewrite import warm
 from amprewrite.graphs.fx.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
 from amprewrite.graphs.onnx.run.rounded import relative_error
 from amprewrite.graphs.onnx.run.samples import Feed
-from amprewrite.ir.plans.plan import CastPlan
 from amprewrite.ir.policies.policy import Policy
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
-from amprewrite.runtime.model.rewritten import Rewritten, plain_of, rewritten, session_of
+from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
@@ -43,7 +42,7 @@ def exported(
     amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
     """The fp32 model, the example inputs as a feed, the policy, and notes. CaptureError where the exporter fails."""
-    if not isinstance(amp, Rewritten):
+    if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
     if args is None and kwargs is None:
         raise PolicyError("export_onnx needs example inputs: pass args=, kwargs= or both")
@@ -75,7 +74,7 @@ def exported(
 
 
 def torch_plan(
-    amp: Rewritten, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: CastPlan | None
+    amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: CastPlan | None
 ) -> tuple[CastPlan, bool] | None:
     """What PyTorch nodes the user chose colours for: a plan, and whether only nodes that an override names count.
 
@@ -87,9 +86,9 @@ def torch_plan(
         return given, False
     if not any(override.scope == "node" for override in options.overrides):
         return None
-    twin = rewritten(plain_of(amp), options)  # captured for these inputs, as a call would do; `amp` itself stays as it is
+    twin = wrap(plain_of(amp), options, face_of(amp))  # captured for these inputs, as a call would do; `amp` itself stays as it is
     with torch.no_grad():
-        warm(twin, tuple(args or ()), dict(kwargs or {}))
+        capture_now(twin, tuple(args or ()), dict(kwargs or {}))
     return twin.plan, True
 
 

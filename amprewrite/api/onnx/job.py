@@ -27,10 +27,11 @@ from amprewrite.graphs.onnx.write.apply_plan import apply_plan
 from amprewrite.graphs.onnx.write.save import Written, written
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.follow_plan import check_casts
-from amprewrite.ir.plans.plan import Cast, CastPlan, RegionPlan
+from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line

@@ -17,8 +17,9 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.read.reader import Reading
 from amprewrite.ir.plans.follow_plan import match_region
-from amprewrite.ir.plans.plan import CastPlan, NodePlan, RegionPlan
+from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.ir.program import Program
+from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason

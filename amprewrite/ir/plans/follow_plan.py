@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from amprewrite.ir.plans.plan import Cast, CastPlan, RegionPlan
+from amprewrite.ir.plans.plan import Cast, ModelPlan, RegionPlan
 from amprewrite.ir.program import Program
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.vocabulary import Colour
 
 
-def match_region(plan: CastPlan, program: Program) -> RegionPlan:
+def match_region(plan: ModelPlan, program: Program) -> RegionPlan:
     """The region of `plan` whose nodes are those of `program`.
 
     Raises PlanError naming the first mismatch with the closest region, and for colours that the graph cannot have.

@@ -1,4 +1,4 @@
-"""The cast plan: what will be done to a model, and why. Frozen data linked by names; the only thing that crosses the middle."""
+"""What will be done to a model, and why. Frozen data linked by names; the only thing that crosses the middle."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from amprewrite.ir.plans.pad_plan import PadPlan, pad_summary
+from amprewrite.ir.plans.pad_plan import PadPlan
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
@@ -115,7 +114,7 @@ class RegionPlan:
     pads: PadPlan = field(default_factory=PadPlan)
     bodies: tuple[RegionPlan, ...] = ()
     """Plans of the graphs inside this one: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
-    A CastPlan lists them as regions of their own."""
+    A ModelPlan lists them as regions of their own."""
     basis: Any = field(default=None, compare=False, repr=False)
     """The undecided Program that this was decided from: what "what if" questions start from. It is no part of the JSON."""
     candidates: tuple[Candidate, ...] = ()
@@ -136,15 +135,15 @@ class RegionPlan:
         )
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, _table(self)))
+        return "\n".join(map(printable, region_lines(self)))
 
 
 @dataclass(frozen=True)
-class CastPlan:
+class ModelPlan:
     """The plan of a model: one region a captured graph.
 
-    `print(plan)` lists every node; `summary()` counts; `explain(name)` answers about a node or a module; `to_json()` and
-    `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs.
+    `to_json()` and `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs. Users hold a
+    `CastPlan`, which prints, explains and draws itself as well.
     """
 
     low: str
@@ -189,116 +188,6 @@ class CastPlan:
         hint = f"; did you mean {', '.join(close)}?" if close else "; print(plan) lists all nodes"
         raise PlanError(f"no node and no module of the plan is called {shown(name)}{hint}")
 
-    def explain(self, name: str = "") -> str:
-        """Sentences about a node ("linear_3"), a module ("encoder.layer.0") or, with no name, the whole plan.
-
-        What runs in what, which rule decided, caused by whom, what would change it, and what that would cost in casts. What
-        would change a node is tried out on the op graph, so only a plan that was just decided can tell; one read from JSON
-        gives what it recorded. Heavy ops left high come first. PlanError with near misses for an unknown name.
-        """
-        from amprewrite.report.explain import explain
-
-        return explain(self, name)
-
-    def summary(self) -> str:
-        """Heavy ops left high, counts, and what the plan and the plans it was weighed against would take."""
-        return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
-
-    def _weighed(self) -> list[str]:
-        regions = [region for region in self.regions if region.candidates]
-        if not regions:
-            return []
-        seconds: Counter[str] = Counter()
-        casts: Counter[str] = Counter()
-        for region in regions:
-            for candidate in region.candidates:
-                seconds[candidate.name] += candidate.seconds  # type: ignore[assignment]
-                casts[candidate.name] += candidate.casts
-        own, *others = seconds
-        lines = [f"one pass on {regions[0].priced_on}: {1e6 * seconds[own]:.4g} µs, {casts[own]} casts; weighed against"]
-        width = max(map(len, others), default=0)
-        for name in others:
-            more = 100 * (seconds[name] / max(seconds[own], 1e-30) - 1)
-            lines.append(f"  {name:{width}}  {1e6 * seconds[name]:.4g} µs ({more:+.1f} %), {casts[name]} casts")
-        return lines
-
-    def counts(self) -> str:
-        """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low."""
-        from amprewrite.report.explain import heavy
-
-        ops = [node for node in self.nodes if node.role == "op"]
-        colours = Counter(node.colour for node in ops)
-        flops = sum(node.flops for node in ops)
-        low = sum(node.flops for node in ops if node.colour is Colour.LOW)
-        weights = sum(cast.weight for cast in self.casts)
-        half = sum(node.flops for node in ops if node.reason is Reason.HALF)
-        share = f"{100 * low / flops:.1f} % of matmul and convolution FLOPs" if flops else "no matmul or convolution"
-        share += f"; {100 * half / flops:.1f} % are in half precision already" if half else ""
-        lines = heavy(self)
-        lines += [
-            f"{len(ops)} ops in {len(self.regions)} graph{'s' * (len(self.regions) != 1)}: {colours[Colour.LOW]} low ({self.low}), "
-            f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
-            f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
-        ]
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"left out: {part}" for part in self.skipped]
-        return "\n".join(map(printable, lines))
-
-    def listing(self, fold: bool = False, width: int = 0) -> str:
-        """The code that the plan makes, a line an op: dtype, colour, shape, source line and reason, grouped by module.
-
-        `fold=True` gives a table with a row a module that fits one screen instead. Lines are cut at `width`; 0 cuts nothing.
-        """
-        from amprewrite.report.listing import listing
-
-        return listing(self, fold, width)
-
-    def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
-        """Write a report as one self-contained HTML file: the graph, charts, and an answer for every node.
-
-        `report` is what `verify` or `debug` gave for the same model: it adds ranges and errors. EmitError where `path` cannot
-        be written.
-        """
-        from amprewrite.report.html.page import to_html
-
-        return to_html(self, path, title, report)
-
-    def to_svg(self, path: Any = None, depth: int | None = None) -> str:
-        """The graph as SVG text, written to `path` if there is one; modules below `depth` are drawn as one box."""
-        from amprewrite.report.pictures.svg import to_svg
-
-        return to_svg(self, path, depth)
-
-    def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-        """The same picture as a PNG file. EmitError where the png extra is not installed."""
-        from amprewrite.report.pictures.svg import to_png
-
-        return to_png(self, path, depth, scale)
-
-    def to_dot(self, path: Any = None) -> str:
-        """The graph as DOT text for Graphviz, modules as clusters; written to `path` if there is one."""
-        from amprewrite.report.pictures.dot import to_dot
-
-        return to_dot(self, path)
-
-    def to_model_explorer(self, path: Any, graph: str = "main") -> Path:
-        """Write node data for Google's Model Explorer: colours and casts over the graph called `graph` there."""
-        from amprewrite.report.pictures.model_explorer import to_model_explorer
-
-        return to_model_explorer(self, path, graph)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from amprewrite.report.html.notebook import to_notebook
-
-        return to_notebook(self)
-
-    def __str__(self) -> str:
-        lines = [f"cast plan, low = {self.low}, lists = {self.lists}"]
-        for region in self.regions:
-            lines += ["", *_table(region)]
-        return "\n".join([*map(printable, lines), "", self.counts()])
-
     # -- JSON -----------------------------------------------------------------
     def to_json(self, indent: int | None = 1) -> str:
         """The whole plan as JSON text; `from_json` gives it back exactly."""
@@ -308,7 +197,7 @@ class CastPlan:
         return json.dumps(data, indent=indent, default=_encode)
 
     @classmethod
-    def from_json(cls, text: str) -> CastPlan:
+    def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote, edited or not. PlanError where the text is something else."""
         try:
             data = read_json(text)
@@ -319,24 +208,14 @@ class CastPlan:
         if data.get("version") != SCHEMA:
             raise PlanError(f"the plan has version {shown(data.get('version'))}, this amprewrite reads {SCHEMA}; make the plan anew")
         try:
-            return _decode_plan(data)
+            return _decode_plan(cls, data)
         except BadData as error:
             raise PlanError(f"the plan is damaged: {error}; compare it with plan.to_json()") from error
         except RecursionError as error:
             raise PlanError("the plan is damaged: it is nested too deeply; compare it with plan.to_json()") from error
 
-    @staticmethod
-    def schema() -> dict[str, dict[str, str]]:
-        """What each key of the JSON form means, by kind of object: plan, region, node, cast, skipped.
-
-        The version is one number: it rises whenever a file of before cannot be read any more. Keys that are added have defaults.
-        """
-        from amprewrite.report.schema import schema
-
-        return schema()
-
     # -- changing and comparing -------------------------------------------------
-    def edit(self, colours: dict[str, str]) -> CastPlan:
+    def edit(self, colours: dict[str, str]) -> Self:
         """A copy with the named nodes or modules recoloured, e.g. `{"softmax_2": "high", "encoder.layer.0": "high"}`.
 
         Casts follow from the colours when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32
@@ -370,7 +249,7 @@ class CastPlan:
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
-    def diff(self, other: CastPlan) -> str:
+    def diff(self, other: ModelPlan) -> str:
         """What `other` does differently, a line each; empty where nothing does."""
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
         lines = [f"only here: {name}" for name in mine if name not in theirs]
@@ -386,33 +265,18 @@ class CastPlan:
         return "\n".join(map(printable, lines))
 
 
-class PendingPlan:
-    """What `amp.plan` is before capture: nothing has been left out yet, and asking it for anything else is a PlanError."""
-
-    skipped: tuple[Skipped, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise PlanError(_PENDING)
-
-    def __str__(self) -> str:
-        raise PlanError(_PENDING)
+def shape_of(node: NodePlan) -> str:
+    """ "4x32x128", "-" for no tensor or one without dims."""
+    return "x".join(map(str, node.shape)) or "-"
 
 
-_PENDING = (
-    "there is no plan before capture: call the model once, or pass example_inputs to rewrite "
-    "(amprewrite.plan(model, args) makes a plan without keeping a rewritten model)"
-)
-
-
-def _table(region: RegionPlan) -> list[str]:
+def region_lines(region: RegionPlan) -> list[str]:
     """Fixed-width listing of a region: name, shape, dtype, colour, reason; casts where they are read first."""
     state = "training" if region.training else "inference"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
     shown = [node for node in region.nodes if node.role == "op"]
     width = max((len(node.name) for node in shown), default=0)
-    size = max((len(_shape(node)) for node in shown), default=0)
+    size = max((len(shape_of(node)) for node in shown), default=0)
     first: dict[str, list[Cast]] = {}
     for cast in region.casts:
         if cast.users:
@@ -420,13 +284,9 @@ def _table(region: RegionPlan) -> list[str]:
     for node in region.nodes:
         lines += [f"  {'cast':{width}}  {cast}" for cast in first.get(node.name, ())]
         if node.role == "op":
-            lines.append(f"  {node.name:{width}}  {_shape(node):{size}}  {node.dtype or '-':5}  {node.colour.value:5}  {node.why()}")
+            lines.append(f"  {node.name:{width}}  {shape_of(node):{size}}  {node.dtype or '-':5}  {node.colour.value:5}  {node.why()}")
     lines += [f"  pad {each}" for each in region.pads.regions]
     return lines + [f"  note: {note}" for note in region.notes]
-
-
-def _shape(node: NodePlan) -> str:
-    return "x".join(map(str, node.shape)) or "-"
 
 
 def _encode(value: Any) -> Any:
@@ -435,9 +295,12 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"cannot write {type(value).__name__} into a plan")
 
 
-def _decode_plan(data: dict[str, Any]) -> CastPlan:
+P = TypeVar("P", bound=ModelPlan)
+
+
+def _decode_plan(kind: type[P], data: dict[str, Any]) -> P:
     """A plan from parsed JSON, every field checked. BadData names what is wrong."""
-    plan: CastPlan = build(CastPlan, data, names=frozenset({Reason}))
+    plan: P = build(kind, data, names=frozenset({Reason}))
     plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
     _no_twice("regions", [region.name for region in plan.regions])
     formats = [("low", plan.low)]

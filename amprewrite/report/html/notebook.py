@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.report.counts import amount, folded, module_tree, share
 from amprewrite.report.pictures.svg import HIGH, LOW, to_svg
 from amprewrite.tables.boundary.printable import printable
@@ -14,7 +14,7 @@ MOST_DRAWN = 60
 ROWS = 24
 
 
-def to_notebook(plan: CastPlan) -> str:
+def to_notebook(plan: ModelPlan, summary: str) -> str:
     """An HTML fragment that needs nothing around it."""
     cell = 'style="padding:2px 10px;text-align:right;white-space:nowrap"'
     first = 'style="padding:2px 10px;text-align:left;white-space:nowrap"'
@@ -33,9 +33,9 @@ def to_notebook(plan: CastPlan) -> str:
     titles = "".join(f"<th {cell}>{title}</th>" for title in ("ops", "casts", "weights", "FLOPs", "low"))
     head = f"<tr><th {first}>module</th><th {first}>low, high</th>{titles}</tr>"
     table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-    summary = "<br>".join(escape(line) for line in plan.summary().splitlines())
+    lines = "<br>".join(escape(line) for line in summary.splitlines())
     drawing = ""
     if sum(node.role == "op" for node in plan.nodes) <= MOST_DRAWN:
         frame = "max-width:100%;overflow:auto;background:#fff"
         drawing = f'<details><summary>graph</summary><div style="{frame}">{to_svg(plan)}</div></details>'
-    return f'<div><p style="margin:4px 0">cast plan, low = {escape(plan.low)}: {summary}</p>{table}{drawing}</div>'
+    return f'<div><p style="margin:4px 0">cast plan, low = {escape(plan.low)}: {lines}</p>{table}{drawing}</div>'

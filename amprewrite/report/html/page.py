@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from amprewrite.ir.plans.plan import CastPlan, NodePlan
-from amprewrite.report.counts import by_impact, cast_kind, casts_by_kind, module_tree, node_bytes, shape_of
+from amprewrite.ir.plans.plan import ModelPlan, NodePlan, shape_of
+from amprewrite.report.counts import by_impact, cast_kind, casts_by_kind, module_tree, node_bytes
 from amprewrite.report.explain import bare_name, region_of, what_would_change
 from amprewrite.report.pictures.graph import Drawing, draw
 from amprewrite.report.what_if import WhatIf
@@ -27,7 +27,7 @@ SECONDS = 5.0
 """How long to try out what would change nodes, by default; those that are left get the condition of their reason alone."""
 
 
-def to_html(plan: CastPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
+def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
     """Write the report. `report` is a verify Report or a debug report of the same model, `seconds` bounds the what-ifs.
 
     EmitError where `path` cannot be written.
@@ -35,7 +35,7 @@ def to_html(plan: CastPlan, path: Any, title: str = "", report: Any = None, seco
     return write_text(path, html(plan, title, report, seconds))
 
 
-def html(plan: CastPlan, title: str = "", report: Any = None, seconds: float = SECONDS) -> str:
+def html(plan: ModelPlan, title: str = "", report: Any = None, seconds: float = SECONDS) -> str:
     """The report as text."""
     data = json.dumps(payload(plan, title, report, seconds), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = asset("report.html")
@@ -50,7 +50,7 @@ def asset(name: str) -> str:
 
 
 # -- facts -----------------------------------------------------------------------------
-def payload(plan: CastPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
+def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
     """What the page needs, short names throughout: there are thousands of nodes."""
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
@@ -107,7 +107,7 @@ def _number(value: Any) -> float | str | None:
     return float(f"{value:.4g}") if math.isfinite(value) else "inf"
 
 
-def _modules(plan: CastPlan) -> list[list[Any]]:
+def _modules(plan: ModelPlan) -> list[list[Any]]:
     """Rows of the module list: depth, path, ops, low, casts, weight copies, FLOPs, low FLOPs."""
     rows: list[list[Any]] = []
 
@@ -120,7 +120,7 @@ def _modules(plan: CastPlan) -> list[list[Any]]:
     return rows
 
 
-def _flips(plan: CastPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
+def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
     """What would change each node: tried out while time is left, for high nodes and readers of casts first."""
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from amprewrite.ir.plans.plan import CastPlan
-from amprewrite.report.counts import by_region, shape_of
+from amprewrite.ir.plans.plan import ModelPlan, shape_of
+from amprewrite.report.counts import by_region
 from amprewrite.report.pictures.graph import Drawing, draw
 from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.boundary.printable import printable
@@ -17,7 +17,7 @@ INK = {Colour.LOW: "#0b8c82", Colour.HIGH: "#c96f06", Colour.PLAIN: "#6b7686"}
 CAST = "#8b3fe0"
 
 
-def to_dot(plan: CastPlan, path: Any = None) -> str:
+def to_dot(plan: ModelPlan, path: Any = None) -> str:
     """The graph as DOT text. EmitError where `path` is given and cannot be written."""
     drawing = draw(plan)
     lines = [

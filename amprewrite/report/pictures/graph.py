@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amprewrite.ir.plans.plan import CastPlan, NodePlan
+from amprewrite.ir.plans.plan import ModelPlan, NodePlan
 from amprewrite.report.counts import by_region
 from amprewrite.report.pictures.layout import Nest, nest
 from amprewrite.tables.vocabulary import Colour
@@ -35,7 +35,7 @@ class Drawing:
         return self.nodes[edge.source].colour
 
 
-def draw(plan: CastPlan) -> Drawing:
+def draw(plan: ModelPlan) -> Drawing:
     """Nodes, edges and layers of the whole plan; several regions are boxes of their own."""
     nodes: list[NodePlan] = []
     paths: list[tuple[str, ...]] = []

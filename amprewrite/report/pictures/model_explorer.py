@@ -11,19 +11,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from amprewrite.ir.plans.plan import CastPlan
+from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.vocabulary import Colour
 
 LOW, HIGH = "#bfe8e2", "#f8d8a8"
 
 
-def to_model_explorer(plan: CastPlan, path: Any, graph: str = "main") -> Path:
+def to_model_explorer(plan: ModelPlan, path: Any, graph: str = "main") -> Path:
     """Write node data for the graph called `graph` there. EmitError where `path` cannot be written."""
     return write_text(path, json.dumps(node_data(plan, graph), indent=1))
 
 
-def node_data(plan: CastPlan, graph: str = "main") -> dict[str, Any]:
+def node_data(plan: ModelPlan, graph: str = "main") -> dict[str, Any]:
     """The same as plain data, by graph name."""
     results: dict[str, Any] = {}
     for node in plan.nodes:

@@ -7,8 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from amprewrite.ir.plans.plan import CastPlan
-from amprewrite.report.counts import shape_of
+from amprewrite.ir.plans.plan import ModelPlan, shape_of
 from amprewrite.report.pictures.graph import Drawing, draw
 from amprewrite.report.pictures.layout import Placed, Rect, place
 from amprewrite.tables.boundary.files import write_bytes, write_text
@@ -26,7 +25,7 @@ MOST_OPEN = 90
 MARGIN = 12.0
 
 
-def to_svg(plan: CastPlan, path: Any = None, depth: int | None = None) -> str:
+def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
     """The graph as SVG text. Modules up to `depth` are open; None opens as many as stay readable.
 
     EmitError where `path` is given and cannot be written.
@@ -51,7 +50,7 @@ def to_svg(plan: CastPlan, path: Any = None, depth: int | None = None) -> str:
     return text
 
 
-def to_png(plan: CastPlan, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
+def to_png(plan: ModelPlan, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
     """The same as a PNG file, `scale` pixels a unit. EmitError where the png extra is missing or the file cannot be written."""
     try:
         import resvg_py

@@ -1,0 +1,100 @@
+"""What users see on a rewritten model beyond its own class: its plans, its loss scale, its exports."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amprewrite.report.cast_plan import CastPlan, PendingPlan
+from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
+from amprewrite.runtime.training.find_optimizers import optimizer_inside
+from amprewrite.runtime.training.loss_scale import LossScale
+from amprewrite.tables.errors import EmitError
+
+if TYPE_CHECKING:
+    from amprewrite.api.onnx.convert import OnnxResult
+
+
+class Rewritten(RewrittenBase):
+    """What a rewritten model has beyond its own class.
+
+    A part called by itself (`amp.encoder(x)`) runs rewritten too. Two things it cannot tell: a `torch.compile` of yours around
+    a part alone, and a part's `forward` called by name, which both run the part's own code. Hooks on all modules of the
+    process (`register_module_forward_hook`) see the model as one call, beside parts that run as they are written.
+    """
+
+    @property
+    def plan(self) -> CastPlan:
+        """The plan of the graphs that ran in the latest call. Before the first, reading it is a PlanError."""
+        session = session_of(self)
+        if not session.last and not session.left_out:
+            return PendingPlan()  # type: ignore[return-value]
+        return CastPlan.of(session.plan_of(session.last))
+
+    @property
+    def plans(self) -> tuple[CastPlan, ...]:
+        """One plan for every set of graphs that has run: training, evaluation, other shapes."""
+        session = session_of(self)
+        return tuple(CastPlan.of(session.plan_of(regions)) for regions in list(session.calls))
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale built into the training graphs: `report()`, `value`, `state_dict()`, `load_state_dict()`."""
+        return session_of(self).loss_scale
+
+    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
+        """Guard the steps of `optimizer`: one whose gradients overflowed is skipped, and the loss scale moves.
+
+        PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
+        found at the first forward, or at their first step; attaching tells mistakes early. One that steps `copies` of the
+        parameters, offloaded to another device say, cannot be found: attach it. Of a wrapper, such as
+        accelerate's, the torch optimizer inside is guarded.
+        """
+        session_of(self).attach(optimizer_inside(optimizer), copies)
+
+    def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
+        """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
+
+        `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError where export cannot capture the model.
+        """
+        from amprewrite.api.export_program import export_program
+
+        return export_program(self, args, kwargs or {}, **options)
+
+    def export_onnx(
+        self, path: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> OnnxResult:
+        """Write the rewritten model as an ONNX file; `amprewrite.api.onnx.convert.export_onnx` has the options and the result.
+
+        EmitError where the onnx extra is not installed.
+        """
+        return load_onnx_support().export_onnx(self, path, args, kwargs, **options)
+
+    # -- low copies of weights -----------------------------------------------------
+    def frozen_weights(self) -> AbstractContextManager[None]:
+        """Keep low copies of the weights while a `with` block is open: you promise that no weight changes inside, in any thread.
+
+        Writes that PyTorch counts are followed all the same. At the end of the outermost block every copy is compared with
+        its weight, and one that differs is a StaleWeightsError.
+        """
+        session = session_of(self)
+        return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)
+
+    def weights_changed(self) -> None:
+        """Drop every low copy of the weights that is kept.
+
+        Call it after a write that PyTorch does not count, if `frozen_weights()` or `cache_weights="step"` keeps copies.
+        """
+        session_of(self).cache.clear()
+
+
+def load_onnx_support() -> ModuleType:
+    """amprewrite.api.onnx.convert, which needs the onnx extra; EmitError with the install line where that is missing."""
+    try:
+        from amprewrite.api.onnx import convert
+    except ImportError as error:
+        raise EmitError(f"ONNX needs {error.name}, which is not installed: pip install 'amprewrite[onnx]' (GPU: [onnx-gpu])") from error
+    return convert

@@ -1,0 +1,93 @@
+"""What a part of a rewritten model runs if it is called by itself, or captured by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from amprewrite.runtime.ambient.hook_watch import call_with_own_hooks
+from amprewrite.runtime.compiler.dynamo import fresh_code, kept_out, never_read
+from amprewrite.runtime.session import OUR_DOOR, Entry, Session, enter
+from amprewrite.tables.errors import CaptureError
+
+REPLICATE = "_replicate_for_data_parallel"
+NO_REPLICAS = (
+    "torch.nn.DataParallel cannot replicate a rewritten model: the replicas would compute with the parameters of the original; "
+    "use torch.nn.parallel.DistributedDataParallel with one process a device (torchrun starts them), or show the process one "
+    "device only"
+)
+
+
+def call_as_part(session: Session, path: str, module: nn.Module) -> None:
+    module._compiled_call_impl = part_call(session, path, module)
+    module.__dict__[REPLICATE] = PartReplicas(module)
+
+
+class PartForward:
+    """The forward of a part that is captured by itself: hooks on the part, such as FSDP2's, run around it."""
+
+    def __init__(self, session: Session, path: str) -> None:
+        self.session, self.path = session, path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return enter(self.session, self.path, args, kwargs)
+
+
+class PartReplicas:
+    """What torch.nn.DataParallel calls on a part: its replicas would run the part itself. Copies of the part are free."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+
+    def __call__(self) -> Any:
+        if self.part._compiled_call_impl is not None or isinstance(self.part.__dict__.get("forward"), PartForward):
+            raise CaptureError(NO_REPLICAS)
+        return type(self.part)._replicate_for_data_parallel(self.part)
+
+
+def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
+    """What `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own.
+
+    Dynamo reads through it where it captures the whole model, and finds in it a frame to capture where it cannot. Where
+    Dynamo is kept out, as by a checkpoint around code that cannot be captured, the part is an entry of its own again.
+    """
+
+    @torch.compiler.assume_constant_result  # type: ignore[misc]
+    def inside() -> bool:
+        return session.state.captured > 0 and not kept_out()
+
+    never_read(inside)
+    recurrent = isinstance(module, nn.RNNBase)
+    @torch._dynamo.disable(recursive=False, reason=OUR_DOOR)  # type: ignore[misc]
+    def call_unread(why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ran = len(session.state.ran)
+        result = module._call_impl(*args, **kwargs)
+        if len(session.state.ran) == ran:
+            session.cannot_read(path, why)
+        return result
+
+    def call_part(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    def call_alone(*args: Any, **kwargs: Any) -> Any:
+        entry = session.entries.get(path)
+        if entry is None or entry.function is not call_part:  # another module may have stood there before
+            session.entries[path] = Entry(session, path, call_part)
+        return enter(session, path, args, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if inside():
+            if recurrent and isinstance(args[0] if args else kwargs.get("input"), PackedSequence):
+                return call_unread("capture cannot read a packed sequence, whose sizes are data; pad the sequences instead", args, kwargs)
+            if module._backward_hooks or module._backward_pre_hooks:
+                return call_unread("capture cannot read the backward hooks on it; hook tensors or its parent instead", args, kwargs)
+            return call_with_own_hooks(module, args, kwargs)
+        return call_alone(*args, **kwargs)
+
+    if recurrent and session.recurrent_apart:
+        return torch._dynamo.disable(call_alone, reason=OUR_DOOR)  # type: ignore[no-any-return]
+    return fresh_code(call)
