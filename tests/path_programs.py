@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,21 @@ def integers(seed: int) -> Tensor:
     return torch.randint(-1, 2, (WIDTH, WIDTH), generator=torch.Generator().manual_seed(seed)).float()
 
 
+@functools.cache
+def dynamo_keeps_hooks() -> bool:
+    """Whether plain torch.compile hands out a value behind its hooks. That of torch 2.11 hands out a view from before them."""
+
+    def hooked(x: Tensor) -> Tensor:
+        value = x * 1
+        value.register_hook(lambda gradient: gradient * 2)
+        return value
+
+    result = torch.compile(hooked, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True))
+    result.retain_grad()
+    result.sum().backward()
+    return bool((result.grad == 2).all())
+
+
 def generate(seed: int) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     draw = random.Random(seed)
     names, steps = ["x", "z"], []
@@ -136,7 +152,8 @@ def generate(seed: int) -> tuple[tuple[Step, ...], tuple[str, ...]]:
         kinds = [["linear"], sorted(VIEWS), sorted(WRITES), sorted(OTHERS)]
         op = draw.choice(draw.choices(kinds, [4, 3, 2, 3])[0])
         a, b = draw.choice(names[-4:]), draw.choice(names)
-        op = "same" if op == "hook" and a in ("x", "z") else op  # Dynamo itself registers such a hook behind the graph
+        own = op == "hook" and (a in ("x", "z") or not dynamo_keeps_hooks())  # Dynamo itself registers such a hook behind the graph
+        op = "same" if own else op
         steps.append((op, f"v{place}", a, b))
         names.append(f"v{place}")
     returns = draw.sample(names, min(len(names), draw.randint(1, 4)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from path_programs import Clip, Generated, generate, observe, same
+from path_programs import Clip, Generated, dynamo_keeps_hooks, generate, observe, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,6 +75,9 @@ def test_the_gradient_of_a_returned_feature(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("read", [True, False], ids=["read", "only returned"])
 @way
 def test_the_gradient_of_a_returned_value_is_that_behind_its_hooks(options: dict[str, Any], read: bool) -> None:
+    if not dynamo_keeps_hooks():
+        pytest.skip("torch.compile of this torch hands out a hooked value from before its hooks, whoever uses it")
+
     class Hooked(Feature):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             feature = self.a(x)

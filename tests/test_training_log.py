@@ -47,6 +47,14 @@ def test_every_thins_the_log_out(tmp_path: Path) -> None:
         assert [bool(log.step()) for _ in range(6)] == [False, False, True, False, False, True]
 
 
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
+def test_a_full_disk_is_said() -> None:
+    log = TrainingLog(amprewrite.rewrite(nn.Linear(2, 2), dtype="fp16"), "/dev/full")
+    with pytest.raises(EmitError, match="/dev/full cannot be written"):
+        log.step()
+    log.close()
+
+
 def test_bad_input(tmp_path: Path) -> None:
     amp = amprewrite.rewrite(nn.Linear(2, 2), dtype="fp16")
     with pytest.raises(PolicyError, match="takes a rewritten model"):

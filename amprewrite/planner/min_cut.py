@@ -67,6 +67,7 @@ def min_cut(network: Network, extra: Iterable[tuple[int, int, int]] = ()) -> tup
     tails, heads, capacities = (np.fromiter(column, np.int64) for column in (network.tails, network.heads, network.capacities))
     more = np.array(list(extra), np.int64).reshape(-1, 3)
     tails, heads, capacities = (np.concatenate((a, b)) for a, b in zip((tails, heads, capacities), more.T, strict=True))
+    tails, heads = tails.astype(np.int32), heads.astype(np.int32)  # what csgraph takes; older scipy does not narrow indices by itself
     endless = capacities == INFINITE
     _refuse_contradiction(network.size, tails[endless], heads[endless])
     bound = int(capacities[~endless].sum())
@@ -105,7 +106,7 @@ def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 
 
-def _refuse_contradiction(size: int, tails: npt.NDArray[np.int64], heads: npt.NDArray[np.int64]) -> None:
+def _refuse_contradiction(size: int, tails: npt.NDArray[np.int32], heads: npt.NDArray[np.int32]) -> None:
     """Raise Contradiction with the shortest path from source to sink over infinite arcs, if there is one."""
     if SOURCE not in tails or SINK not in heads:
         return

@@ -77,15 +77,48 @@ for attempt in range(int(sys.argv[2])):
 print(hit)
 """
 
+PLAIN = """
+import signal, sys
+import torch
+
+def interrupted(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "find_torch_dispatch_rule":  # torch's dispatcher, C++, calls it
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+
+compiled, x = torch.compile(torch.nn.Linear(8, 8), backend="eager"), torch.ones(4, 8)
+sys.setprofile(interrupted)
+try:
+    compiled(x)
+except KeyboardInterrupt:
+    print("KeyboardInterrupt")
+"""
+"""Plain torch.compile, interrupted where its C++ code has called Python."""
 TORCH_ENDS = re.compile(r"terminate called after throwing an instance of 'pybind11::error_already_set'\s+what\(\):\s+KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("seed, attempts", [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_the_call_after_an_interrupt_is_right(seed, attempts):
+def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`code` run in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(seed), str(attempts)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    if done.returncode == -signal.SIGABRT and TORCH_ENDS.match(done.stderr):
+    command = [sys.executable, "-W", "ignore", "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+def ended_by_torch(done: subprocess.CompletedProcess[str]) -> bool:
+    return done.returncode == -signal.SIGABRT and TORCH_ENDS.search(done.stderr) is not None
+
+
+@pytest.mark.slow
+def test_an_interrupt_may_end_a_process_under_plain_torch_compile_too():
+    """If this fails, torch has been repaired: then README need not say so, and the test below need not put up with it."""
+    done = python(PLAIN)
+    assert ended_by_torch(done), (done.returncode, done.stdout, done.stderr[-2000:])
+
+
+@pytest.mark.parametrize("seed, attempts", [(0, 5), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_the_call_after_an_interrupt_is_right(seed, attempts):
+    done = python(INTERRUPTED, str(seed), str(attempts))
+    if ended_by_torch(done) and ended_by_torch(python(PLAIN)):
         pytest.xfail("torch calls Python where its C++ code lets no exception pass: an interrupt there ends any process that compiles")
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) >= attempts / 4
@@ -162,8 +195,10 @@ def _rank(rank: int, file: str, results) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_a_rank_that_dies_gives_the_other_an_error_within_seconds(tmp_path):
-    context = multiprocessing.get_context("spawn")
+@pytest.mark.parametrize("way", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_rank_that_dies_gives_the_other_an_error_within_seconds(tmp_path, way):
+    context = multiprocessing.get_context(way)
+    context.set_forkserver_preload(["amprewrite.runtime.model.rewritten"])  # the server imports once what both ranks need
     results = context.Queue()
     ranks = [context.Process(target=_rank, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for each in ranks:
