@@ -18,8 +18,8 @@ from amprewrite.graphs.fx.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
 from amprewrite.graphs.onnx.run.rounded import relative_error
 from amprewrite.graphs.onnx.run.samples import Feed
+from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_of, plain_of, session_of, wrap
@@ -74,8 +74,8 @@ def exported(
 
 
 def torch_plan(
-    amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: CastPlan | None
-) -> tuple[CastPlan, bool] | None:
+    amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
+) -> tuple[ModelPlan, bool] | None:
     """What PyTorch nodes the user chose colours for: a plan, and whether only nodes that an override names count.
 
     `plan` goes before one that was given to `rewrite`, and that before `node:` overrides; None where there is none of them.

@@ -27,7 +27,7 @@ from amprewrite.graphs.onnx.write.apply_plan import apply_plan
 from amprewrite.graphs.onnx.write.save import Written, written
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.follow_plan import check_casts
-from amprewrite.ir.plans.plan import Cast, RegionPlan
+from amprewrite.ir.plans.plan import Cast, ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
 from amprewrite.passes import DECIDE
@@ -145,8 +145,8 @@ class Job:
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
         self.model = model
-        self.given: CastPlan | None = None
-        self.torch_plan: tuple[CastPlan, bool] | None = None
+        self.given: ModelPlan | None = None
+        self.torch_plan: tuple[ModelPlan, bool] | None = None
         """The plan, and whether only nodes that an override names count."""
         self.example_inputs = False
         """Whether the samples are what the model was exported with, and not what the caller chose for the purpose."""
@@ -278,7 +278,7 @@ class Job:
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
 
 
-def decide(reading: Reading, policy: Policy, lists: OpLists, given: CastPlan | None = None) -> RegionPlan:
+def decide(reading: Reading, policy: Policy, lists: OpLists, given: ModelPlan | None = None) -> RegionPlan:
     """Run the deciding passes over what was read, then plan the constants; edits nothing. PlanError where `given` does not fit."""
     program = Program(reading.graph, policy, lists, name=REGION, device=TARGET)
     if given is not None:

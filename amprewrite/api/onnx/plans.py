@@ -17,9 +17,8 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.read.reader import Reading
 from amprewrite.ir.plans.follow_plan import match_region
-from amprewrite.ir.plans.plan import NodePlan, RegionPlan
+from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.program import Program
-from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -32,7 +31,7 @@ SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE, Reason.CANCELS)
 """Facts that a given plan of the very graph may overrule: whoever wrote it has seen them."""
 
 
-def given_region(plan: CastPlan, program: Program) -> RegionPlan:
+def given_region(plan: ModelPlan, program: Program) -> RegionPlan:
     """The region to follow. PlanError where the plan is not of this graph, or asks for what no op can do."""
     region = match_region(plan, program)
     for planned in region.nodes:
@@ -63,7 +62,7 @@ class Carried:
         return f"{text}; lists decide what {', '.join(self.missed[:4])}{more} became: it is no op of its own there"
 
 
-def carry_over(plan: CastPlan, reading: Reading, only_chosen: bool) -> Carried:
+def carry_over(plan: ModelPlan, reading: Reading, only_chosen: bool) -> Carried:
     """Pin the vertices of `reading` to the colours of a PyTorch plan; `only_chosen`: those that an override names."""
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:
