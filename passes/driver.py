@@ -1,23 +1,32 @@
-"""One captured graph, from capture to edited graph: read → decide → plan → apply → check. The whole story on one screen."""
+"""One captured graph, from capture to edited graph: read → decide → plan → apply → check. The whole story on one screen.
+
+`rewrite`, `export_program`, `verify`, calibration and the search for an accuracy read through `read_problem`, so they decide alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
+from amprewrite.graphs.fx.ops.tensor_hooks import restore_hooks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, operands
 from amprewrite.graphs.fx.read.calls import read_calls
 from amprewrite.graphs.fx.read.leaving import mark_leaving
+from amprewrite.graphs.fx.read.magnitudes import magnitudes
 from amprewrite.graphs.fx.read.reader import read_graph, without_grad
 from amprewrite.graphs.fx.timing.measure import measure
+from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.follow_plan import check_casts
+from amprewrite.ir.plans.follow_plan import check_casts, match_region
 from amprewrite.ir.plans.pad_plan import PadPlan
-from amprewrite.ir.plans.plan import LEFT, RegionPlan
+from amprewrite.ir.plans.plan import LEFT, ModelPlan, RegionPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
@@ -32,8 +41,46 @@ from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import op_lists, op_name
 from amprewrite.tables.vocabulary import Colour, Reason
 
+CapturedGraph = torch.fx.GraphModule
+"""A graph as Dynamo or torch.export captured it."""
 MOST_REFUSALS = 200
 """Ops that may refuse low inputs one after another before something must be wrong with the graph."""
+
+
+def read_problem(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    policy: Policy,
+    *,
+    name: str,
+    entry: str,
+    training: bool,
+    names: tuple[str, ...] = (),
+    pad: PadPolicy | None = None,
+    fold_masks: Literal["", "fixed", "any"] = "",
+    scale_loss: bool = False,
+    calibration: Calibration | None = None,
+    careful: Careful | None = None,
+    given: ModelPlan | None = None,
+) -> Program:
+    """The program of a captured graph, nothing decided yet.
+
+    `inputs` are real tensors where the graph takes its weights as inputs. `given` is the plan to follow. The other arguments are
+    the program's own fields.
+    """
+    restore_hooks(module)
+    program = read_program(module, policy, name, entry, training, names, pad)
+    program.fold_masks, program.scale_loss = fold_masks, scale_loss
+    program.calibration, program.careful = calibration, careful
+    program.magnitudes = magnitudes(program, inputs)
+    if given is not None:
+        plan = given
+
+        def match(part: Program) -> RegionPlan:
+            return match_region(plan, part)
+
+        program.match_given, program.given = match, match(program)
+    return program
 
 
 def read_program(

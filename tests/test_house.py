@@ -31,7 +31,6 @@ LONG = 400
 REASON = "One file because"
 """A file above LONG lines gives its reason in its first docstring, in a sentence that begins so."""
 
-READ_IN_STRICT = "its interpreter and its captured graphs go to accuracy/strict"
 SAY_OR_SPLIT = "split it, or give the reason in its docstring"
 
 ALLOWED: dict[str, dict[str, str]] = {
@@ -39,10 +38,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "nobody takes what is private to another file": {},
     "torch.fx stays in its rooms": {
         "amprewrite.ir.program": "Program splits into Problem, Decisions and EditedGraph; the last goes beside the driver",
-        "amprewrite.passes.read_problem": "its one annotation is the captured graph; the driver takes this file's one function",
-        "amprewrite.accuracy.sensitivity": READ_IN_STRICT,
-        "amprewrite.accuracy.trial": READ_IN_STRICT,
-        "amprewrite.api.export_program": "the cleaning of exported graphs goes to passes/normalise",
     },
     "ONNX stays in its rooms": {},
     "a folder has few entries": {},

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from amprewrite.accuracy.sensitivity import Edges
+from amprewrite.accuracy.strict.edges import Edges
 from amprewrite.ir.cost import elements_read
 from amprewrite.ir.evidence.keep_high import Careful
 from amprewrite.ir.evidence.ranges import fingerprint

@@ -20,33 +20,21 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.fx
 from rich.table import Table
 from torch import nn
-from torch.fx.node import map_arg
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from amprewrite.accuracy.strict.edges import EdgeProbe, Edges
 from amprewrite.accuracy.strict.run import output_floats
 from amprewrite.accuracy.trial import MOST_KEPT, Batches, Forward, Trial
-from amprewrite.graphs.fx.node_facts import is_checkpoint, written
-from amprewrite.graphs.fx.observer import inside_transform
 from amprewrite.ir.evidence.ranges import as_text
 from amprewrite.ir.program import Program
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import Format, parse_format
-from amprewrite.tables.ops.op_lists import op_name
 
 PROBES = 4
 """Draws of z a batch. An edge sums over many elements, so few draws do."""
-
-_NO_DERIVATIVE = "is not differentiable with respect to argument"
-"""What PyTorch says of an operand that must not ask for a gradient."""
-
-Edges = dict[tuple[str, str], float]
-"""(value, reader) of one graph: squared relative output error of rounding the value for this reader."""
-
 
 @dataclass(frozen=True)
 class Cause:
@@ -113,7 +101,7 @@ def sensitivity(
 
 def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tuple[Program, Edges]]:
     """The squared relative output error of every edge of every graph that runs, averaged over the batches."""
-    probe = _Probe(low)
+    probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
     for batch in batches:
         with torch.enable_grad():
@@ -129,114 +117,6 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tup
             torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
         probe.leaves.clear()
     return list(probe.edges.values())
-
-
-class _Probe:
-    """A manner of running graphs: in fp32, with an alias for every edge, whose gradients add up in `edges`."""
-
-    def __init__(self, low: Format) -> None:
-        self.low, self.weight = low, 0.0
-        self.edges: dict[int, tuple[Program, Edges]] = {}
-        self.leaves: list[torch.Tensor] = []
-
-    def __call__(self, program: Program, inputs: tuple[Any, ...]) -> Any:
-        assert program.module is not None
-        _, edges = self.edges.setdefault(id(program), (program, defaultdict(float)))
-        touched = {node for each in program.module.graph.nodes for node in written(each)}
-        given = zip(program.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        return _Prober(program, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
-
-    def _leaf(self, value: Any, touched: bool) -> Any:
-        """What no gradient would reach, or only of a parameter: a leaf of its own. What is written in place is no leaf."""
-        plain = isinstance(value, torch.Tensor) and value.is_floating_point() and (value.is_leaf or not value.requires_grad)
-        if not plain or touched:
-            return value
-        leaf = value.detach().requires_grad_()
-        self.leaves.append(leaf)
-        return leaf
-
-    def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """The same tensor, whose gradient is that of one reader."""
-        if not (tensor.requires_grad and tensor.dtype == torch.float32 and tensor.layout == torch.strided):
-            return tensor
-        alias = tensor.view_as(tensor)
-        value = tensor.detach()
-
-        def weigh(gradient: torch.Tensor) -> None:
-            rounded = value.to(self.low.dtype).to(torch.float32)
-            lost = torch.where(rounded.isfinite(), rounded - value, value).nan_to_num(0, 0, 0)
-            edges[edge] += self.weight * (lost * gradient).double().square().sum().item()
-
-        alias.register_hook(weigh)
-        return alias
-
-
-class _Prober(torch.fx.Interpreter):
-    def __init__(self, program: Program, probe: _Probe, edges: Edges) -> None:
-        assert program.module is not None
-        super().__init__(program.module, garbage_collect_values=True)
-        self.program, self.probe, self.edges = program, probe, edges
-        self.names = {node: name for name, node in program.fx_nodes.items()}
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # rounding does not care for no_grad
-        if n.op in ("placeholder", "get_attr"):
-            return super().run_node(n)
-        reader = self.names.get(n, n.name)
-        in_place = written(n)  # an alias of those would not be the tensor that others read
-
-        def operand(node: torch.fx.Node) -> Any:
-            value = self.env[node]
-            if node in in_place or self._unweighed(node):
-                return value
-            edge = (self.names.get(node, node.name), reader)
-            if isinstance(value, torch.Tensor):
-                return self.probe.alias(value, self.edges, edge)
-            return value
-
-        args, kwargs = map_arg((n.args, n.kwargs), operand)
-        if n.op == "output":
-            return args[0]
-        if is_checkpoint(n):
-            return self.probe(self.program.parts[n], args[1:])
-        try:
-            return getattr(self, n.op)(n.target, args, kwargs)
-        except RuntimeError as error:
-            if _NO_DERIVATIVE not in str(error):
-                raise
-            return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
-
-    def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operands, copies instead of those for which the op has no derivative: running statistics, class weights.
-
-        Each is tried as the only one with a gradient. The op may write what it reads, and the model's buffers get their old
-        values back before backward: hence the copies.
-        """
-        leaves, spec = tree_flatten((args, kwargs))
-        kept = [_copy(leaf) for leaf in leaves]
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                copies = [_copy(each) for each in leaves]
-                copies[index].requires_grad_()
-                copied_args, copied_kwargs = tree_unflatten(copies, spec)
-                try:
-                    getattr(self, n.op)(n.target, copied_args, copied_kwargs)
-                    kept[index] = leaf
-                except RuntimeError as error:
-                    if _NO_DERIVATIVE not in str(error):
-                        raise
-        return tree_unflatten(kept, spec)
-
-    def _unweighed(self, node: torch.fx.Node) -> bool:
-        """Masks saturate, and what they hide causes no error; what is inside a torch.func transform is never rounded."""
-        vertex = self.program.graph.nodes.get(self.names.get(node, ""))
-        return vertex is not None and (vertex.huge or inside_transform(vertex))
-
-
-def _copy(value: Any) -> Any:
-    """A tensor's copy, which takes no gradient; anything else as it is."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 __all__ = ["Cause", "Edges", "Sensitivity", "measure_edges", "sensitivity"]

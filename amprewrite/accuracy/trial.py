@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.fx
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
-from amprewrite.passes.driver import read_parts, read_program
+from amprewrite.passes.driver import CapturedGraph, read_parts, read_program
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of, wrap
@@ -36,7 +35,7 @@ class _TrialSession(Session):
 
     manner: Manner | None = None
 
-    def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+    def _rewritten(self, graphs: Graphs, module: CapturedGraph, example_inputs: list[Any]) -> Region:
         program = self.read_region(graphs, module, example_inputs)
         policy = Policy(program.policy.low, "autocast")
         program.by_autocast = read_program(module, policy, program.name, program.entry, program.training, graphs.entry.names)

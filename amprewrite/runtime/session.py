@@ -26,9 +26,8 @@ from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
-from amprewrite.passes.driver import graph_device, read_parts, rewrite_graph
+from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
 from amprewrite.passes.lower.nn_module import emit
-from amprewrite.passes.read_problem import read_problem
 from amprewrite.runtime.ambient.suspend_modes import modes_aside
 from amprewrite.runtime.captured.entries import Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale

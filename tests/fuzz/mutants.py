@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "verify-without-hooks", "verify reads a graph whose tensor hooks stand as they were captured", ("programs",), ('verify', 'hook'),
-        (("passes/read_problem.py", "    restore_hooks(module)\n", "    if pad is not None:\n        restore_hooks(module)\n"),),
+        (("passes/driver.py", "    restore_hooks(module)\n", "    if pad is not None:\n        restore_hooks(module)\n"),),
     ),
     Mutant(
         "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),
