@@ -27,11 +27,9 @@ PASSES = {
 }
 """The module of each pass."""
 LIBRARY = sorted([*(ROOT / "amprewrite").rglob("*.py"), *(ROOT / "passes").rglob("*.py")])
-TABLES = {"op_table.py"}
-"""Files that are one long table; the limit on lines is not for them."""
 TO_SPLIT = {"reader.py"}
 """Files that are over the limit today."""
-MOST_LINES = 520
+MOST_LINES = 525
 AFTER_THE_DRY_RUN = (Tidy,)
 """Passes that run last, outside the two tuples: they need the facts that the dry run derives."""
 
@@ -164,6 +162,6 @@ def test_public_methods_are_documented() -> None:
                     assert bare.__doc__ or len(inspect.getsource(bare).splitlines()) <= 6, f"{name}.{method}"
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY if p.name not in TABLES | TO_SPLIT], ids=shown)
+@pytest.mark.parametrize("path", [p for p in LIBRARY if p.name not in TO_SPLIT], ids=shown)
 def test_no_file_is_too_long(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MOST_LINES

@@ -22,7 +22,7 @@ from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import BF16, FP16, LOW_FORMATS, Format
 from amprewrite.tables.ops import list_presets
 from amprewrite.tables.ops.op_lists import OPS, PRESETS, OpLists, find_op, index_rows, is_inplace, op_lists, op_name
-from amprewrite.tables.ops.op_table import Op, rows
+from amprewrite.tables.ops.op_row import Op, rows
 from amprewrite.tables.vocabulary import OpKind
 
 DEVICES = ("cpu", "cuda")

@@ -2,6 +2,8 @@
 
 Dynamo captures, guards and dispatches; this file is its backend, and the guard around it that turns its silent detours
 (a dispatch mode, a frame it skips, the recompile limit, a switch in the environment) into a working call or a clear word.
+
+One file because every step of a call reads and writes the state of one session.
 """
 
 from __future__ import annotations

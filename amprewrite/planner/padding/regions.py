@@ -5,6 +5,8 @@
 3. Cut: each op is padded along an axis or not. A product pays where it stays unaligned, an edge where its ends differ: a
    pad or a slice, once for all readers. Which ops are padded is an s–t minimum cut, as for colours; padded is the source side.
 4. Content: walk the graph; where padding would hold what the next op cannot bear, cut it off there and start again.
+
+One file because axes, wants, cut and content work on one state until they agree.
 """
 
 from __future__ import annotations

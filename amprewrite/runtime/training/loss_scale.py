@@ -13,6 +13,8 @@ A set of steps is closed by the next `snapshot` (a forward) or by an optimizer t
 optimizers add their overflows up, as under one `GradScaler.update()`.
 
 Once a CUDA graph has recorded a step, all this happens on the device and in place (cuda_graphs.py).
+
+One file because the schedules differ in a few lines each and are read side by side.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops import list_presets
-from amprewrite.tables.ops.op_table import ROWS, Op
+from amprewrite.tables.ops.op_row import Op
+from amprewrite.tables.ops.op_table import ROWS
 from amprewrite.tables.vocabulary import OpKind
 
 __all__ = ["OPS", "PRESETS", "Op", "OpLists", "find_op", "is_inplace", "op_lists", "op_name"]
@@ -36,7 +37,7 @@ def index_rows(rows: Iterable[Op]) -> tuple[dict[str, Op], dict[str, Op]]:
                 first = by_word[word]
                 raise OpListError(
                     f"{word!r} stands on the {first.kind.value}list (row {first.name!r}) and on the {row.kind.value}list "
-                    f"(row {row.name!r}); keep one of the two in amprewrite/tables/ops/op_table.py"
+                    f"(row {row.name!r}); keep one of the two in amprewrite/tables/ops/rows"
                 )
             by_word[word] = row
         by_name[row.name] = row

@@ -8,6 +8,8 @@ default a copy serves one call of one graph:
 3. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; `cache_weights="step"` has one for good.
 4. A kept copy ends if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
 5. Other writes are looked for: a few rows at every call, and the copies once more at the end of a block.
+
+One file because copies, the blocks that keep them and what ends them share one lock.
 """
 
 from __future__ import annotations

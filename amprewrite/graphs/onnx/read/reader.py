@@ -6,6 +6,8 @@
 4. Constants cost nothing: whoever reads one low gets it stored low, and no cast is ever made of it.
 5. Pin what facts decide: unlisted ops, types that the opset does not take, quantised neighbours, constants that would be lost,
    and tensors that left the low format's range in a sample run.
+
+One file because one walk over the nodes fills one op graph.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The rows of the op table, a file for each kind of op."""

@@ -1,0 +1,56 @@
+"""Ops that run low unless a denied op is upstream."""
+
+from amprewrite.tables.ops.op_row import DENY, INFER, rows
+
+ROWS = (
+    *rows(
+        INFER,
+        "plain arithmetic: one rounding, no larger than its operands make it",
+        "add _add_relu",
+        "sub subtract",
+        "rsub",
+        "mul multiply",
+        "div divide true_divide",
+        "addcmul",
+        "addcdiv",
+        "outer ger",
+        "kron",
+        promotes=True,
+    ),
+    *rows(INFER, "plain arithmetic: one rounding, no larger than its operands make it", "floor_divide", "lerp", "diff", "addr"),
+    *rows(INFER, "a sum of products, accumulated in fp32", "dot", "vdot linalg_vdot"),
+    *rows(INFER, "a matrix times a vector: bound by bytes, so no cast is worth it", "mv", "addmv", "linalg_vecdot"),
+    *rows(INFER, "a scaling by a constant", "deg2rad", "rad2deg"),
+    *rows(
+        INFER,
+        "compresses the range: harmless on a value that is right",
+        "sqrt",
+        "log1p special_log1p",
+        "atan arctan",
+        "asinh arcsinh",
+    ),
+    *rows(INFER, "in fp16 a small operand makes it exceed 65504", "reciprocal", "rsqrt", fp16=DENY),
+    *rows(INFER, "in fp16 what underflows to 0 becomes -inf", "log", "log2", "log10", fp16=DENY),
+    *rows(INFER, "in fp16 it exceeds 65504 above 256", "square", fp16=DENY),
+    *rows(INFER, "divides by a norm accumulated in fp32, whose squares leave fp16's range", "normalize", fp16=DENY),
+    *rows(
+        INFER,
+        "an activation that scales or shifts: safe on a value that is right",
+        "leaky_relu",
+        "prelu _prelu_kernel",
+        "softplus",
+        "softsign",
+        "tanhshrink",
+        "softshrink",
+        "erfc special_erfc",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+    ),
+    *rows(
+        INFER,
+        "an activation that scales by a random slope",
+        "rrelu rrelu_with_noise rrelu_with_noise_functional",
+        no_kernel=("cpu:fp16",),
+    ),
+    *rows(INFER, "sums overlapping patches", "fold col2im"),
+)
