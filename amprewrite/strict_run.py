@@ -182,9 +182,11 @@ def _prefixed(row: Row, prefix: str, several: bool) -> Row:
 
 
 def _copied(leaf: Any) -> Any:
+    """A copy of an input. PyTorch lets nobody write a leaf that wants a gradient: so the copy of what is none is none either."""
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    made = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return made if leaf.is_leaf else made.clone()
 
 
 def output_floats(value: Any) -> list[torch.Tensor]:

@@ -221,6 +221,22 @@ def test_in_place_writes_reach_the_values_that_share_memory(operation):
     assert report.output_error == pytest.approx(real, rel=0.2, abs=1e-4)
 
 
+def test_a_model_may_write_an_input_that_wants_a_gradient_and_is_no_leaf():
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x[:, 0] = 1.0
+            return self.a(x)
+
+    amp, x = amprewrite.rewrite(Writes(), dtype="bf16"), torch.randn(3, 8, requires_grad=True) * 2
+    given = x.detach().clone()
+    assert 0 < verify(amp, (x,)).output_error < 0.02
+    assert torch.equal(x.detach(), given)
+
+
 @torch.no_grad()
 def test_a_plan_that_rounds_nothing_has_no_error():
     report = verify(amprewrite.rewrite(Chain(), dtype="fp32"), (torch.randn(2, 8),))

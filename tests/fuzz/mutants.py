@@ -3,6 +3,7 @@
 
     python -m tests.fuzz.mutants --minutes 10            # all; a table, and mutants.jsonl in the folder of --out
     python -m tests.fuzz.mutants --only stale-weights --minutes 3
+    python -m tests.fuzz.mutants --prove                 # is the smallest program of each (proofs.py) wrong with it, and right without?
 
 A mutant is a few replacements of text. One whose text is not in the code any more is an error, and has to be written anew. A finding
 counts if the same seed gives none with the code as it is.
@@ -137,8 +138,37 @@ MUTANTS = (
          ("amprewrite/rewrite_graph.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", "")),
     ),
     Mutant(
+        "export-other-graph", "export_program does not learn how large weights are", ("programs",), ('export', 'huge=True'),
+        (("amprewrite/magnitudes.py", "    for node, value in (*placeholders, *held):\n", "    for node, value in placeholders:\n"),),
+    ),
+    Mutant(
+        "verify-without-hooks", "verify reads a graph whose tensor hooks stand as they were captured", ("programs",), ('verify', 'hook'),
+        (("amprewrite/read_problem.py", "    restore_hooks(module)\n", "    if pad is not None:\n        restore_hooks(module)\n"),),
+    ),
+    Mutant(
         "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),
         (("amprewrite/frontends/fx_facts.py", "        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):\n            tensor = torch._C._functorch.get_unwrapped(tensor)\n", ""),),
+    ),
+    Mutant(
+        "file-unsorted", "nodes of an ONNX file that are not in order end in an AssertionError", ("files",), (),
+        (("amprewrite/onnx_load.py", "    sort_nodes(model)\n", ""),),
+    ),
+    Mutant(
+        "file-error-raw", "a damaged ONNX file ends in the error of whoever reads it", ("files",), (),
+        (("amprewrite/onnx_load.py", "    except Exception as error:\n        said =", "    except ImportError as error:\n        said ="),),
+    ),
+    Mutant(
+        "file-flow-opset", "If and Loop get bf16 at an opset at which they do not take it", ("files",), ("bf16",),
+        (("amprewrite/onnx_load.py", "    if node.op_type in FLOW:  #", "    if False:  #"),),
+    ),
+    Mutant(
+        "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),
+        (("amprewrite/arguments.py", "_QUOTE.repr(value)", "repr(value)"),
+         ("amprewrite/arguments.py", "    return text if len(text) <= most else", "    return text if True else")),
+    ),
+    Mutant(
+        "option-raw", "a value of the wrong type ends in Python's own error", ("options",), (),
+        (("amprewrite/rewrite.py", 'keywords("example_kwargs", example_kwargs)', "dict(example_kwargs)"),),
     ),
 )  # fmt: skip
 
@@ -150,9 +180,19 @@ def copy_of_package(target: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", target)
 
 
-def _run(root: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(root: Path, arguments: list[str], module: str = "tests.fuzz") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "tests.fuzz", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", module, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+
+def prove(mutant: Mutant) -> str:
+    """Whether the smallest program of a mutant is wrong with it and right without; "" if so, else what is not."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as plain:
+        copy_of_package(Path(plain))
+        copy_of_package(Path(folder))
+        mutant.apply(Path(folder))
+        right, wrong = (_run(Path(root), [mutant.name], "tests.fuzz.proofs").returncode for root in (plain, folder))
+    return "" if (right, wrong) == (0, 1) else f"status {right} as the code is, {wrong} with the mutant; expected 0 and 1"
 
 
 def hunt(mutant: Mutant, minutes: float, seed: int, likely: bool) -> dict[str, object]:
@@ -194,11 +234,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--likely", action="store_true", help="run only cases that can show the bug")
     parser.add_argument("--out", type=Path, default=Path("fuzz-findings"))
+    parser.add_argument("--prove", action="store_true", help="run the smallest program of each mutant, and fuzz nothing")
     options = parser.parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
+    chosen = [mutant for mutant in MUTANTS if options.only is None or mutant.name in options.only]
     missed = 0
-    for mutant in MUTANTS:
-        if options.only is None or mutant.name in options.only:
+    if options.prove:
+        for mutant in chosen:
+            said = prove(mutant)
+            missed += bool(said)
+            print(f"{mutant.name:26} {said or 'proved'}", flush=True)
+    else:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for mutant in chosen:
             result = hunt(mutant, options.minutes, options.seed, options.likely)
             with (options.out / "mutants.jsonl").open("a") as lines:
                 lines.write(json.dumps(result) + "\n")

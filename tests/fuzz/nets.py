@@ -112,4 +112,17 @@ class Single(Plain):
         return out
 
 
-NETS = {net.__name__: net for net in (Plain, Residual, Broken, Adapter, Stateful, Recurrent, Checkpointed, Single)}
+class Forces(Plain):
+    """It gives the gradient of an energy with respect to its input, as networks of atoms do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_inference_mode_enabled():  # nothing has a gradient there
+            return torch.tanh(self.first(x))[..., :4]
+        with torch.enable_grad():
+            given = x if x.requires_grad else x.clone().requires_grad_()
+            energy = self.head(torch.tanh(self.second(torch.tanh(self.first(given)))))
+            (force,) = torch.autograd.grad(10 * energy.sum(), given, create_graph=True)
+        return -force[..., :4]
+
+
+NETS = {net.__name__: net for net in (Plain, Residual, Broken, Adapter, Stateful, Recurrent, Checkpointed, Single, Forces)}

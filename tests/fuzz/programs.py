@@ -80,6 +80,8 @@ class Program:
     """What else is looked at: "heavy" ops that run, "export", "verify"."""
     huge: bool = False
     """Whether one weight lies beyond what fp16 holds."""
+    traced: bool = False
+    """Whether Dynamo takes torch.autograd.grad into its graphs, as it does if asked; else it breaks them there."""
 
     @property
     def dtype(self) -> str:
@@ -186,6 +188,8 @@ def batch(program: Program, wide: bool = False) -> list[torch.Tensor]:
     for each in program.inputs:
         shape = (2 * each.shape[0], *each.shape[1:]) if wide else each.shape
         value = torch.randint(-2, 3, shape, generator=draws).float() if program.exact else torch.randn(shape, generator=draws)
+        if program.huge:
+            value *= 0.1  # what the huge weight gives stays in range
         found.append(value.requires_grad_(each.grad))
     return found
 
@@ -360,11 +364,14 @@ def generate(seed: int) -> Program | None:
     if not builder.body:
         return None
     results = _results(choose, builder)
-    checks = tuple(each for each, share in (("heavy", 0.5), ("export", 0.05), ("verify", 0.08), ("write", 0.3)) if choose.random() < share)
+    huge = not exact and low == "fp16" and choose.random() < 0.12
+    shares = (("heavy", 0.6), ("export", 0.5 if huge else 0.05), ("verify", 0.12), ("write", 0.3))
+    checks = tuple(each for each, share in shares if choose.random() < share)
     calls = choose.choice(CALLS)
+    traced = any(each.tag == "autograd_grad" for each in builder.body) and choose.random() < 0.5
     return replace(
         program, body=tuple(builder.body), results=results, structure=choose.choice(STRUCTURES), loss=choose.choice(LOSSES),
-        calls=calls, checks=checks, huge=not exact and low == "fp16" and choose.random() < 0.05,
+        calls=calls, checks=checks, huge=huge, traced=traced,
     )  # fmt: skip
 
 
@@ -428,6 +435,8 @@ def smaller(program: Program) -> Iterator[Program]:
         yield replace(program, loss="sum")
     if program.huge:
         yield replace(program, huge=False)
+    if program.traced:
+        yield replace(program, traced=False)
     for index, each in enumerate(program.inputs):
         if each.grad:
             yield replace(program, inputs=(*program.inputs[:index], replace(each, grad=False), *program.inputs[index + 1 :]))

@@ -7,11 +7,15 @@ that the fuzzer missed.
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch._higher_order_ops import while_loop
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -282,6 +286,87 @@ def _() -> bool:
     with torch.no_grad():
         amp(batch())
     return not amp.plan.skipped
+
+
+@proof("export-other-graph")
+def _() -> bool:
+    amp = amprewrite.rewrite(Net(lambda self, x: self.a(x)).eval(), dtype="fp16")
+    with torch.no_grad():
+        amp.a.weight[0, 0] = 1e5  # type: ignore[union-attr, index]
+        return bool(amp.export_program((batch(),)).module()(batch()).isfinite().all())
+
+
+@proof("verify-without-hooks")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        v = self.a(x)
+        v.register_hook(lambda g: g * 2)
+        out: Tensor = self.b(v)
+        return out
+
+    amp = amprewrite.rewrite(Net(forward), dtype="bf16")
+    amp(batch())
+    return amprewrite.verify(amp, (batch(),)).output_error < 0.1
+
+
+def file_of(nodes: list[Any], constants: list[Any], opset: int) -> Any:
+    """An ONNX model from x to y."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [8, 8]) for name in "xy")
+    opsets = [helper.make_opsetid("", opset)]
+    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], constants), opset_imports=opsets, ir_version=8)
+
+
+@proof("file-unsorted")
+def _() -> bool:
+    model = file_of([helper.make_node("Relu", ["a"], ["y"]), helper.make_node("Neg", ["x"], ["a"])], [], 13)
+    return amprewrite.rewrite_onnx(model, dtype="bf16") is not None
+
+
+@proof("file-error-raw")
+def _() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "broken.onnx"
+        path.write_bytes(b"no such thing")
+        try:
+            amprewrite.rewrite_onnx(str(path), dtype="bf16")
+        except amprewrite.CaptureError:
+            return True
+    return False
+
+
+@proof("file-flow-opset")
+def _() -> bool:
+    inner = [
+        helper.make_graph(
+            [helper.make_node("MatMul", operands, [name])], name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8, 8])]
+        )
+        for name, operands in (("a", ["x", "w"]), ("b", ["w", "x"]))
+    ]
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0), helper.make_node("Greater", ["sum", "zero"], ["c"]),
+        helper.make_node("If", ["c"], ["r"], then_branch=inner[0], else_branch=inner[1]), helper.make_node("MatMul", ["r", "w"], ["y"]),
+    ]  # fmt: skip
+    constants = [numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"), numpy_helper.from_array(np.float32(0), "zero")]
+    return amprewrite.rewrite_onnx(file_of(nodes, constants, 15), dtype="bf16") is not None
+
+
+def refused(**options: Any) -> str:
+    """What an AmpRewriteError says about options."""
+    try:
+        amprewrite.rewrite(Net(lambda self, x: self.a(x)), **options)
+    except amprewrite.AmpRewriteError as error:
+        return str(error)
+    return ""
+
+
+@proof("option-echoed")
+def _() -> bool:
+    return 0 < len(refused(dtype="x" * 5000)) < 600
+
+
+@proof("option-raw")
+def _() -> bool:
+    return bool(refused(dtype="bf16", example_kwargs=5))
 
 
 def main(name: str) -> int:

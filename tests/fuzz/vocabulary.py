@@ -168,7 +168,7 @@ CONTROL = (
     ("break", "torch._dynamo.graph_break()", 1), ("break", "torch._dynamo.graph_break()", 1), ("if_value", "if {x}.sum() > 0:\n    {v} = {x} * 2\nelse:\n    {v} = {x} + 1", 1),
     ("if_shape", "{v} = {x} * 2 if {x}.shape[0] > 1 else {x}", 1), ("if_training", "{v} = {lin}({x}) if self.training else {x}", 1), ("loop", "{v} = {x}\nfor _ in range(2):\n    {v} = {lin}({v})", 1),
     ("comprehension", "{v} = torch.stack([{x} * i for i in range(3)])", 1), ("while", "{v} = {x}\nwhile {v}.sum() > 100:\n    {v} = {v} * 0", 1), ("tolist", "{v} = {x} + len({x}.tolist())", 1),
-    ("broken", "torch._dynamo.graph_break()\n{v} = {x}.permute(*range({x}.dim())[::-1])", 1), ("broken", "{v} = {x}.permute(*range({x}.dim())[::-1])", 1),
+    ("broken", "torch._dynamo.graph_break()\n{v} = {x}.permute(*range({x}.dim())[::-1])", 1), ("broken", "self.count += 1\ntorch._dynamo.graph_break()\n{v} = {x}.permute(*range({x}.dim())[::-1])", 1), ("broken", "{v} = {x}.permute(*range({x}.dim())[::-1])", 1),
     ("print_break", "len(str({x}.detach().tolist()))", 1), ("try", "try:\n    {v} = {x} * 2\nfinally:\n    pass", 1), ("closure", "def inner{n}(t):\n    return {lin}(t) + {x}\n{v} = inner{n}({x})", 1),
     ("no_grad", "with torch.no_grad():\n    {v} = {lin}({x})", 1), ("no_grad", "with torch.no_grad():\n    {x}.mul_(2)", 1), ("enable_grad", "with torch.enable_grad():\n    {v} = {lin}({x})", 1),
     ("set_grad", "torch.set_grad_enabled(torch.is_grad_enabled())\n{v} = {x} * 1", 1), ("detach", "{v} = {lin}({x}.detach())", 1), ("no_autocast", "with torch.autocast('cpu', enabled=False):\n    {v} = {lin}({x})", 1),
