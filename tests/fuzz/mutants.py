@@ -158,10 +158,6 @@ MUTANTS = (
         (("amprewrite/onnx_load.py", "    except Exception as error:\n        said =", "    except ImportError as error:\n        said ="),),
     ),
     Mutant(
-        "file-flow-opset", "If and Loop get bf16 at an opset at which they do not take it", ("files",), ("bf16",),
-        (("amprewrite/onnx_load.py", "    if node.op_type in FLOW:  #", "    if False:  #"),),
-    ),
-    Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),
         (("amprewrite/arguments.py", "_QUOTE.repr(value)", "repr(value)"),
          ("amprewrite/arguments.py", "    return text if len(text) <= most else", "    return text if True else")),
