@@ -286,3 +286,31 @@ def test_a_value_that_a_transform_reads_from_outside_is_cast_outside(dtype: str)
     model, x = Jacobian(), torch.randn(3, 4)
     with torch.no_grad():
         torch.testing.assert_close(amprewrite.rewrite(model, dtype=dtype)(x), model(x), rtol=0, atol=2e-2)
+
+
+class Transformed(nn.Module):
+    """Results of two transforms, one behind the other, and a view of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        slope = torch.func.grad(lambda t: torch.tanh(self.a(t)).sum())(x)
+        doubled = torch.func.vmap(lambda t: t * 2)(slope)
+        return slope, slope.view(-1), doubled, doubled.mT
+
+
+@way
+def test_the_gradient_of_what_a_transform_returns(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Transformed()
+    found = []
+    for net in (model, amprewrite.rewrite(copy.deepcopy(model), **options)):
+        results = net(torch.tensor([[1.0, 2.0], [3.0, -1.0]]))
+        for each in results:
+            each.retain_grad()
+        sum((1 - 3 * place) * each.sum() for place, each in enumerate(results)).backward()
+        found.append([each.grad for each in results])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)

@@ -171,7 +171,7 @@ def _runs(case: OptionSet, model: nn.Module, amp: Any, x: torch.Tensor) -> Probl
             return None
         return replace(failure(error), kind="raises when called")
     error = float((got - want).norm() / want.norm())
-    if error > 0.05 or got.dtype != want.dtype or not text:
+    if error > 0.02 or got.dtype != want.dtype or not text:
         return Problem("wrong", "result", f"{error:.3g} off with {case.tags()}")
     return None
 

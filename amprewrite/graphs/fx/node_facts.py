@@ -296,16 +296,22 @@ def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
             fact.autocast = stack[-1][1]
 
 
-def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes inside a torch.func transform (vmap, grad, jvp): their values exist at a level of their own."""
-    depth, found = 0, set()
+def transform_regions(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """For each node inside a torch.func transform (vmap, grad, jvp) the number of the outermost one around it."""
+    depth, number, found = 0, 0, dict[torch.fx.Node, int]()
     for node in graph.nodes:
         opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
+        number += opens and not depth
         depth += opens
         if depth:
-            found.add(node)
+            found[node] = number
         depth -= closes
     return found
+
+
+def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes inside a torch.func transform: their values exist at a level of their own."""
+    return set(transform_regions(graph))
 
 
 def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:

@@ -32,7 +32,7 @@ from amprewrite.graphs.fx.node_facts import (
     is_opaque,
     storages,
     tensors,
-    transformed_nodes,
+    transform_regions,
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
@@ -65,10 +65,20 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     return marked
 
 
+def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes whose values exist inside a torch.func transform alone. What leaves it is a plain tensor."""
+    regions = transform_regions(graph)
+    return {node for node, region in regions.items() if all(regions.get(user) == region for user in node.users)}
+
+
 def _follow(graph: torch.fx.Graph, maker: Node) -> None:
-    """Put the idle conversion behind `maker`; all others read it."""
-    readers = list(maker.users)
-    with graph.inserting_after(maker):
+    """Put the idle conversion behind `maker`, or behind the transform that it leaves; all others read it."""
+    regions, place = transform_regions(graph), maker
+    region = regions.get(maker)
+    readers = [reader for reader in maker.users if region is None or regions.get(reader) != region]
+    while region is not None and regions.get(place.next) == region:
+        place = place.next
+    with graph.inserting_after(place):
         node = graph.call_method("to", (maker, example_value(maker).dtype))
     node.meta = {**maker.meta, LEAVES: RETURNED}
     maker.meta.pop(LEAVES, None)
@@ -78,7 +88,7 @@ def _follow(graph: torch.fx.Graph, maker: Node) -> None:
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
     """Results that may have a gradient and that other ops read with one; what the graph itself takes gradients of counts as well."""
-    apart = transformed_nodes(graph)
+    apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
         made = node.op not in ("placeholder", "get_attr") and node not in apart and differentiable(example_value(node))
@@ -130,7 +140,7 @@ class Memory:
         self.last_write: dict[int, int] = {}
         self.position = {node: position for position, node in enumerate(graph.nodes)}
         self.sinks: set[Node] = set()
-        apart = transformed_nodes(graph)
+        apart = _inside_transforms(graph)
         for node in graph.nodes:
             for target in written(node):
                 for storage in storages(example_value(target)):
