@@ -1,4 +1,4 @@
-"""Every example runs, in a fast variant, and so does every Python block of the README."""
+"""Every example runs, in a fast variant, and so does every Python block of the README and the guides."""
 
 from __future__ import annotations
 
@@ -133,28 +133,47 @@ def learned(name: str, printed: str) -> None:
         assert "4 of 66 steps skipped" in printed
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
+PAGES = [ROOT / "README.md", *GUIDES]
 
 
-def test_the_readme_tells_of_every_option_and_command():
-    """In prose or code beside its table: what the table calls "see below" is there."""
-    text = (ROOT / "README.md").read_text()
-    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
-    table = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \| .* see below", text, re.M)
-    named = {name for pair in table for name in pair if name}
-    assert named >= {"overrides", "calibration", "tolerance", "accuracy", "loss_scale", "pad"}
-    assert not {name for name in named if name not in prose}
+def blocks(page: Path) -> list[str]:
+    """The Python blocks of a page; a guide goes on from the first block of the README."""
+    first = [] if page.name == "README.md" else blocks(ROOT / "README.md")[:1]
+    return first + re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def test_the_pages_tell_of_every_option_and_function():
+    """In prose or code of the page that the table of options names."""
+    options = (ROOT / "examples" / "guides" / "options.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| .* see \[\w+\]\((\w+\.md)\)", options, re.M)
+    named = {(name, page) for names, page in rows for name in re.findall(r"\w+", names)}
+    assert {name for name, _ in named} >= {"overrides", "calibration", "tolerance", "accuracy", "loss_scale", "pad"}
+    assert not {(name, page) for name, page in named if name not in (ROOT / "examples" / "guides" / page).read_text()}
+    text = "\n".join(page.read_text() for page in PAGES)
     for call in ("export_onnx(", "rewrite_onnx(", "export_program(", "verify(", "debug(", "sensitivity(", "calibrate(", "attach("):
-        assert call in prose, call
-    assert {"Start", "Laws", "Exporting", "Developing", "Measured"} <= set(re.findall(r"^## (.*)$", text, re.M))
+        assert call in text, call
 
 
-def test_the_readme_runs(tmp_path):
-    """Blocks run one after another in one process, as a reader would type them."""
-    assert blocks()
-    script = tmp_path / "readme.py"
-    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n" + "\n".join(blocks()))
+def test_the_readme_is_short_and_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert {"Start", "Laws", "Train", "Plans", "Export", "Developing"} <= set(re.findall(r"^## (.*)$", text, re.M))
+    links = set(re.findall(r"\]\((examples/[\w/]+\.md)\)", text))
+    assert links == {str(page.relative_to(ROOT)) for page in GUIDES} | {"examples/benchmarks/README.md"}
+
+
+def test_links_lead_somewhere():
+    for page in (*PAGES, ROOT / "examples" / "benchmarks" / "README.md"):
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page, tmp_path):
+    """One after another in one process, as a reader would type them."""
+    script = tmp_path / "page.py"
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n" + "\n".join(blocks(page)))
     run(str(script))
 
 
@@ -163,5 +182,5 @@ def test_the_readme_prints_the_plan_that_really_comes_out(tmp_path):
     shown = re.search(r"<!-- printed by the first block -->\n```text\n(.*?)```", text, re.S)
     assert shown
     script = tmp_path / "first.py"
-    script.write_text(blocks()[0])
+    script.write_text(blocks(ROOT / "README.md")[0])
     assert shown[1].strip() in run(str(script))
