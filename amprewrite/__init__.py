@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys as _sys
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -23,6 +21,7 @@ if _TYPE_CHECKING:
     from amprewrite.accuracy.sensitivity import sensitivity
     from amprewrite.accuracy.verify import verify
     from amprewrite.api.rewrite import plan, rewrite
+    from amprewrite.api.training_log import TrainingLog
     from amprewrite.ir.evidence.ranges import Calibration
     from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan, Skipped
     from amprewrite.report.cast_plan import CastPlan
@@ -63,37 +62,26 @@ _HOMES = {
     "amprewrite.api.rewrite": ("plan", "rewrite"),
     "amprewrite.accuracy.sensitivity": ("sensitivity",),
     "amprewrite.accuracy.verify": ("verify",),
+    "amprewrite.api.training_log": ("TrainingLog",),
 }  # fmt: skip
 """Where each public name comes from: its file is imported when the name is first used, Dynamo, scipy and the rest at the first call."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
-class _Face(_ModuleType):
-    """This package. Public names and submodules are imported on first use.
-
-    Some functions bear the name of their submodule: `amprewrite.verify` stays the function, which importing the submodule
-    would replace.
-    """
-
-    def __getattr__(self, name: str) -> _Any:
-        if name in _HOME:
-            value = getattr(_import_module(_HOME[name]), name)
-        elif not name.startswith("_") and _find_spec(f"{self.__name__}.{name}") is not None:
-            value = _import_module(f"{self.__name__}.{name}")
-        else:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__dict__[name] = value
-        return value
-
-    def __setattr__(self, name: str, value: _Any) -> None:
-        if not (name in _HOME and isinstance(value, _ModuleType)):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOME})
+def __getattr__(name: str) -> _Any:
+    """A public name or a package, imported on first use."""
+    if name in _HOME:
+        value = getattr(_import_module(_HOME[name]), name)
+    elif not name.startswith("_") and _find_spec(f"{__name__}.{name}") is not None:
+        value = _import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
-_sys.modules[__name__].__class__ = _Face
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
 
 
 def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
@@ -130,6 +118,7 @@ __all__ = [
     "Skipped",
     "StaleWeightsError",
     "StaticLossScale",
+    "TrainingLog",
     "calibrate",
     "debug",
     "plan",
