@@ -15,8 +15,10 @@ import torch
 from tests.fuzz import vocabulary
 from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.oracle import Problem, Record, compare
+from tests.fuzz.mutants import MUTANTS, Mutant, prove
+from tests.fuzz.oracle import Problem, Record, compare, start_clean
 from tests.fuzz.programs import generate, smaller
+from tests.fuzz.proofs import PROOFS
 from tests.fuzz.shrink import shrink
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,6 +98,30 @@ def test_shrinking_keeps_what_fails() -> None:
 
     small, _ = shrink(program, Problem("made up", "linear", ""), check, smaller, 5.0)
     assert [each.tag for each in small.body] == ["linear"]
+
+
+def test_mutants_fit_the_code_as_it_is() -> None:
+    """A mutant whose text is gone is written anew, in the change that moved it."""
+    for mutant in MUTANTS:
+        for file, old, new in mutant.edits:
+            assert (ROOT / file).read_text().count(old) == 1, f"{mutant.name}: {file}: {old!r}"
+            assert old != new
+    assert {mutant.name for mutant in MUTANTS} == set(PROOFS)
+
+
+def test_the_smallest_program_of_each_mutant_is_right() -> None:
+    wrong = []
+    for name, proof in PROOFS.items():
+        start_clean()
+        if not proof():
+            wrong.append(name)
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_mutant_makes_its_smallest_program_wrong(mutant: Mutant) -> None:
+    assert prove(mutant) == ""
 
 
 def test_nothing_else_knows_of_the_fuzzer() -> None:
