@@ -230,6 +230,16 @@ def peak() -> int:
 
 
 # -- what used to fail -----------------------------------------------------------------------
+@pytest.mark.parametrize(("op", "attributes"), [("Einsum", {"equation": "ij,jk->ik"}), ("Concat", {"axis": 0}), ("Max", {})])
+def test_an_operand_left_out_of_a_list_is_refused(op: str, attributes: dict[str, object]) -> None:
+    """ONNX Runtime's Einsum reads memory that is not there and takes the process with it; the checker is content."""
+    nodes = [helper.make_node(op, ["x", ""], ["y"], name="n", **attributes)]
+    made = graph(nodes, "g", [value("x", 2, 8)], [value("y", 2, 8)])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    with pytest.raises(CaptureError, match=rf"{op} n has an operand without a name, which may not be left out"):
+        rewrite_onnx(model, None, dtype="fp16")
+
+
 def test_nodes_in_any_order_are_put_in_order() -> None:
     model = made([node("Relu", ["a"], ["y"]), node("Neg", ["x"], ["a"])], [value("x", 2, 8)], [value("y", 2, 8)], opset=13)
     for dtype in ("fp16", "bf16"):

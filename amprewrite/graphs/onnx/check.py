@@ -3,7 +3,8 @@
 1. External data lies in the model's folder: no absolute path, no way out of it, no link to elsewhere, no second hard link.
 2. Every constant holds as many bytes as its shape says.
 3. Functions do not multiply into more nodes than anyone can process, and do not call each other in a circle.
-4. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that does not.
+4. No node leaves out one of a list of operands. onnx.checker does not ask for that, and ONNX Runtime dies of it.
+5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that does not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.ops import signature
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
 
@@ -122,6 +124,17 @@ def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int],
     return sizes[key]
 
 
+# -- operands --------------------------------------------------------------------------------
+def check_operands(model: ir.Model, name: str) -> None:
+    """CaptureError if a node leaves out an operand of a list of any length: the empty name stands for optional operands alone."""
+    for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+        for node in graph:
+            takes = signature(node.domain, node.op_type, model.opset_imports.get(node.domain, 1)) if None in node.inputs else None
+            if takes is not None and takes.variadic and None in node.inputs[len(takes.inputs) - 1 :]:
+                which = f"{node.op_type} {printable(node.name or node.outputs[0].name)}"
+                raise CaptureError(f"{name}: {which} has an operand without a name, which may not be left out; export it again")
+
+
 # -- memory ----------------------------------------------------------------------------------
 def memory() -> int:
     """Bytes of memory that this machine has free, or as much as it has in all if it does not tell."""
@@ -148,4 +161,4 @@ def too_large(model: ir.Model) -> str:
     return ""
 
 
-__all__ = ["check_constants", "check_functions", "invalid", "memory", "too_large"]
+__all__ = ["check_constants", "check_functions", "check_operands", "invalid", "memory", "too_large"]

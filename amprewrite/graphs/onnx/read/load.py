@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
-from amprewrite.graphs.onnx.check import check_constants, check_functions
+from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands
 from amprewrite.graphs.onnx.ops import FLOW, OLDEST, fill_types, format_of, op_of, opset_taking
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
@@ -78,6 +78,7 @@ def _load(source: Source) -> ir.Model:
         raise CaptureError(f"{name} holds no ONNX graph with outputs; export it again")
     check_constants(model, name, Path(source).parent if isinstance(source, str | Path) else Path())
     check_functions(model, name)
+    check_operands(model, name)
     if not is_large(model):
         try:
             ir.external_data.load_to_model(model)
