@@ -67,13 +67,15 @@ class Record:
 
 
 class Rounded(TorchDispatchMode):
-    """Rounds the result of every op to a low format, and knows whether that ever changed anything."""
+    """Rounds the result of every op to a low format, and the operands of products, and knows whether that ever changed anything."""
 
     def __init__(self, low: torch.dtype) -> None:
         super().__init__()
         self.low, self.exact = low, True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in HEAVY:
+            args, kwargs = tree_map(self._rounded_if_fp32, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         returns = func._schema.returns
         aliased = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
@@ -85,7 +87,10 @@ class Rounded(TorchDispatchMode):
                 if isinstance(each, torch.Tensor) and each.dtype == torch.float32:
                     each.copy_(self._round(each))
             return result
-        return tree_map(lambda each: self._round(each) if isinstance(each, torch.Tensor) and each.dtype == torch.float32 else each, result)
+        return tree_map(self._rounded_if_fp32, result)
+
+    def _rounded_if_fp32(self, value: Any) -> Any:
+        return self._round(value) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
     def _round(self, value: torch.Tensor) -> torch.Tensor:
         if value._is_zerotensor():  # has no memory; the derivative of sgn gives one
