@@ -10,7 +10,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint bench clean
+.PHONY: help demo test slow fuzz lint bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ demo: $(VENV)/.demo ## train a small model in mixed precision: its cast plan, an
 
 test: $(VENV)/.dev ## run the tests on JOBS=2 processes; ARGS= goes to pytest
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+slow: $(VENV)/.dev ## run the tests that take minutes or gigabytes: benchmarks, fault tests at length, mutants of the fuzzer
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 fuzz: $(VENV)/.dev ## run MINUTES=10 of generated cases on JOBS=2 processes; findings go to fuzz-findings/, SEED= says where to begin
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --jobs $(JOBS) --seed $(SEED) --resume $(ARGS)

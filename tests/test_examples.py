@@ -92,7 +92,15 @@ def test_everything_goes_on_where_a_part_fails(tmp_path, monkeypatch):
     assert fine.result == "ok" and (tmp_path / "fine.txt").read_text() == "1\n"
 
 
-@pytest.mark.parametrize("name", FAST)
+QUICK = {"benchmarks/casts_vs_autocast.py", "benchmarks/passes_scale.py", "benchmarks/everything.py"}
+"""Benchmarks that `make test` runs; the others, which take a third of its time, run with `make slow`."""
+
+
+def speed(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.slow) if name.startswith("benchmarks/") and name not in QUICK else name
+
+
+@pytest.mark.parametrize("name", map(speed, FAST))
 def test_example(name, tmp_path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])

@@ -47,7 +47,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(fused_copy, "STRIDED_FROM", 1)
     yield module
     sys.modules.pop("amprewrite.graphs.fx.ops.triton_kernels", None)  # the next import is not interpreted
-    vars(amprewrite).pop("triton_kernels", None)
+    vars(amprewrite.graphs.fx.ops).pop("triton_kernels", None)
 
 
 def whole(*shape: int) -> Tensor:

@@ -68,7 +68,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = {"bert", "llama", "t5", "vit", "convnet"}
+"""Architectures of every run; the others run with `make slow`."""
+
+
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_edit_save_read_apply_plan_again(name: str) -> None:
     model, inputs = CASES[name]()
     with torch.no_grad():

@@ -23,11 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 INTERRUPTED = """
-import _thread, random, sys, threading, time
+import _thread, random, signal, sys, threading, time
 import torch
 from torch import nn
 import amprewrite
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us without
 torch.manual_seed(0)
 choose, x, hit = random.Random(int(sys.argv[1])), torch.linspace(-1, 1, 32).reshape(4, 8), 0
 
@@ -135,7 +136,9 @@ def test_sigint_ends_a_command_with_130(tmp_path):
             return torch.nn.Linear(4, 4), (torch.ones(2, 4),)
     """))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "amprewrite", "plan", "zoo.py:net", "-o", "plan.json"]
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell may have started us without
+    start = f"{heard}; from amprewrite.api.cli.main import run; run()"
+    command = [sys.executable, "-c", start, "plan", "zoo.py:net", "-o", "plan.json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
@@ -151,6 +154,7 @@ def net() -> nn.Sequential:
 
 
 def _call(amp: nn.Module, rows: int, results) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not come along in a fork
     x = X[:rows]
     out = amp(x)
     out.sum().backward()
