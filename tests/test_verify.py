@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.accuracy.verify import Report, relative_error, round_to, verify
@@ -294,3 +295,24 @@ def test_control_flow_that_rounding_turns_is_said():
 def test_bad_input_is_told_what_to_do(call, says):
     with pytest.raises(amprewrite.PolicyError, match=says):
         call()
+
+
+def test_a_checkpoint_that_returns_what_it_reads() -> None:
+    """Its body is read once, at capture: later the facts that tell what leaves it are gone."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def body(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                t = self.inner(t)
+                return t, t.relu()
+
+            first, _ = checkpoint(body, x, use_reentrant=False)  # type: ignore[misc]
+            return first
+
+    amp = amprewrite.rewrite(Kept(), dtype="bf16")
+    report = verify(amp, (torch.randn(2, 4),))
+    assert 0 < report.output_error < 1e-2 and any(row.name.endswith("/linear") and row.colour.value == "low" for row in report.rows)

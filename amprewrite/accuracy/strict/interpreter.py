@@ -19,9 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
-from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.program import Program
-from amprewrite.passes.driver import read_program
 from amprewrite.tables.formats import FP32, Format, saturate
 from amprewrite.tables.vocabulary import Colour
 
@@ -118,21 +116,20 @@ def floats(value: Any) -> list[torch.Tensor]:
 class StrictRegion:
     """A captured fp32 graph with its plan."""
 
+    program: Program
     module: torch.fx.GraphModule
     plan: RegionPlan
     nodes: dict[torch.fx.Node, NodePlan]
     huge: frozenset[str]
-    policy: Policy
 
     @classmethod
     def of(cls, program: Program, plan: RegionPlan) -> StrictRegion:
-        """Nodes are matched by their place: the reader's order is canonical, names may differ in the body of a checkpoint."""
+        """Nodes are matched by their place, for the reader's order is canonical. `program.parts` has the bodies of checkpoints."""
         assert program.module is not None
         pairs = list(zip(program.graph, plan.nodes, strict=True))
         nodes = {program.fx_nodes[vertex.name]: planned for vertex, planned in pairs}
-        return cls(
-            program.module, plan, nodes, frozenset(planned.name for vertex, planned in pairs if vertex.huge), program.policy
-        )
+        huge = frozenset(planned.name for vertex, planned in pairs if vertex.huge)
+        return cls(program=program, module=program.module, plan=plan, nodes=nodes, huge=huge)
 
 
 @dataclass
@@ -178,7 +175,7 @@ class StrictInterpreter(torch.fx.Interpreter):
     def __init__(self, region: StrictRegion, recording: Recording, path: str = "") -> None:
         super().__init__(region.module, garbage_collect_values=True)
         self.region, self.recording, self.path = region, recording, path
-        self.low = region.policy.low
+        self.low = region.program.policy.low
         self.copies: dict[Cast, Any] = {}
         self.casts = {
             (cast.value, user): cast
@@ -302,12 +299,11 @@ class StrictInterpreter(torch.fx.Interpreter):
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
         """The body of a rewritten activation checkpoint, by its own plan."""
         name = str(n.args[0].target)  # type: ignore[union-attr]
-        module = getattr(self.module, name)
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:
-            return torch.fx.Interpreter(module).run(*args)
-        program = read_program(module, self.region.policy, name, "", plan.training)
-        return StrictInterpreter(StrictRegion.of(program, plan), self.recording, f"{self.path}{name}/").run(*args)
+            return torch.fx.Interpreter(getattr(self.module, name)).run(*args)
+        body = StrictRegion.of(self.region.program.parts[n], plan)
+        return StrictInterpreter(body, self.recording, f"{self.path}{name}/").run(*args)
 
 
 __all__ = ["Recording", "Row", "StrictInterpreter", "StrictRegion", "floats", "is_fp32", "measure", "relative_error", "round_to"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, floats, relative_error
 from amprewrite.graphs.fx.read.names import frame_path
-from amprewrite.passes.driver import rewrite_graph
+from amprewrite.passes.driver import read_parts, rewrite_graph
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
@@ -121,6 +121,7 @@ class StrictRun:
         found = frame_path(module.graph, example_inputs, self.model)
         program = self.session.read(module, example_inputs, f"graph{len(self.regions)}", path if found is None else found, names)
         self.low = program.policy.low.name
+        read_parts(program)
         _, plan = rewrite_graph(program)
         region, number = StrictRegion.of(program, plan), len(self.regions)
         self.regions.append(region)
