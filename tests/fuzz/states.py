@@ -92,7 +92,10 @@ class Trial:
         self.options, self.low = options, str(options["dtype"])
         self.amp = amprewrite.rewrite(model, **options)
         self.optimizer: torch.optim.Optimizer | None = None
-        self.scaled = options.get("loss_scale", "auto") is not None
+        scale = options.get("loss_scale", "auto")
+        self.scaled = scale is not None and not (scale == "auto" and options["dtype"] == "bf16")
+        self.fixed = isinstance(scale, int | float)
+        """A scale that stays is there before any optimizer is known."""
         self.known = False
         """Whether the library may know an optimizer: then it scales gradients, and an overflow is no fault."""
         self.overflowed = False
@@ -195,7 +198,7 @@ class Trial:
             self.losses(out.float()).backward()
             runs.append((out, given, dict(model.named_parameters())))
         (want, x0, mine), (got, x1, theirs), (auto, x2, others) = runs
-        guarded = self.low == "fp16" and self.known and self.scaled
+        guarded = self.low == "fp16" and self.scaled and (self.known or self.fixed)
         self._compare("result of a training call", want.detach(), got.detach(), auto.detach().float())
         if inputs:
             self._compare("gradient of the result", want.grad, got.grad, None if auto.grad is None else auto.grad.float())
@@ -214,7 +217,7 @@ class Trial:
             with torch.autocast("cpu", LOW[self.low], enabled=model is beside):
                 out = model(given)
             found.append(torch.autograd.grad(self.losses(out.float()), given)[0])
-        self._compare("gradient of the input alone", found[0], found[1], found[2], self.low == "fp16" and self.known)
+        self._compare("gradient of the input alone", found[0], found[1], found[2], self.low == "fp16" and (self.known or self.fixed))
 
     def through(self, rows: int) -> None:
         """Another network learns through the frozen rewritten one."""
@@ -409,6 +412,7 @@ class Trial:
                 second.register_full_backward_hook(_halve_gradient)
 
     def parameter_hook(self) -> None:
+        self._sync()
         for model in (self.plain, self.amp):
             weight = model.get_submodule("second").weight
             if weight.requires_grad:
