@@ -136,3 +136,24 @@ def test_a_model_of_one_graph_takes_the_scale_as_it_is():
         with torch.profiler.profile() as seen:
             amp(torch.randn(2, 4))
     assert not [event.key for event in seen.key_averages() if event.key in ("aten::clone", "aten::fill_")]
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 16.0}, {"dtype": "fp16"}])
+def test_what_vjp_gives_is_called_behind_the_transform(options):
+    """The call takes the gradient of the very tensor that went in: no border of the loss scale may stand before it."""
+
+    class Pulled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.inner(x)
+            (pulled,) = torch.func.vjp(lambda t: t * t, y)[1](y)
+            return pulled, pulled.mT
+
+    torch.manual_seed(0)
+    model, x = Pulled(), torch.randn(3, 4)
+    want, got = model(x)[0], amprewrite.rewrite(model, **options)(x)[0]
+    torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
+    assert want.abs().max() > 0.1

@@ -266,8 +266,11 @@ def has_own_backward(node: torch.fx.Node) -> bool:
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:
-    """Whether the graph calls torch.autograd.grad or backward."""
-    return any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes)
+    """Whether the graph calls torch.autograd.grad or backward, or what torch.func.vjp gives: a call of that kind behind the transform."""
+    if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
+        return True
+    pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
+    return bool(pulled) and not transformed_nodes(graph).issuperset(pulled)
 
 
 @lru_cache(maxsize=1024)
