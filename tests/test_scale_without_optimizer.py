@@ -344,3 +344,25 @@ def test_batched_gradients_pass():
     out, want = amp(x)[0], model(x)[0]
     got = torch.autograd.grad(out, x, torch.eye(8) * 2.0**-12, is_grads_batched=True)[0]
     assert error(got, torch.autograd.grad(want, x, torch.eye(8) * 2.0**-12, is_grads_batched=True)[0]) < 2e-3
+
+
+def test_a_model_that_is_frozen_again_goes_without_the_scale_of_its_optimizer():
+    """Another network learns through it: no step of the model's own optimizer would bring the scale down for that."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    amp(x).square().mean().backward()
+    optimizer.step()
+    assert amp.loss_scale.value > 1000
+    amp.requires_grad_(False)
+    gradients = []
+    for each in (amp, model):
+        stem = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            stem.weight.copy_(torch.eye(8))
+        (100 * each(stem(x)).square().sum()).backward()
+        gradients.append(stem.weight.grad)
+    assert torch.isfinite(gradients[0]).all()
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02 * float(gradients[1].abs().max()))

@@ -150,7 +150,12 @@ class StepGate:
         return self._unscaled
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """(scale, inverse) for one forward: 0-dim fp32 tensors. A dynamic scale is 1 until an optimizer is known."""
+        """(scale, inverse) for one forward: 0-dim fp32 tensors.
+
+        A dynamic scale is 1 until an optimizer is known, and while all parameters are frozen: no step of theirs would bring it down.
+        """
+        if self.loss_scale.kind == "dynamic" and not any(p.requires_grad for p in self.parameters()):
+            return self._ones_on(device)
         if self.loss_scale.kind != "dynamic" or self._knows_optimizer():
             if self._stepped:
                 self._unscaled = False
@@ -158,6 +163,9 @@ class StepGate:
         if torch.is_grad_enabled():
             self._unscaled = True
             self._stepped = False
+        return self._ones_on(device)
+
+    def _ones_on(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         one = self._ones.get(torch.device(device))
         if one is None:
             with torch.inference_mode(False), torch.no_grad():
