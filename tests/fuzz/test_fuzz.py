@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.fuzz import vocabulary
 from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.mutants import MUTANTS, Mutant, prove
+from tests.fuzz.open_findings import OPEN
 from tests.fuzz.oracle import Problem, Record, compare, start_clean
 from tests.fuzz.programs import generate, smaller
 from tests.fuzz.proofs import PROOFS
@@ -141,3 +144,11 @@ def test_every_file_says_what_it_is_for() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), path
         if path.stem not in ("__main__", "test_fuzz"):
             importlib.import_module(f"tests.fuzz.{path.stem}".removesuffix(".__init__"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, seed", OPEN)
+def test_what_is_listed_as_open_is_open(kind: str, seed: int) -> None:
+    """Take a finding off the list when it is repaired."""
+    command = [sys.executable, "-m", "tests.fuzz", "--bare", f"{kind}:{seed}"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode == 1
