@@ -116,13 +116,13 @@ def test_an_interrupt_may_end_a_process_under_plain_torch_compile_too():
     assert ended_by_torch(done), (done.returncode, done.stdout, done.stderr[-2000:])
 
 
-@pytest.mark.parametrize("seed, attempts", [(0, 5), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed, attempts", [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_call_after_an_interrupt_is_right(seed, attempts):
     done = python(INTERRUPTED, str(seed), str(attempts))
     if ended_by_torch(done) and ended_by_torch(python(PLAIN)):
         pytest.xfail("torch calls Python where its C++ code lets no exception pass: an interrupt there ends any process that compiles")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) >= attempts / 4
+    assert int(done.stdout.split()[-1]) >= attempts // 8  # chosen moments may lie behind the end
 
 
 def test_sigint_ends_a_command_with_130(tmp_path):
