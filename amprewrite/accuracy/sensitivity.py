@@ -119,4 +119,4 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tup
     return list(probe.edges.values())
 
 
-__all__ = ["Cause", "Edges", "Sensitivity", "measure_edges", "sensitivity"]
+__all__ = ["Cause", "Sensitivity", "measure_edges", "sensitivity"]

@@ -117,7 +117,6 @@ class StrictRegion:
     """A captured fp32 graph with its plan."""
 
     program: Program
-    module: torch.fx.GraphModule
     plan: RegionPlan
     nodes: dict[torch.fx.Node, NodePlan]
     huge: frozenset[str]
@@ -125,11 +124,10 @@ class StrictRegion:
     @classmethod
     def of(cls, program: Program, plan: RegionPlan) -> StrictRegion:
         """Nodes are matched by their place, for the reader's order is canonical. `program.parts` has the bodies of checkpoints."""
-        assert program.module is not None
         pairs = list(zip(program.graph, plan.nodes, strict=True))
         nodes = {program.fx_nodes[vertex.name]: planned for vertex, planned in pairs}
         huge = frozenset(planned.name for vertex, planned in pairs if vertex.huge)
-        return cls(program=program, module=program.module, plan=plan, nodes=nodes, huge=huge)
+        return cls(program=program, plan=plan, nodes=nodes, huge=huge)
 
 
 @dataclass
@@ -173,7 +171,8 @@ class StrictInterpreter(torch.fx.Interpreter):
     """
 
     def __init__(self, region: StrictRegion, recording: Recording, path: str = "") -> None:
-        super().__init__(region.module, garbage_collect_values=True)
+        assert region.program.module is not None
+        super().__init__(region.program.module, garbage_collect_values=True)
         self.region, self.recording, self.path = region, recording, path
         self.low = region.program.policy.low
         self.copies: dict[Cast, Any] = {}

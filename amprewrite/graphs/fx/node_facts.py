@@ -266,7 +266,7 @@ def has_own_backward(node: torch.fx.Node) -> bool:
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:
-    """Whether the graph calls torch.autograd.grad or backward, or what torch.func.vjp gives: a call of that kind behind the transform."""
+    """Whether the graph takes gradients itself: by torch.autograd, or by calling what torch.func.vjp gave outside of the transform."""
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
     pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
