@@ -1,46 +1,138 @@
-"""The pipeline: deciding passes read the op graph and write the plan, applying passes edit the fx graph as the plan says."""
+"""The passes, in the order in which they run. Deciding passes make the plan, applying passes edit the fx graph as it says."""
 
-from amprewrite.ir.pass_base import Pass
+from typing import Any
+
+from amprewrite.graphs.fx.captured import EditedGraph, Reading, Target
+from amprewrite.ir.pass_base import Pass, run_passes
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.plans.follow_plan import check_casts
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.problem import Problem
 from amprewrite.passes.apply.fold_masks import FoldMasks
 from amprewrite.passes.apply.insert_casts import InsertCasts
-from amprewrite.passes.apply.insert_ones import InsertOnes
+from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.scale_loss import ScaleLoss
-from amprewrite.passes.paint.paint import Paint
-from amprewrite.passes.paint.paint_force import PaintForce
-from amprewrite.passes.paint.paint_local import PaintLocal
+from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
+from amprewrite.passes.lower.lend_buffers import LendBuffers
+from amprewrite.passes.lower.name_sources import NameSources
+from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
+from amprewrite.passes.lower.tidy import Tidy
+from amprewrite.passes.normalise.fuse_patterns import FusePatterns
+from amprewrite.passes.normalise.mark_leaving import MarkLeaving
+from amprewrite.passes.normalise.open_grad_regions import OpenGradRegions
+from amprewrite.passes.normalise.restore_hooks import RestoreHooks
+from amprewrite.passes.normalise.strip_checks import StripChecks
+from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
+from amprewrite.passes.paint.paint_all_low import PaintAllLow
+from amprewrite.passes.paint.paint_as_given import PaintAsGiven
+from amprewrite.passes.paint.paint_autocast import PaintAutocast
+from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
+from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.plan.plan_casts import PlanCasts
+from amprewrite.passes.plan.plan_clamps import PlanClamps
+from amprewrite.passes.plan.plan_constants import PlanConstants
+from amprewrite.passes.plan.plan_masks import PlanMasks
+from amprewrite.passes.plan.plan_norm_weights import PlanNormWeights
 from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.passes.plan.weigh_plans import WeighPlans
+from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
-from amprewrite.passes.repaint.repaint_small import RepaintSmall
 
-DECIDE: tuple[Pass, ...] = (
-    Paint(),  # what facts, overrides and lists decide; deny flows downstream
+Deciding = Pass[Problem, Decisions]
+Applying = Pass[RegionPlan, EditedGraph]
+
+Normalising = Pass[Reading, EditedGraph]
+Lowering = Pass[Target, EditedGraph]
+
+CLEAN_EXPORTED: tuple[Normalising, ...] = (
+    StripChecks(),  # torch.export's dtype checks and guards go
+    OpenGradRegions(),  # no_grad sub-graphs are laid open
+)
+NORMALISE: tuple[Normalising, ...] = (
+    RestoreHooks(),  # hooks on tensors become calls that run on fake tensors, too
+    FusePatterns(),  # norms, softmax and GELU written out by hand become the one op that they are
+    MarkLeaving(),  # what leaves the graph as itself gets a place for its cast on everybody's path
+)
+EVIDENCE: tuple[Deciding, ...] = (
     RepaintByRange(),  # fp16: what its range cannot hold stays high, by calibration and by weights
     RepaintByError(),  # what a search for an accuracy keeps high
-    PaintTF(),  # lists="tf": TensorFlow's remaining rules
-    PaintLocal(),  # lists="autocast": op by op, as torch.autocast does at run time
-    PaintForce(),  # lists="o2", "o3": everything else low
-    RepaintByCost(),  # lists="default": what is open goes where casts and bytes cost least
-    RepaintSmall(),  # dtype=None: a graph that is too small to gain stays fp32
-    PlanCasts(),  # one cast wherever two colours meet
-    PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
 )
-
-WEIGH: tuple[Pass, ...] = (
+PLAN: tuple[Deciding, ...] = (
+    PlanCasts(),  # one cast wherever two colours meet
+    PlanConstants(),  # constants of an ONNX file are stored in the format in which they are read
+    PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
+    PlanClamps(),  # constants beyond the low range become its ends
+    PlanNormWeights(),  # a CPU's norms without weights keep their statistics in fp32, as others do
+    PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
+)
+PIPELINES: dict[str, tuple[Deciding, ...]] = {
+    "cost": (PaintLists(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintByCost(), DeclineSmallGraphs(), *PLAN),
+    "tf": (PaintLists(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
+    "autocast": (PaintLists(), PaintTies(), *EVIDENCE, PaintAutocast(), *PLAN),
+    "all-low": (PaintLists(), PaintTies(), *EVIDENCE, PaintAllLow(), *PLAN),
+    "given": (PaintAsGiven(), *PLAN),
+}
+"""The deciding passes by the rule of the op lists; "given" follows a plan that was made before."""
+WEIGH: tuple[Deciding, ...] = (
     WeighPlans(),  # once a plan has come through: price it beside those that painting rules would have made
 )
-
-APPLY: tuple[Pass, ...] = (
+APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # edit the graph as the plan says
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
-    InsertOnes(),  # a CPU's norms without weights keep their statistics in fp32, as others do
+    InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
-    FoldMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
+    FoldMasks(),  # take the masks from the attention calls that the plan names
+)
+TIDY: tuple[Applying, ...] = (
+    Tidy(),  # conversions that the casts made idle go; it needs the facts that the dry run derives
+)
+LOWER: tuple[Lowering, ...] = (
+    RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
+    HoistWeightCasts(),  # with a weight cache, low copies of weights become inputs
+    LendBuffers(),  # without a compiler, weights are padded into buffers that are zero outside
+    NameSources(),  # for a compiler, inputs say where they come from
 )
 
-__all__ = ["APPLY", "DECIDE", "WEIGH"]
+
+def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
+    """All passes by stage, in the order in which they run; each once, whatever pipelines it is in."""
+    deciding = dict.fromkeys(each for passes in PIPELINES.values() for each in passes)
+    by_name: dict[str, Deciding] = {}
+    for each in deciding:
+        by_name.setdefault(each.name, each)
+    of = {stage: tuple(p for p in by_name.values() if f".{stage}." in type(p).__module__) for stage in ("paint", "repaint", "plan")}
+    return {
+        "normalise": (*CLEAN_EXPORTED, *NORMALISE), **of, "plan": (*of["plan"], *WEIGH), "apply": (*APPLY, *TIDY), "lower": LOWER
+    }  # fmt: skip
+
+
+def pipeline(problem: Problem) -> tuple[Deciding, ...]:
+    """The passes that decide this problem."""
+    return PIPELINES["given" if problem.given is not None else problem.lists.rule]
+
+
+def decide(problem: Problem) -> Decisions:
+    """Decide one graph: colours, casts, pads. Edits nothing.
+
+    Raises PlanError if a given plan does not fit, PolicyError if overrides contradict each other, PassError if a pass fails.
+    """
+    decisions = Decisions()
+    run_passes(pipeline(problem), problem, decisions, problem.name)
+    if problem.given is not None:
+        check_casts(problem.given, decisions.casts)
+    return decisions
+
+
+def plan_region(problem: Problem) -> RegionPlan:
+    """The plan of one graph, as `decide` makes it."""
+    return decide(problem).freeze(problem)
+
+
+__all__ = [
+    "APPLY", "CLEAN_EXPORTED", "LOWER", "NORMALISE", "PIPELINES", "PLAN", "TIDY", "WEIGH", "Deciding", "decide", "pipeline", "plan_region",
+    "stages",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Graphs of ops as text, for tests: words in, a Program out, and its colours as letters.
+"""Graphs of ops as text, for tests: words in, a problem out, and its colours as letters.
 
 A text is a row of words, one word an op, in any order that names things before they are read:
 
@@ -17,12 +17,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.pass_base import Pass, PassResult, run_passes
+from amprewrite.ir.plans.decisions import Decisions, Painted
+from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.ir.policies.policy import Policy, parse_overrides
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE
+from amprewrite.ir.problem import Problem
+from amprewrite.passes import decide
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OpLists, find_op, op_lists
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -35,6 +38,44 @@ _WORD = re.compile(r"(?:(?P<name>\w+)=)?(?P<op>\w+)(?P<flags>(?::\w+|\[\d+\]|\{\
 _ARGUMENT = re.compile(r"(?P<name>\w+)(?::(?P<demand>scalar|any|high))?(?:@(?P<epoch>\d+))?")
 
 
+@dataclass
+class Case:
+    """A problem with what has been decided of it so far."""
+
+    problem: Problem
+    decisions: Decisions = field(default_factory=Decisions)
+
+    def know(self, **facts: object) -> Case:
+        """Exchange fields of the problem."""
+        self.problem = replace(self.problem, **facts)  # type: ignore[arg-type]
+        return self
+
+    def decide(self) -> Case:
+        """Run all deciding passes, from nothing."""
+        self.decisions = decide(self.problem)
+        return self
+
+    def run(self, *passes: Pass[Problem, Decisions]) -> tuple[PassResult, ...]:
+        """Run these passes on what has been decided."""
+        return run_passes(passes, self.problem, self.decisions)
+
+    @property
+    def graph(self) -> OpGraph:
+        return self.problem.graph
+
+    @property
+    def paints(self) -> dict[str, Painted]:
+        return self.decisions.paints
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        return self.decisions.casts
+
+    @property
+    def plan(self) -> RegionPlan:
+        return self.decisions.freeze(self.problem)
+
+
 def chain(
     text: str,
     lists: str | OpLists = "tf",
@@ -43,24 +84,22 @@ def chain(
     device: str = "cpu",
     training: bool = False,
     overrides: Mapping[str, str] | None = None,
-) -> Program:
-    """The Program of `text`, nothing decided yet."""
+) -> Case:
+    """The problem of `text`, nothing decided yet."""
     fmt = FORMATS[low]
     policy = Policy(fmt, lists, parse_overrides(overrides or {}, fmt))
     found = policy.op_lists(op_lists(lists, fmt, device))
-    return Program(_Reader(found, device).read(text), policy, found, training=training, device=device)
+    return Case(Problem(graph=_Reader(found, device).read(text), policy=policy, lists=found, training=training, device=device))
 
 
-def decided(text: str, lists: str | OpLists = "tf", low: str = "bf16", **options: object) -> Program:
+def decided(text: str, lists: str | OpLists = "tf", low: str = "bf16", **options: object) -> Case:
     """The same, after all deciding passes."""
-    program = chain(text, lists, low, **options)  # type: ignore[arg-type]
-    run_passes(DECIDE, program)
-    return program
+    return chain(text, lists, low, **options).decide()  # type: ignore[arg-type]
 
 
-def letters(program: Program) -> str:
+def letters(case: Case) -> str:
     """One letter an op, in the order of the text: L(ow), H(igh), . for what carries no fp32 value."""
-    return " ".join(LETTERS[program.paints[node.name].colour] for node in program.graph if node.role == "op")
+    return " ".join(LETTERS[case.paints[node.name].colour] for node in case.graph if node.role == "op")
 
 
 def colours(text: str, lists: str | OpLists = "tf", low: str = "bf16", **options: object) -> str:
@@ -107,7 +146,7 @@ class _Reader:
         sizes, ties, dtypes = re.findall(r"\[(\d+)\]", flags), re.findall(r"\{(\w+)\}", flags), re.findall(r":(\w+)", flags)
         dtype = dtypes[0] if dtypes else "fp32"
         kind = self.lists.kind(op)
-        known = find_op(op) is not None and (kind is not None or self.lists.rule == "local")
+        known = find_op(op) is not None and (kind is not None or self.lists.rule == "autocast")
         operands: list[Operand] = []
         for place, argument in enumerate(arguments.split(",") if arguments else ()):
             found = _ARGUMENT.fullmatch(argument)

@@ -21,7 +21,7 @@ from amprewrite.accuracy.sensitivity import measure_edges
 from amprewrite.accuracy.strict.score import planned
 from amprewrite.accuracy.trial import Trial
 from amprewrite.accuracy.verify import verify
-from amprewrite.ir.program import Program
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.runtime.options import Options
 from amprewrite.tables.formats import BF16, FP16
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -148,10 +148,9 @@ def test_operands_without_a_derivative_are_constants(make: Any, training: bool) 
 # nested plans ---------------------------------------------------------------------------------------------------------
 
 
-def own(program: Program) -> set[str]:
-    program.careful = None
-    planned(program)
-    return {name for name, colour in program.colours.items() if colour is Colour.LOW}
+def own(captured: Captured) -> set[str]:
+    captured.know(keep_high=None)
+    return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
 
 
 def test_plans_are_nested_and_end_in_fp32() -> None:
@@ -159,12 +158,11 @@ def test_plans_are_nested_and_end_in_fp32() -> None:
     edges = measure_edges(trial, batches, BF16)
     chain = Chain(edges, own)
     assert len(chain) > 5
-    ((program, _),) = edges
+    ((captured, _),) = edges
     lows = []
     for index in range(len(chain)):
-        program.careful = chain.careful(index)
-        planned(program)
-        lows.append({name for name, colour in program.colours.items() if colour is Colour.LOW})
+        captured.know(keep_high=chain.keep_high(index))
+        lows.append({node.name for node in planned(captured).nodes if node.colour is Colour.LOW})
     assert all(after <= before for before, after in itertools.pairwise(lows))
     assert not lows[-1]
     assert sorted(chain.raised) == chain.raised
@@ -207,8 +205,8 @@ def test_a_loose_tolerance_costs_nothing() -> None:
 def test_a_tighter_tolerance_takes_more_time() -> None:
     model, batches = stream(), data()
     found = [search(model, batches, Options(BF16), tolerance=t) for t in (1e-2, 2e-3, 5e-4)]
-    assert [len(f.careful.graphs[next(iter(f.careful.graphs))]) for f in found] == sorted(
-        len(f.careful.graphs[next(iter(f.careful.graphs))]) for f in found
+    assert [len(f.keep_high.graphs[next(iter(f.keep_high.graphs))]) for f in found] == sorted(
+        len(f.keep_high.graphs[next(iter(f.keep_high.graphs))]) for f in found
     )
     assert all(f.evaluations <= math.ceil(math.log2(f.plans)) + 3 for f in found)
     assert all(f.chosen.error <= f.target for f in found)

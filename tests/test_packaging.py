@@ -86,7 +86,7 @@ def test_the_wheel_holds_every_module(wheel):
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "amprewrite").rglob("*.py")}
     expected |= {f"amprewrite/passes/{path.relative_to(ROOT / 'passes')}" for path in (ROOT / "passes").rglob("*.py")}
     assert expected <= held, "list every sub-package in [tool.setuptools] packages"
-    assert "amprewrite/py.typed" in held and "amprewrite/passes/paint/paint.py" in held
+    assert "amprewrite/py.typed" in held and "amprewrite/passes/paint/paint_lists.py" in held
     assert not [name for name in held if name.startswith(("passes/", "tests/"))]
 
 
@@ -107,7 +107,7 @@ def test_the_source_distribution_holds_what_its_tests_and_make_need(sdist):
 
 def test_the_source_distribution_passes_its_own_tests(sdist):
     """Those that are quick: they import the helpers, read golden files and run the passes."""
-    tests = ["tests/test_min_cut.py", "tests/passes/test_paint.py", "tests/test_plan.py::test_print_of_several_graphs"]
+    tests = ["tests/test_min_cut.py", "tests/passes/test_paint_lists.py", "tests/test_plan.py::test_print_of_several_graphs"]
     environment = {**os.environ, "PYTHONPATH": str(sdist), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=sdist, env=environment, capture_output=True, text=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +16,15 @@ import torch
 import torch.fx
 from torch.nn import functional as F
 
+from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.ops.pad_ops import pad_dims, resize
 from amprewrite.ir.op_calls import Call
 from amprewrite.ir.plans.pad_plan import PadPlan
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
+from amprewrite.passes import plan_region
 from amprewrite.passes.apply.insert_pads import InsertPads
-from amprewrite.passes.driver import read_program
+from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan.plan_pads import layouts
 from amprewrite.planner.padding.regions import Regions
 from amprewrite.planner.padding.rule import MIXED, Hazard, View
@@ -168,11 +170,10 @@ class Case:
         self.inputs = EXAMPLES[name][1]
         self.op = OF.get(name, name)
         module, self.order = captured(name)
-        self.program = read_program(module, Policy(BF16), pad=parse_pad("always", False))
-        module = self.program.module  # a copy, if a result shares memory with an input
-        assert module is not None
-        self.call: Call = next(c for c in self.program.calls.values() if c.op == self.op and c.role == "op")
-        self.regions = Regions(self.program.calls, lambda value: 1, lambda value: False)
+        self.captured = read_problem(module, Policy(BF16), pad=parse_pad("always", False))
+        module, calls = self.captured.module, self.captured.problem.calls  # a copy, if a result shares memory with an input
+        self.call: Call = next(c for c in calls.values() if c.op == self.op and c.role == "op")
+        self.regions = Regions(calls, lambda value: 1, lambda value: False)
         self.regions.build()
         rule = self.regions.rules[self.call.name]
         tie = rule.ties[place]
@@ -184,21 +185,21 @@ class Case:
         leaves = [leaf for leaf in leaves if leaf not in counted]
         self.regions.extent = {leaf: self.regions.size_of(leaf) + 3 for leaf in leaves}
         variables = [self.regions.variable(self.call.name, *slot, leaf) for slot in slots for leaf in leaves]
-        for item in self.program.calls.values():  # what takes one of several results takes it as it comes
+        for item in calls.values():  # what takes one of several results takes it as it comes
             if item.item is not None and item.refs() == (self.call.name,):
                 slots = [(f"{self.call.name}#{item.item}", dim) for dim in range(len(item.shapes[0]))]
                 variables += [self.regions.variable(item.name, *slot, leaf) for slot in slots for leaf in leaves]
         self.regions.padded = {v for v in variables if v is not None}
         values, copies = layouts(self.regions)
-        self.program.pads = PadPlan((), values, copies)
+        plan = replace(plan_region(replace(self.captured.problem, pads_off=True)), casts=(), pads=PadPlan((), values, copies))
         self.module = module
-        InsertPads()(self.program)
+        InsertPads()(plan, EditedGraph(module, self.captured.nodes, calls))
         module.graph.lint()
         module.recompile()
 
     def run(self, fill: float, *inputs: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
         """Results, and the content of the padding of what the op gives, when what it reads holds `fill` there."""
-        runner = _Filled(self.module, self.program.fx_nodes[self.call.name], fill)
+        runner = _Filled(self.module, self.captured.nodes[self.call.name], fill)
         out = runner.run(*(inputs[place] for place in self.order))
         found = runner.given if isinstance(runner.given, tuple | list) else [runner.given]
         content = []
@@ -234,9 +235,9 @@ def cases() -> list[Any]:
 
 
 def ties_of(name: str) -> int:
-    program = read_program(captured(name)[0], Policy(BF16), pad=parse_pad("always", False))
-    call = next(c for c in program.calls.values() if c.op == OF.get(name, name) and c.role == "op")
-    return len(rule_of(call, program.calls).ties)
+    calls = read_problem(captured(name)[0], Policy(BF16), pad=parse_pad("always", False)).problem.calls
+    call = next(c for c in calls.values() if c.op == OF.get(name, name) and c.role == "op")
+    return len(rule_of(call, calls).ties)
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -295,7 +296,7 @@ CONSTANT = [n for n in EXAMPLES if n in RULES and len(EXAMPLES[n][1]) == 1]
 def test_padding_of_a_constant_gives_what_the_rule_says(name: str, constant: float) -> None:
     case = Case(name, 0)
     rule = case.regions.rules[case.call.name]
-    (read,) = [v for v in case.regions.reads(case.call) if case.program.calls[v].floating] or [""]
+    (read,) = [v for v in case.regions.reads(case.call) if case.captured.problem.calls[v].floating] or [""]
     try:
         said = rule.content({read: constant})
     except Hazard:
@@ -329,6 +330,6 @@ def test_what_would_not_stay_finite_is_a_hazard(name: str, content: Any) -> None
 
 
 def test_unknown_ops_let_nothing_pass(capture: Callable[..., torch.fx.GraphModule]) -> None:
-    program: Program = read_program(capture(lambda x: x.cumsum(1), X), Policy(BF16), pad=parse_pad("always", False))
-    call = next(c for c in program.calls.values() if c.op == "cumsum")
-    assert not rule_of(call, program.calls).ties and "logical size" in rule_of(call, program.calls).why_opaque
+    calls = read_problem(capture(lambda x: x.cumsum(1), X), Policy(BF16), pad=parse_pad("always", False)).problem.calls
+    call = next(c for c in calls.values() if c.op == "cumsum")
+    assert not rule_of(call, calls).ties and "logical size" in rule_of(call, calls).why_opaque

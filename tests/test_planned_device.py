@@ -11,7 +11,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, PolicyError
-from amprewrite.graphs.fx.timing import measure as measuring
+from amprewrite.graphs.fx.run import measure as measuring
 from amprewrite.tables import devices
 from amprewrite.tables.devices import DEVICES, H100, NAMED, fp32_rate, named_device
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from amprewrite import AmpRewriteWarning
-from amprewrite.graphs.fx.timing import price_cache
-from amprewrite.graphs.fx.timing.price_cache import cache_file, read_prices, write_prices
+from amprewrite.graphs.fx.run import price_cache
+from amprewrite.graphs.fx.run.price_cache import cache_file, read_prices, write_prices
 
 
 @pytest.fixture

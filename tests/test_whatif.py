@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE
+from amprewrite.ir.problem import Problem
+from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.what_if import OTHER, Change, WhatIf, conditions
+from amprewrite.report.questions.what_if import OTHER, Change, WhatIf, conditions
 from amprewrite.tables.vocabulary import Colour, Reason
 
 BY_LISTS = {Reason.ON_ALLOWLIST, Reason.ON_DENYLIST}
@@ -99,12 +98,10 @@ def decided(region: RegionPlan) -> Iterator[NodePlan]:
 
 def unpinned(region: RegionPlan, name: str) -> RegionPlan:
     """The region decided again as if the fact that pins a node did not hold."""
-    assert isinstance(region.basis, Program)
-    program = region.basis.undecided()
-    nodes = [replace(node, pinned=None) if node.name == name else node for node in program.graph]
-    program.graph = type(program.graph).of(nodes)
-    run_passes(DECIDE, program)
-    return program.region_plan()
+    problem = region.basis
+    assert isinstance(problem, Problem)
+    graph = problem.graph.exchanged({name: replace(problem.graph[name], pinned=None)})
+    return plan_region(replace(problem, graph=graph))
 
 
 @pytest.mark.parametrize("lists", ["default", "tf", "autocast", "o2"])

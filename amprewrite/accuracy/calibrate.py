@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from amprewrite.accuracy.trial import Batches, Forward, Trial
-from amprewrite.graphs.fx.observer import Watch
+from amprewrite.graphs.fx.run.observer import Watch
 from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options

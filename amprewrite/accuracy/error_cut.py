@@ -21,13 +21,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from amprewrite.accuracy.strict.edges import Edges
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import elements_read
-from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.program import Program
-from amprewrite.passes.paint.paint import Paint
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
+from amprewrite.passes.paint.paint_lists import PaintLists
+from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
 from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Network, min_cut
 from amprewrite.tables.formats import FP32
@@ -47,20 +51,19 @@ def movable(node: OpNode) -> bool:
 class Graph:
     """One graph with its edges' errors, ready to be cut at any price."""
 
-    def __init__(self, program: Program, edges: Edges) -> None:
-        self.graph, self.edges = program.graph, edges
-        self.fingerprint = fingerprint(program.graph)
-        self.model = program.costs
-        program.paints, program.casts = {}, ()
-        run_passes((Paint(), RepaintByRange()), program)
-        paints = program.paints
+    def __init__(self, problem: Problem, edges: Edges) -> None:
+        self.graph, self.edges = problem.graph, edges
+        self.fingerprint = fingerprint(problem.graph)
+        self.model = problem.costs
+        decisions = Decisions()
+        run_passes((PaintLists(), PaintAfterDeny(), PaintTies(), RepaintByRange()), problem, decisions)
+        paints = decisions.paints
         fixed = {name: paint.colour for name, paint in paints.items() if paint.reason is not Reason.ON_ALLOWLIST}
         tied = {node.tie for node in self.graph if node.tie and node.name in fixed}
         self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.tie not in tied}
         self.low = {name for name, paint in paints.items() if name not in self.open and paint.colour is Colour.LOW}
         self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
-        program.paints = {}
         times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
         self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
         """More than any plan takes: an error that costs as much is kept out whatever it takes."""
@@ -160,10 +163,10 @@ def _hands_on(node: OpNode) -> bool:
 class Chain:
     """Nested sets of nodes to keep high: the first is empty, the last holds every node."""
 
-    def __init__(self, edges: Sequence[tuple[Program, Edges]], own: Callable[[Program], set[str]]) -> None:
-        """`own` gives the names that the planner itself runs low in a program."""
-        self.lows = {fingerprint(program.graph): own(program) for program, _ in edges}
-        self.graphs = [Graph(program, found) for program, found in edges]
+    def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]]) -> None:
+        """`own` gives the names that the planner itself runs low in a graph."""
+        self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
+        self.graphs = [Graph(captured.problem, found) for captured, found in edges]
         ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
         self._rank = {(g.fingerprint, name): (self.graphs.index(g), rank) for g, name, rank in ranks}
         self._sets: list[tuple[frozenset[tuple[str, str]], bool]] = [(frozenset(), False)]
@@ -206,11 +209,11 @@ class Chain:
         matmuls = f", {raised} of {self.heavy} matmuls among them" if raised else ""
         return f"{kept} nodes kept high{matmuls}"
 
-    def careful(self, index: int) -> Careful:
+    def keep_high(self, index: int) -> KeepHigh:
         """The set at a place of the chain, with reasons."""
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
-        return Careful(graphs)
+        return KeepHigh(graphs)
 
 
 __all__ = ["Chain", "movable"]

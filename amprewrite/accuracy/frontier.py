@@ -25,10 +25,13 @@ from amprewrite.accuracy.error_cut import Chain
 from amprewrite.accuracy.sensitivity import measure_edges
 from amprewrite.accuracy.strict.score import Strictly, exactly, planned, reference, strict_error
 from amprewrite.accuracy.trial import Forward, Trial
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import TICK, price
-from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import as_text, fingerprint
-from amprewrite.ir.program import Program
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.problem import Problem
+from amprewrite.passes import decide
 from amprewrite.runtime.model.rewritten import session_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.boundary.arguments import is_word, shown
@@ -58,7 +61,7 @@ class Candidate:
 class Frontier:
     """What a search tried, and found. `print(frontier)` shows it as a table, `plot(path)` draws it."""
 
-    careful: Careful
+    keep_high: KeepHigh
     target: float
     candidates: tuple[Candidate, ...]
     """By error, worst first."""
@@ -128,7 +131,7 @@ def search(
     exact = reference(trial, batches)
     tried: list[Candidate] = []
 
-    def run(name: str, prepare: Callable[[Program], Program]) -> float:
+    def run(name: str, prepare: Callable[[Captured], Captured]) -> float:
         manner = Strictly(prepare)
         error = strict_error(trial, batches, exact, manner)
         tried.append(_candidate(name, error, manner))
@@ -140,7 +143,7 @@ def search(
     chain = Chain(measure_edges(trial, batches, low), _own_choice)
 
     def error_of(index: int) -> float:
-        return run(chain.words(index), lambda program: _keeping(program, chain.careful(index)))
+        return run(chain.words(index), lambda captured: _keeping(captured, chain.keep_high(index)))
 
     errors = bisect(error_of, len(chain), target)
     within = [index for index, error in errors.items() if error <= target]
@@ -152,29 +155,29 @@ def search(
             f"{asked} is not reachable: the best of the plans tried ({best.name}) has an error of {best.error:.3g}, and {target:.3g} was "
             "asked for; overrides that force ops low cost the rest, or code that runs outside the captured graphs differs by itself"
         )
-    careful, name = chain.careful(found), chain.words(found)
+    keep, name = chain.keep_high(found), chain.words(found)
     if tolerance is None and chain.raised[found]:
         theirs = _kept_by_autocast(trial, chain)
-        if run(_THEIRS, lambda program: _keeping(program, theirs)) <= target:
-            careful, name = theirs, _THEIRS
+        if run(_THEIRS, lambda captured: _keeping(captured, theirs)) <= target:
+            keep, name = theirs, _THEIRS
     candidates = sorted((replace(each, chosen=each.name == name) for each in tried), key=lambda each: -each.error)
     taken = next(each for each in candidates if each.chosen)
     note = f"{asked}: {name}; strict error {taken.error:.3g} where {target:.3g} was allowed; {len(errors)} of {len(chain)} plans tried"
-    return Frontier(replace(careful, note=note), target, tuple(candidates), len(chain), len(errors))
+    return Frontier(replace(keep, note=note), target, tuple(candidates), len(chain), len(errors))
 
 
 _THEIRS = "what torch.autocast keeps high, casts shared"
 
 
-def _kept_by_autocast(trial: Trial, chain: Chain) -> Careful:
+def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
     """Of what the planner would run low, the nodes that torch.autocast's rules run high."""
     graphs: dict[str, dict[str, str]] = {}
-    for program in trial.programs.values():
-        graph, theirs = fingerprint(program.graph), program.by_autocast
-        pairs = zip(program.graph, theirs.graph, strict=True) if theirs is not None else ()
-        high = {ours.name for ours, node in pairs if theirs is not None and theirs.paints[node.name].colour is Colour.HIGH}
-        graphs[graph] = dict.fromkeys(sorted(high & chain.lows[graph]), "torch.autocast's rules run it high")
-    return Careful(graphs)
+    for captured in trial.graphs.values():
+        graph, theirs = captured.problem.graph, autocast_rules(captured).problem
+        colours = decide(theirs).colours
+        high = {ours.name for ours, node in zip(graph, theirs.graph, strict=True) if colours[node.name] is Colour.HIGH}
+        graphs[fingerprint(graph)] = dict.fromkeys(sorted(high & chain.lows[fingerprint(graph)]), "torch.autocast's rules run it high")
+    return KeepHigh(graphs)
 
 
 def check_target(tolerance: float | None, accuracy: str | None) -> None:
@@ -203,9 +206,9 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch
         up = torch.randint(0, 2, value.shape, generator=generator).to(value.device).bool()
         return torch.nextafter(value, torch.where(up, math.inf, -math.inf).to(value))
 
-    def manner(program: Program, inputs: tuple[Any, ...]) -> Any:
+    def manner(captured: Captured, inputs: tuple[Any, ...]) -> Any:
         with torch.no_grad():
-            return exactly(program, tuple(nudged(value) for value in inputs))
+            return exactly(captured, tuple(nudged(value) for value in inputs))
 
     floor = strict_error(trial, batches, exact, manner)
     if tolerance < floor:
@@ -215,34 +218,33 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch
         )
 
 
-def autocast_rules(program: Program) -> Program:
+def autocast_rules(captured: Captured) -> Captured:
     """The same graph, to be decided by torch.autocast's lists alone."""
-    assert program.by_autocast is not None
-    return program.by_autocast
+    assert captured.by_autocast is not None
+    return captured.by_autocast
 
 
-def _own_choice(program: Program) -> set[str]:
+def _own_choice(captured: Captured) -> set[str]:
     """Ops that the planner of the lists runs low by itself."""
-    program.careful = None
-    planned(program)
-    return {name for name, colour in program.colours.items() if colour is Colour.LOW}
+    captured.know(keep_high=None)
+    return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
 
 
-def _keeping(program: Program, careful: Careful) -> Program:
-    program.careful = careful
-    return program
+def _keeping(captured: Captured, keep_high: KeepHigh) -> Captured:
+    captured.know(keep_high=keep_high)
+    return captured
 
 
 def _candidate(name: str, error: float, manner: Strictly) -> Candidate:
     casts = [cast for plan in manner.plans for cast in plan.casts]
     low = sum(node.role == "op" and node.colour is Colour.LOW for plan in manner.plans for node in plan.nodes)
-    seconds = sum(predicted_seconds(program) for program in manner.programs)
+    seconds = sum(predicted_seconds(region.captured.problem, region.plan) for region in manner.regions.values())
     return Candidate(name, error, seconds, sum(not cast.weight for cast in casts), low)
 
 
-def predicted_seconds(program: Program) -> float:
-    """What the cost model says that a decided program takes in one pass, ops and casts."""
-    return price(program.graph, program.colours, program.costs.time).total * TICK
+def predicted_seconds(problem: Problem, plan: RegionPlan) -> float:
+    """What the cost model says that a graph takes in one pass by this plan, ops and casts."""
+    return price(problem.graph, {node.name: node.colour for node in plan.nodes}, problem.costs.time).total * TICK
 
 
 def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:

@@ -26,8 +26,8 @@ from torch import nn
 from amprewrite.accuracy.strict.edges import EdgeProbe, Edges
 from amprewrite.accuracy.strict.run import output_floats
 from amprewrite.accuracy.trial import MOST_KEPT, Batches, Forward, Trial
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.evidence.ranges import as_text
-from amprewrite.ir.program import Program
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CalibrationError
@@ -84,22 +84,22 @@ def sensitivity(
     edges = measure_edges(trial, list(islice(Batches(batches, module, forward is not None), MOST_KEPT)), low)
     causes = []
     several = len(edges) > 1
-    for program, found in edges:
+    for captured, found in edges:
         into: dict[str, float] = defaultdict(float)
         out: dict[str, float] = defaultdict(float)
         for (value, reader), squared in found.items():
             out[value] += squared
             into[reader] += squared
-        for node in program.graph:
+        for node in captured.problem.graph:
             total = out[node.name] + into[node.name]
             if node.role == "op" and total:
-                name = f"{program.name}/{node.name}" if several else node.name
+                name = f"{captured.problem.name}/{node.name}" if several else node.name
                 errors = (math.sqrt(total), math.sqrt(out[node.name]), math.sqrt(into[node.name]))
                 causes.append(Cause(name, node.op, *errors, node.module, node.source))
     return Sensitivity(low.name, tuple(sorted(causes, key=lambda cause: -cause.error)))
 
 
-def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tuple[Program, Edges]]:
+def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tuple[Captured, Edges]]:
     """The squared relative output error of every edge of every graph that runs, averaged over the batches."""
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
-from amprewrite.passes.driver import CapturedGraph, read_parts, read_program
+from amprewrite.passes.driver import CapturedGraph, read_parts, read_problem
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of, wrap
@@ -24,7 +24,7 @@ from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Graphs, Region, Session
 from amprewrite.tables.errors import CalibrationError
 
-Manner = Callable[[Program, tuple[Any, ...]], Any]
+Manner = Callable[[Captured, tuple[Any, ...]], Any]
 """Runs a captured graph on real inputs, and gives its results."""
 Forward = Callable[[nn.Module, Any], Any]
 """Calls the model on a batch."""
@@ -36,15 +36,18 @@ class _TrialSession(Session):
     manner: Manner | None = None
 
     def _rewritten(self, graphs: Graphs, module: CapturedGraph, example_inputs: list[Any]) -> Region:
-        program = self.read_region(graphs, module, example_inputs)
-        policy = Policy(program.policy.low, "autocast")
-        program.by_autocast = read_program(module, policy, program.name, program.entry, program.training, graphs.entry.names)
-        read_parts(program)
-        plan = RegionPlan(program.name, (), (), program.training, (), program.entry)
+        captured = self.read_region(graphs, module, example_inputs)
+        problem = captured.problem
+        captured.by_autocast = read_problem(
+            module, Policy(problem.policy.low, "autocast"), name=problem.name, entry=problem.entry, training=problem.training,
+            names=graphs.entry.names,
+        )  # fmt: skip
+        read_parts(captured)
+        plan = RegionPlan(name=problem.name, nodes=(), casts=(), training=problem.training, entry=problem.entry)
 
         def run(*inputs: Any) -> Any:
             assert self.manner is not None, "a trial model runs in trials alone"
-            return self.manner(program, inputs)
+            return self.manner(captured, inputs)
 
         return Region(graphs.entry, plan, run)
 
@@ -70,7 +73,7 @@ class Trial:
         self.amp = wrap(plain, self.options, kind=_TrialSession)
         self.name = type(plain).__name__
         self.forward = forward or call_on
-        self.programs: dict[int, Program] = {}
+        self.graphs: dict[int, Captured] = {}
         """Every graph that has run so far, in order."""
 
     def run(self, batch: Any, manner: Manner) -> Any:
@@ -78,9 +81,9 @@ class Trial:
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
 
-        def noted(program: Program, inputs: tuple[Any, ...]) -> Any:
-            self.programs.setdefault(id(program), program)
-            return manner(program, inputs)
+        def noted(captured: Captured, inputs: tuple[Any, ...]) -> Any:
+            self.graphs.setdefault(id(captured), captured)
+            return manner(captured, inputs)
 
         session.manner = noted
         try:
@@ -91,7 +94,7 @@ class Trial:
 
     def check_captured(self) -> None:
         """CalibrationError where no graph of the model has run."""
-        if not self.programs:
+        if not self.graphs:
             why = "; ".join(str(part) for part in session_of(self.amp).left_out) or "it has no op that Dynamo captures"
             raise CalibrationError(f"nothing of {self.name} could be captured, so nothing can be measured: {why}")
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.passes.driver import CapturedGraph, rewrite_graph
-from amprewrite.passes.normalise.clean_exported import open_grad_regions, strip_checks
+from amprewrite.passes.driver import CapturedGraph, clean_exported, rewrite_graph
+from amprewrite.passes.normalise.strip_checks import strip_checks
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
@@ -44,14 +44,15 @@ def export_with_plan(
     plain = plain_of(amp)
     module = capture(plain, args, kwargs, **options)
     names = parameter_names(plain.forward)
-    program = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
-    edited, region = rewrite_graph(program)
+    captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
+    edited, region = rewrite_graph(captured)
     if region.left and session.options.strict:
         raise CaptureError(region.left[0])
     _keep_out_of_state(edited, plain)
     exported = _export(edited, plain, args, kwargs, options)
     strip_checks(exported.graph_module)
-    plan = CastPlan(program.policy.low.name, region.flat("graph0"), notes=tuple(session.notes), lists=program.policy.lists_name)
+    policy = captured.problem.policy
+    plan = CastPlan(policy.low.name, region.flat("graph0"), notes=tuple(session.notes), lists=policy.lists_name)
     return exported, plan
 
 
@@ -65,8 +66,7 @@ def capture(
     refuse_ambient_autocast()
     module = _export(model, model, args, dict(kwargs or {}), options).module(check_guards=False)
     assert isinstance(module, CapturedGraph)
-    strip_checks(module)
-    open_grad_regions(module)
+    clean_exported(module)
     return module
 
 

@@ -143,7 +143,7 @@ def evidence(
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What sample batches say of the model: the options `calibration` and `careful`."""
+    """What sample batches say of the model: the options `calibration` and `keep_high`."""
     from amprewrite.accuracy.calibrate import calibrate
     from amprewrite.accuracy.frontier import check_target, search
     from amprewrite.accuracy.trial import Call, kept
@@ -161,7 +161,7 @@ def evidence(
     if tolerance is not None or accuracy is not None:
         if options.given is not None:
             raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")
-        found["careful"] = search(module, batches, replace(options, **found), tolerance, accuracy).careful
+        found["keep_high"] = search(module, batches, replace(options, **found), tolerance, accuracy).keep_high
     return found
 
 

@@ -114,6 +114,10 @@ class OpGraph:
         for operand in node.operands:
             self.digraph.add_edge(operand.value, node.name)
 
+    def exchanged(self, nodes: Mapping[str, OpNode]) -> OpGraph:
+        """The graph with other facts about some of its vertices; edges stay."""
+        return OpGraph(nodes={**self.nodes, **nodes}, digraph=self.digraph, rank=self.rank)
+
     def __iter__(self) -> Iterator[OpNode]:
         return iter(self.nodes.values())
 

@@ -1,4 +1,8 @@
-"""What a pass is: requires, call, ensures; and how a pipeline of them is run."""
+"""What a pass is: requires, call, ensures; and how a pipeline of them is run.
+
+A pass reads one thing and edits another. Deciding passes read a `Problem` and add to `Decisions`. Applying passes read the plan
+of a region and edit an fx graph. So neither can do the other's work.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +11,66 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
-from amprewrite.ir.program import Program
 from amprewrite.tables.errors import AmpRewriteError, PassError
+
+Read = TypeVar("Read")
+"""What a pass looks at."""
+Edited = TypeVar("Edited")
+"""What a pass changes."""
 
 
 @dataclass(frozen=True)
 class PassResult:
+    """What one pass did."""
+
     name: str
     modified: bool
     seconds: float
 
 
-class Pass:
-    """One named step over a Program. Subclasses are small shells round plain functions."""
+class Pass(Generic[Read, Edited]):
+    """One named step. Subclasses are small shells round plain functions."""
 
     name: ClassVar[str]
 
-    def requires(self, program: Program) -> None:
-        """Raise PassError where the program is not ready for this pass."""
+    def requires(self, read: Read, edited: Edited) -> None:
+        """Raise PassError if the two are not ready for this pass."""
 
-    def call(self, program: Program) -> bool:
+    def call(self, read: Read, edited: Edited) -> bool:
         """Do it; True if anything changed."""
         raise PassError(f"{type(self).__name__} does nothing: it has no call method")
 
-    def ensures(self, program: Program) -> None:
-        """Raise PassError where the result breaks what this pass promises."""
+    def ensures(self, read: Read, edited: Edited) -> None:
+        """Raise PassError if the result breaks what this pass promises."""
 
-    def __call__(self, program: Program) -> PassResult:
+    def __call__(self, read: Read, edited: Edited) -> PassResult:
         started = time.perf_counter()
-        self.requires(program)
-        modified = self.call(program)
-        self.ensures(program)
+        self.requires(read, edited)
+        modified = self.call(read, edited)
+        self.ensures(read, edited)
         return PassResult(self.name, modified, time.perf_counter() - started)
 
 
 def run_passes(
-    passes: Sequence[Pass], program: Program, between: Callable[[PassResult, Program], None] | None = None
+    passes: Sequence[Pass[Read, Edited]],
+    read: Read,
+    edited: Edited,
+    where: str = "graph",
+    after: Callable[[PassResult], None] | None = None,
 ) -> tuple[PassResult, ...]:
-    """Run passes in order. An unexpected failure becomes a PassError naming the pass and those that ran before it."""
+    """Run passes in order on the graph called `where`; `after` is called after each.
+
+    An unexpected failure becomes a PassError that names the pass and those that ran before it.
+    """
     results: list[PassResult] = []
     for each in passes:
         before = ", ".join(result.name for result in results) or "nothing"
-        with failing_as_pass(f"pass {each.name}", f" on {program.name} after {before}"), no_collection():
-            results.append(each(program))
-        if between is not None:
-            between(results[-1], program)
+        with failing_as_pass(f"pass {each.name}", f" on {where} after {before}"), no_collection():
+            results.append(each(read, edited))
+        if after is not None:
+            after(results[-1])
     return tuple(results)
 
 

@@ -38,7 +38,7 @@ class CastPlan(ModelPlan):
         would change a node is tried out on the op graph, so only a plan that was just decided can tell; one read from JSON
         gives what it recorded. Heavy ops left high come first. PlanError with near misses for an unknown name.
         """
-        from amprewrite.report.explain import explain
+        from amprewrite.report.questions.explain import explain
 
         return explain(self, name)
 
@@ -66,7 +66,7 @@ class CastPlan(ModelPlan):
 
     def counts(self) -> str:
         """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low."""
-        from amprewrite.report.explain import heavy
+        from amprewrite.report.questions.explain import heavy
 
         ops = [node for node in self.nodes if node.role == "op"]
         colours = Counter(node.colour for node in ops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from amprewrite.ir.plans.pad_plan import PadCopy, PaddedValue, PadPlan, PadRegion
-from amprewrite.ir.plans.plan import SCHEMA, Candidate, Cast, ModelPlan, NodePlan, RegionPlan, Skipped
+from amprewrite.ir.plans.plan import SCHEMA, Candidate, Cast, ModelPlan, NodeEdit, NodePlan, RegionPlan, Skipped
 
 KINDS = {
     "plan": ModelPlan,
@@ -17,6 +17,7 @@ KINDS = {
     "pad region": PadRegion,
     "padded value": PaddedValue,
     "pad copy": PadCopy,
+    "edit": NodeEdit,
     "skipped": Skipped,
 }
 MEANING = {
@@ -32,6 +33,11 @@ MEANING = {
     "training": "whether gradients were on",
     "entry": "path of the module that was called",
     "bodies": "always empty: bodies are regions of their own",
+    "edits": "what is done to single ops beside casts and pads",
+    "node": "the op that is edited",
+    "what": "a value of amprewrite.tables.vocabulary.Edit",
+    "on": "false: it could be done, and is switched off",
+    "scales_loss": "whether gradients are multiplied by the loss scale inside the region",
     "candidates": "what was weighed, the plan itself first",
     "priced_on": "the device whose prices those are",
     "seconds": "modelled or measured time of one pass",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
@@ -32,7 +32,7 @@ class Options:
     granularity: Granularity = MODEL
     """What `parse_granularity` returns."""
     calibration: Calibration | None = None
-    careful: Careful | None = None
+    keep_high: KeepHigh | None = None
     loss_scale: Any = "auto"
     """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
     device: str = ""

@@ -18,6 +18,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
@@ -27,9 +28,8 @@ from amprewrite.ir.pass_base import failing_as_pass
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
-from amprewrite.passes.lower.nn_module import emit
+from amprewrite.passes.lower.emit import emit
 from amprewrite.runtime.ambient.suspend_modes import modes_aside
 from amprewrite.runtime.captured.entries import Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
@@ -80,8 +80,8 @@ class Session:
         self.calibration = self.options.calibration
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
-        if self.options.careful is not None and self.options.careful.note:
-            self.note(self.options.careful.note)
+        if self.options.keep_high is not None and self.options.keep_high.note:
+            self.note(self.options.keep_high.note)
         if half := frozen_note(self.root):
             self.note(half)
         self.probe = OverflowProbe(self.root)
@@ -346,41 +346,41 @@ class Session:
         if "disable()" in why and OUR_DOOR not in reason.reason:  # after other breaks capture goes on with the next line
             self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
-    def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Program:
-        """The program of a captured graph, nothing decided yet."""
+    def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
+        """The problem of a captured graph, nothing decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         path = frame_path(module.graph, example_inputs, self.root)
         path = entry.path if path is None else path
         scale = torch.is_grad_enabled() and self.loss_scale.enabled
         with failing_as_pass(f"reading {name}"):
-            program = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
-        if under_autocast(module.graph, program.graph):
+            captured = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
+        if under_autocast(module.graph, captured.problem.graph):
             self.warn_once(own_autocast(entry.place), own_autocast.__name__)
-        if program.scale_loss and takes_gradients(module.graph):
-            program.scale_loss = False
-            program.note("its gradients are not scaled: it takes gradients itself")
-        graphs.weights += known_weights(program, example_inputs, self.root)
-        return program
+        if captured.problem.scale_loss and takes_gradients(module.graph):
+            captured.know(scale_loss=False)
+            captured.note("its gradients are not scaled: it takes gradients itself")
+        graphs.weights += known_weights(captured, example_inputs, self.root)
+        return captured
 
     def read(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
-    ) -> Program:  # fmt: skip
-        """The program of a graph that somebody captured of this model, by this model's options."""
+    ) -> Captured:  # fmt: skip
+        """The problem of a graph that somebody captured of this model, by this model's options."""
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
         return read_problem(
-            module, inputs, replace(policy, may_decline=policy.may_decline and may_decline), name=name, entry=entry, training=grad,
+            module, replace(policy, may_decline=policy.may_decline and may_decline), inputs=inputs, name=name, entry=entry, training=grad,
             names=names, pad=pad, fold_masks="any" if self.options.backend == "eager" else "fixed", scale_loss=scale_loss,
-            calibration=self.calibration, careful=self.options.careful, given=self.options.given,
+            calibration=self.calibration, keep_high=self.options.keep_high, given=self.options.given,
         )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         entry = graphs.entry
         backend = lookup_backend(self.options.backend) if self.options.backend != "eager" and entry.compiles else None
         try:
-            program = self.read_region(graphs, module, example_inputs)
-            rewritten, plan = rewrite_graph(program)
+            captured = self.read_region(graphs, module, example_inputs)
+            rewritten, plan = rewrite_graph(captured)
             for left in plan.left:
                 graphs.left_out[left] = Skipped(plan.name, left)
                 self.warn_fp32(left)
@@ -392,24 +392,25 @@ class Session:
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
             return Region(entry, plan, emit(module, example_inputs, backend, None))
-        grad = program.training
+        problem = captured.problem
+        grad = problem.training
         kept = (not grad or self.options.cache_weights == "step") and self.options.cache_weights and not self._sharded()
         cache = self.cache if kept else None
-        if program.scale_loss:
+        if problem.scale_loss:
             example_inputs = [*example_inputs, *self._scales(rewritten)]
         run = emit(rewritten, example_inputs, backend, cache, grad)
-        region = Region(entry, plan, run, rewritten if program.scale_loss else None)
-        if worth_watching(program):
+        region = Region(entry, plan, run, rewritten if problem.scale_loss else None)
+        if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
-                    rewritten, plan = rewrite_graph(program)
-                    scales = self._scales(rewritten) if program.scale_loss else ()
+                    rewritten, plan = rewrite_graph(captured)
+                    scales = self._scales(rewritten) if problem.scale_loss else ()
                     run = emit(rewritten, [*inputs, *scales], backend, cache, grad)
-                    region.become(plan, run, rewritten if program.scale_loss else None)
+                    region.become(plan, run, rewritten if problem.scale_loss else None)
 
-            read_parts(program)
-            region.first_calls = FirstCalls(program, self.learn, again, self.warn_fp32)
+            read_parts(captured)
+            region.first_calls = FirstCalls(captured, self.learn, again, self.warn_fp32)
         return region
 
     def _scales(self, scaled: torch.fx.GraphModule) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,11 @@ FORMATS: dict[str, Format] = {row.name: row for row in (FP32, FP16, BF16)}
 LOW_FORMATS = (FP16, BF16)
 
 _SPELLINGS = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+
+
+def is_far(value: object, fmt: Format) -> bool:
+    """Whether `value` is a finite number beyond the range of `fmt`."""
+    return isinstance(value, float) and math.isfinite(value) and abs(value) > fmt.max
 
 
 def saturate(value: torch.Tensor, limit: float) -> torch.Tensor:

@@ -25,6 +25,32 @@ class OpKind(Enum):
         return cls(text)
 
 
+class Edit(Enum):
+    """What is done to one op beside its casts and pads."""
+
+    DROP_CAUSAL_MASK = "drop causal mask"
+    DROP_FULL_MASK = "drop full mask"
+    LOOK_UP_MASK = "look up mask"
+    LOOK_AT_MASK = "look at mask"
+    FP32_STATISTICS = "fp32 statistics"
+    CLAMP_CONSTANTS = "clamp constants"
+
+    @property
+    def says(self) -> str:
+        """The rest of a sentence that begins with the name of the op."""
+        return _EDITS[self.value]
+
+
+_EDITS = {
+    "drop causal mask": "takes no mask: its own is made of sizes alone, and is causal",
+    "drop full mask": "takes no mask: its own is made of sizes alone, and allows all positions",
+    "look up mask": "takes no mask at sizes at which its own, made of sizes alone, is causal or allows all positions",
+    "look at mask": "takes no mask in a forward in which its own is causal or allows all positions",
+    "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
+    "clamp constants": "takes the ends of the low range for constants beyond it",
+}
+
+
 class Colour(Enum):
     """What a node runs in."""
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE
+from amprewrite.ir.problem import Problem
+from amprewrite.passes import PIPELINES
 from amprewrite.tables.formats import BF16
 from amprewrite.tables.ops.op_lists import OPS, op_lists
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -61,8 +62,8 @@ def block(index: int, stream: str) -> Iterator[OpNode]:
     yield vertex(n("sum"), "add", n("first_sum"), n("down"))
 
 
-def transformer(nodes: int) -> Program:
-    """A program of at least `nodes` vertices, nothing decided yet."""
+def transformer(nodes: int) -> Problem:
+    """A problem of at least `nodes` vertices, nothing decided yet."""
     made = [source("x", "input")]
     index = 0
     while len(made) < nodes - 1:
@@ -70,20 +71,20 @@ def transformer(nodes: int) -> Program:
         index += 1
     made.append(OpNode("output", "output", operands=(Operand(made[-1].name, Demand.HIGH),), role="output",
                        pinned=(Colour.PLAIN, Reason.NO_FLOAT, "")))  # fmt: skip
-    return Program(OpGraph.of(made), Policy(BF16), LISTS, training=True)
+    return Problem(graph=OpGraph.of(made), policy=Policy(BF16), lists=LISTS, training=True)
 
 
 def best_of(runs: int, nodes: int) -> tuple[int, int, list[float]]:
     """Vertices, casts, and the fewest seconds that each pass took."""
     timed = []
     for _ in range(runs):
-        program = transformer(nodes)
-        timed.append([result.seconds for result in run_passes(DECIDE, program)])
-    return len(program.graph.nodes), len(program.casts), [min(seconds) for seconds in zip(*timed, strict=True)]
+        problem, decisions = transformer(nodes), Decisions()
+        timed.append([result.seconds for result in run_passes(PIPELINES["cost"], problem, decisions)])
+    return len(problem.graph.nodes), len(decisions.casts), [min(seconds) for seconds in zip(*timed, strict=True)]
 
 
 def main(sizes: list[int]) -> None:
-    print(f"{'nodes':>7} {'casts':>6} {'total s':>8} {'x':>5}  " + "  ".join(f"{each.name:>15}" for each in DECIDE))
+    print(f"{'nodes':>7} {'casts':>6} {'total s':>8} {'x':>5}  " + "  ".join(f"{each.name:>15}" for each in PIPELINES["cost"]))
     before = 0.0
     for size in sizes:
         nodes, casts, seconds = best_of(5, size)

@@ -24,11 +24,14 @@ from torch import nn
 from amprewrite.ir.cost import TICK, CostModel, price
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import run_passes
+from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE, WEIGH
-from amprewrite.passes.driver import read_program
-from amprewrite.passes.paint.paint import Paint
+from amprewrite.ir.problem import Problem
+from amprewrite.passes import WEIGH, decide
+from amprewrite.passes.driver import read_problem
+from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
+from amprewrite.passes.paint.paint_lists import PaintLists
+from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.plan.weigh_plans import PLANNED
 from amprewrite.planner.assignment import cheapest
 from amprewrite.tables.formats import FORMATS, Format
@@ -132,17 +135,17 @@ class Noisy(CostModel):
         return round(super().cast(node) * self.factor(node.name))
 
 
-Programs = dict[str, list[Program]]
-"""By the name of the lists; one program for each graph that Dynamo captures."""
+Problems = dict[str, list[Problem]]
+"""By the name of the lists; one problem for each graph that Dynamo captures."""
 
 
-def programs(model: nn.Module, inputs: dict[str, Any], policy: Policy, train: bool) -> Programs:
+def problems(model: nn.Module, inputs: dict[str, Any], policy: Policy, train: bool) -> Problems:
     """The model's graphs as the planner reads them, and as the lists of others do."""
-    found: Programs = {lists: [] for lists in ("default", "tf", "autocast")}
+    found: Problems = {lists: [] for lists in ("default", "tf", "autocast")}
 
     def keep(module: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
         for lists, read in found.items():
-            read.append(read_program(module, replace(policy, lists=lists), f"graph{len(read)}", training=train))
+            read.append(read_problem(module, replace(policy, lists=lists), name=f"graph{len(read)}", training=train).problem)
         return module.forward
 
     torch._dynamo.reset()
@@ -151,33 +154,34 @@ def programs(model: nn.Module, inputs: dict[str, Any], policy: Policy, train: bo
     return found
 
 
-def weighed(found: Programs) -> dict[str, float]:
+def weighed(found: Problems) -> dict[str, float]:
     """Seconds of the plan and of each rule's, all graphs together."""
     total = dict.fromkeys((PLANNED, "tf rules", "autocast rules", "our lists, tf rules"), 0.0)
     for lists, read in found.items():
-        for program in read:
-            run_passes((*DECIDE, *WEIGH), program)
-            seconds = {candidate.name: candidate.seconds for candidate in program.candidates}
+        for problem in read:
+            decisions = decide(problem)
+            run_passes(WEIGH, problem, decisions)
+            seconds = {candidate.name: candidate.seconds for candidate in decisions.candidates}
             if lists == "default":
                 total[PLANNED] += seconds[PLANNED]
                 total["our lists, tf rules"] += seconds["our lists, tf rules"]
             else:
-                total[f"{lists} rules"] += price(program.graph, program.colours, program.costs).total * TICK
+                total[f"{lists} rules"] += price(problem.graph, decisions.colours, problem.costs).total * TICK
     return total
 
 
-def regret(found: list[Program], seed: int) -> float:
+def regret(found: list[Problem], seed: int) -> float:
     """How much more the plan takes, at true prices, that was made with prices that are off."""
     best = planned = 0
-    for program in found:
-        costs, colours = program.costs, program.colours
-        best += price(program.graph, colours, costs).total
-        Paint()(scratch := replace(program, paints={}))
-        open_nodes = [node for node in program.graph if node.name not in scratch.paints]
+    for problem in found:
+        costs, colours, scratch = problem.costs, decide(problem).colours, Decisions()
+        best += price(problem.graph, colours, costs).total
+        run_passes((PaintLists(), PaintAfterDeny(), PaintTies()), problem, scratch)
+        open_nodes = [node for node in problem.graph if node.name not in scratch.paints]
         off = Noisy(costs.device, costs.low, costs.training, costs.cached_weights, seed=seed)
-        low = cheapest(program.graph, scratch.colours, open_nodes, off).low if open_nodes else frozenset()
+        low = cheapest(problem.graph, scratch.colours, open_nodes, off).low if open_nodes else frozenset()
         colours |= {node.name: Colour.LOW if node.name in low else Colour.HIGH for node in open_nodes}
-        planned += price(program.graph, colours, costs).total
+        planned += price(problem.graph, colours, costs).total
     return planned / max(best, 1) - 1
 
 
@@ -198,7 +202,7 @@ def main() -> None:
     for name in asked.only.split(","):
         with torch.device("meta"):
             model, inputs = CASES[name]()
-        found = programs(model, inputs, policy, asked.train)
+        found = problems(model, inputs, policy, asked.train)
         seconds = weighed(found)
         own = seconds.pop(PLANNED)
         off = max((regret(found["default"], seed) for seed in range(asked.perturb)), default=0.0)

@@ -1,154 +1,87 @@
-"""Attention whose mask says nothing, or is plainly causal, goes without: such kernels are faster, and keep less.
+"""Take the masks from attention calls as the plan says: kernels without a mask are faster, and keep less.
 
-1. Sizes that the graph fixes: the mask is computed now, and `attn_mask` becomes None, with `is_causal` where that is what it said.
-2. Sizes that change from call to call, in a graph that runs without a compiler: it is looked at once for each set of sizes.
-3. Such a graph on a CPU, where looking at values waits for nobody: any boolean mask is looked at, once a call.
+1. A mask that is dropped: `attn_mask` becomes None, with `is_causal` if that is what it said.
+2. A mask that is looked up: its graph is kept as a function of its sizes, which is asked once for each set of sizes.
+3. A mask that is looked at: a boolean mask on a CPU, where looking waits for no device, is looked at once a call.
 
-Models skip such masks themselves when nobody captures them. What is exported stays as it was written.
+    before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
+    after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
+
+`plan-masks` decides, by facts that `graphs/fx/ops/attention_masks.py` reads.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import example_value, is_checkpoint, transformed_nodes
-from amprewrite.graphs.fx.ops.attention_masks import Kind, Masks, find_mask, look_at_mask, sources_of, writes_to
+from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.ops.attention_masks import (
+    CAUSAL,
+    MASK,
+    Masks,
+    find_mask,
+    look_at_mask,
+    mask_readers,
+    queries_and_keys,
+    sources_of,
+)
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
-from amprewrite.tables.ops.op_lists import op_name
-
-ATTENTION = "scaled_dot_product_attention"
-MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
-"""Places and names of the arguments (torch.nn.functional.scaled_dot_product_attention)."""
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.vocabulary import Edit
 
 
-class FoldMasks(Pass):
+class FoldMasks(Pass[RegionPlan, EditedGraph]):
     name = "fold-masks"
 
-    def call(self, program: Program) -> bool:
-        if not program.fold_masks:
-            return False
-        assert program.module is not None
-        found = fold_masks(program.module, program.fold_masks == "any")
-        for what, count in sorted(found.items()):
-            program.note(f"{count} attention calls {what}")
-        return bool(found)
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        asked = {edited.nodes[edit.node]: edit.what for edit in plan.edits if edit.on}
+        modified = False
+        for place, (mask, calls) in enumerate(mask_readers(edited.module.graph).items()):
+            chosen = {call: asked[call] for call in calls if call in asked}
+            if chosen:
+                fold_mask(edited.module, mask, chosen, f"amprewrite_masks_{place}")
+                modified = True
+        return modified
 
 
-IS_CAUSAL = "take no mask: theirs is made of sizes alone, and is causal"
-IS_ALL = "take no mask: theirs is made of sizes alone, and allows all positions"
-IS_LOOKED_UP = "take no mask at sizes where theirs, made of sizes alone, is causal or allows all positions"
-IS_LOOKED_AT = "take no mask where theirs, looked at in every forward, is causal or allows all positions"
-
-
-def fold_masks(module: torch.fx.GraphModule, lazily: bool = False) -> Counter[str]:
-    """Edit the graph of `module`; number of calls edited, by what was done. `lazily`: what only a call can tell, too."""
-    graph, edited = module.graph, Counter[str]()
-    for place, (mask, calls) in enumerate(_readers(graph).items()):
-        sources = sources_of(mask)
+def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
+    """Edit the calls that read `mask` as asked; what made the mask goes if nothing else reads it. `name` is free for an attribute."""
+    graph = module.graph
+    sources = sources_of(mask)
+    for call, what in calls.items():
+        if what in (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK):
+            _set(call, None, what is Edit.DROP_CAUSAL_MASK)
+    looked_up = [call for call, what in calls.items() if what is Edit.LOOK_UP_MASK]
+    if looked_up:
         if sources is None:
-            if lazily and _may_look(mask):
-                edited[IS_LOOKED_AT] += _ask(graph, calls, look_at_mask, mask)
-            continue
-        nodes, sizes = sources
-        masks = Masks(nodes, sizes)
-        if not sizes:
-            edited.update(_fold(call, masks) for call in calls)
-        elif lazily:
-            name = f"amprewrite_masks_{place}"
-            setattr(module, name, masks)
-            known = graph.create_node("get_attr", name)
-            calls[0].prepend(known)
-            edited[IS_LOOKED_UP] += _ask(graph, calls, find_mask, known, sizes)
-        for node in reversed(nodes):
-            if not node.users:
-                graph.erase_node(node)
-    for node in graph.nodes:
-        if is_checkpoint(node):
-            edited.update(_in_body(module, node, lazily))
-    del edited[""]
-    return edited
+            raise PassError(f"{mask.name} is to be looked up by its sizes, and it is made of more than sizes")
+        setattr(module, name, Masks(*sources))
+        known = graph.create_node("get_attr", name)
+        looked_up[0].prepend(known)
+        _ask(graph, looked_up, find_mask, known, sources[1])
+    _ask(graph, [call for call, what in calls.items() if what is Edit.LOOK_AT_MASK], look_at_mask, mask)
+    for node in reversed(sources[0] if sources is not None else ()):
+        if not node.users:
+            graph.erase_node(node)
 
 
-def _readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """The attention calls that read each mask; under vmap and its like nobody can look at one."""
-    found: defaultdict[torch.fx.Node, list[torch.fx.Node]] = defaultdict(list)
-    transformed = transformed_nodes(graph)
-    for node in graph.nodes:
-        if op_name(node.target) == ATTENTION and not _argument(node, CAUSAL) and node not in transformed:
-            mask = _argument(node, MASK)
-            if isinstance(mask, torch.fx.Node):
-                found[mask].append(node)
-    return found
-
-
-def _in_body(module: torch.fx.GraphModule, node: torch.fx.Node, lazily: bool) -> Counter[str]:
-    """The same in the body of an activation checkpoint, whose masks come from outside."""
-    body: torch.fx.GraphModule = getattr(module, node.args[0].target)  # type: ignore[union-attr, arg-type]
-    inputs = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
-    edited = Counter[str]()
-    for mask, calls in _readers(body.graph).items():
-        if _is_written(mask):
-            continue
-        outer = inputs.get(mask)
-        sources = sources_of(outer) if isinstance(outer, torch.fx.Node) else None
-        if sources is not None and not sources[1]:
-            masks = Masks(*sources)
-            edited.update(_fold(call, masks) for call in calls)
-        elif lazily and _may_look(mask):
-            edited[IS_LOOKED_AT] += _ask(body.graph, calls, look_at_mask, mask)
-    body.recompile()
-    return edited
-
-
-def _may_look(mask: torch.fx.Node) -> bool:
-    value = example_value(mask)
-    plain = isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.device.type == "cpu"
-    return plain and not _is_written(mask)
-
-
-def _is_written(mask: torch.fx.Node) -> bool:
-    return any(writes_to(node, {mask}) for node in mask.graph.nodes)
-
-
-def _fold(call: torch.fx.Node, masks: Masks) -> str:
-    """Drop a mask whose sizes are fixed, if that may be; what was done."""
-    lengths = tuple(example_value(x).shape[-2] for x in _queries_and_keys(call))
-    kind = masks.kind((), lengths) if all(type(length) is int for length in lengths) else Kind.OTHER  # type: ignore[arg-type]
-    if kind is Kind.OTHER:
-        return ""
-    _set(call, None, kind is Kind.CAUSAL)
-    return IS_CAUSAL if kind is Kind.CAUSAL else IS_ALL
-
-
-def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> int:
-    """Let `calls` take what `question(*about, query, key)` answers, asked once for all that have the same lengths; their number."""
+def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
+    """Let `calls` take what `question(*about, query, key)` answers, asked once for all that have the same lengths."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
-        query, key = _queries_and_keys(call)
+        query, key = queries_and_keys(call)
         lengths = str((example_value(query).shape[-2], example_value(key).shape[-2]))
         if lengths not in asked:
             with graph.inserting_before(call):
                 found = graph.call_function(question, (*about, query, key))
                 asked[lengths] = graph.call_function(operator.getitem, (found, 0)), graph.call_function(operator.getitem, (found, 1))
         _set(call, *asked[lengths])
-    return len(calls)
-
-
-def _queries_and_keys(call: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
-    query, key = _argument(call, (0, "query")), _argument(call, (1, "key"))
-    return query, key
-
-
-def _argument(call: torch.fx.Node, which: tuple[int, str]) -> Any:
-    at, name = which
-    return call.args[at] if len(call.args) > at else call.kwargs.get(name)
 
 
 def _set(call: torch.fx.Node, mask: torch.fx.Node | None, causal: torch.fx.Node | bool) -> None:

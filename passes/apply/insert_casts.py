@@ -2,7 +2,7 @@
 
 1. For each planned cast: one copy before the first of its users, which all read it from then on. A result that was made with
    gradients is copied before the model switches them off. A value that a torch.func transform reads from outside is copied outside.
-2. In nodes that run low: dtype arguments that said fp32 say low, constants beyond the range become its ends.
+2. In nodes that run low: dtype arguments that said fp32 say low; where the plan says so, constants beyond the range become its ends.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) are told it instead.
 """
 
@@ -15,40 +15,37 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
+from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.node_facts import CONVERSIONS, GRAD_SWITCHES, LEAVES, TAKES_SHAPE_ONLY, example_value, tensors, transform_openings
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
-from amprewrite.tables.errors import PassError, PlanError
-from amprewrite.tables.formats import FORMATS, FP32, Format
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.tables.errors import PlanError
+from amprewrite.tables.formats import FORMATS, FP32, Format, is_far
 from amprewrite.tables.formats import saturate as saturate_value
 from amprewrite.tables.ops.op_lists import op_name
-from amprewrite.tables.vocabulary import Colour
+from amprewrite.tables.vocabulary import Colour, Edit
 
 CAST = "amprewrite_cast"
 """Key in a node's meta that marks the casts we inserted."""
 
 
-class InsertCasts(Pass):
+class InsertCasts(Pass[RegionPlan, EditedGraph]):
     name = "insert-casts"
 
-    def requires(self, program: Program) -> None:
-        if program.module is None:
-            raise PassError("insert-casts edits an fx graph, and this program has none")
-
-    def call(self, program: Program) -> bool:
-        assert program.module is not None
-        low = program.policy.low
-        order = {node: position for position, node in enumerate(program.module.graph.nodes)}
-        for name, paint in program.paints.items():
-            if paint.colour is not Colour.PLAIN and program.graph[name].role == "op":
-                aim_dtype(program.fx_nodes[name], low if paint.colour is Colour.LOW else FP32)
-        openings = transform_openings(program.module.graph)
-        for cast in program.casts:
-            value = program.fx_nodes[cast.value]
-            users = sorted((program.fx_nodes[name] for name in cast.users), key=order.__getitem__)
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        graph = edited.module.graph
+        order = {node: position for position, node in enumerate(graph.nodes)}
+        clamped = {edit.node for edit in plan.edits if edit.on and edit.what is Edit.CLAMP_CONSTANTS}
+        for planned in plan.nodes:
+            if planned.colour is not Colour.PLAIN and planned.role == "op":
+                aim_dtype(edited.nodes[planned.name], FORMATS[planned.dtype], planned.name in clamped)
+        openings = transform_openings(graph)
+        for cast in plan.casts:
+            value = edited.nodes[cast.value]
+            users = sorted((edited.nodes[name] for name in cast.users), key=order.__getitem__)
             place = leave_with_gradients(value, users[0]) if value in openings else openings.get(users[0])
-            insert_cast(program.module.graph, value, FORMATS[cast.to], users, cast.saturate, cast.weight, place)
-        return bool(program.casts)
+            insert_cast(graph, value, FORMATS[cast.to], users, cast.saturate, cast.weight, place)
+        return bool(plan.casts)
 
 
 def insert_cast(
@@ -85,8 +82,8 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
     return place
 
 
-def aim_dtype(node: torch.fx.Node, fmt: Format) -> None:
-    """Make a node that takes its dtype from an argument or from another tensor give `fmt`, and fit its constants into it."""
+def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
+    """Make a node that takes its dtype from an argument or from another tensor give `fmt`; `clamps`: and fit its constants into it."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)
@@ -98,7 +95,7 @@ def aim_dtype(node: torch.fx.Node, fmt: Format) -> None:
     def fit(leaf: Any) -> Any:
         if leaf is torch.float32:
             return fmt.dtype
-        if isinstance(leaf, float) and math.isfinite(leaf) and abs(leaf) > fmt.max:
+        if clamps and is_far(leaf, fmt):
             return math.copysign(fmt.max, leaf)
         return leaf
 

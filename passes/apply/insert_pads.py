@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.fx
 
+from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.node_facts import LEAVES, example_value, tensors
 from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
 from amprewrite.ir.op_calls import Call, Shape
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout, PadCopy, extents, physical
-from amprewrite.ir.program import Program
+from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.plan.plan_pads import calls_with_casts, cast_name
 from amprewrite.planner.padding.rules.shapes import index_of
-from amprewrite.tables.errors import PassError, PlanError
+from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FORMATS, dtype_name
 
 PAD = "amprewrite_pad"
@@ -36,26 +37,21 @@ FRESH = {
 """Ops that read any strides and give memory of their own: what they read may stay a view of something wider."""
 
 
-class InsertPads(Pass):
+class InsertPads(Pass[RegionPlan, EditedGraph]):
     name = "insert-pads"
 
-    def requires(self, program: Program) -> None:
-        if program.pads and program.module is None:
-            raise PassError("insert-pads edits an fx graph, and this program has none")
-
-    def call(self, program: Program) -> bool:
-        if not program.pads:
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        if not plan.pads:
             return False
-        _Insertion(program).run()
+        _Insertion(plan, edited).run()
         return True
 
 
 class _Insertion:
-    def __init__(self, program: Program) -> None:
-        assert program.module is not None
-        self.program, self.plan, self.graph = program, program.pads, program.module.graph
-        self.calls = calls_with_casts(program)
-        self.nodes = {**program.fx_nodes, **_cast_nodes(program)}
+    def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        self.plan, self.graph = plan.pads, edited.module.graph
+        self.calls = calls_with_casts(edited.calls, plan.casts)
+        self.nodes = {**edited.nodes, **_cast_nodes(plan, edited)}
         self.have = {padded.value: padded.layout for padded in self.plan.values}
         self.uses = {(copy.value, user): copy.layout for copy in self.plan.copies for user in copy.users}
         for value in (*self.have, *(copy.value for copy in self.plan.copies), *(u for c in self.plan.copies for u in c.users)):
@@ -106,12 +102,12 @@ class _Insertion:
             reader.replace_input_with(value, made)
 
 
-def _cast_nodes(program: Program) -> dict[str, torch.fx.Node]:
+def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Node]:
     """The fx node of every planned cast copy, by the name that the pad plan has for it."""
     found = {}
-    for cast in program.casts:
-        value = program.fx_nodes[cast.value]
-        for feeder in program.fx_nodes[cast.users[0]].all_input_nodes:
+    for cast in plan.casts:
+        value = edited.nodes[cast.value]
+        for feeder in edited.nodes[cast.users[0]].all_input_nodes:
             if feeder.meta.get(CAST) == FORMATS[cast.to].name and value in (feeder.args[0], *feeder.args[0].all_input_nodes):  # type: ignore[union-attr]
                 found[cast_name(cast)] = feeder  # a saturating one reads a clamp of the value
     return found

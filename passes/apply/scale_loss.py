@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.node_facts import (
     GRAD_SWITCHES,
     LEAVES,
@@ -44,9 +45,8 @@ from amprewrite.graphs.fx.ops.scale_ops import BATCH, BATCH_ELSEWHERE, cast_batc
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked, hooked_unscaled
 from amprewrite.graphs.fx.read.leaving import read_results
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
+from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST, leave_with_gradients
-from amprewrite.tables.errors import PassError
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.tables.vocabulary import Colour
 
@@ -54,21 +54,15 @@ Node = torch.fx.Node
 SCALE, INVERSE = "amprewrite_scale", "amprewrite_inverse"
 
 
-class ScaleLoss(Pass):
+class ScaleLoss(Pass[RegionPlan, EditedGraph]):
     name = "scale-loss"
 
-    def requires(self, program: Program) -> None:
-        if program.scale_loss and program.module is None:
-            raise PassError("scale-loss edits an fx graph, and this program has none")
-
-    def call(self, program: Program) -> bool:
-        if not program.scale_loss:
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        if not plan.scales_loss:
             return False
-        assert program.module is not None
-        nodes = program.fx_nodes
-        weights = {nodes[node.name] for node in program.graph if node.role == "parameter"}
-        high = {nodes[name] for name, paint in program.paints.items() if paint.colour is not Colour.LOW}
-        return scale_loss(program.module.graph, weights, high)
+        weights = {edited.nodes[node.name] for node in plan.nodes if node.role == "parameter"}
+        high = {edited.nodes[node.name] for node in plan.nodes if node.colour is not Colour.LOW}
+        return scale_loss(edited.module.graph, weights, high)
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bool:

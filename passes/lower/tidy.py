@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 import torch.fx
 
+from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.node_facts import CONVERSIONS, example_value, tensors
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
+from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.tables.ops.op_lists import op_name
 
 
-class Tidy(Pass):
+class Tidy(Pass[RegionPlan, EditedGraph]):
     name = "tidy"
 
-    def call(self, program: Program) -> bool:
-        assert program.module is not None
-        removed = remove_idle_conversions(program.module.graph)
-        program.module.recompile()
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        removed = remove_idle_conversions(edited.module.graph)
+        edited.module.recompile()
         return removed > 0
 
 

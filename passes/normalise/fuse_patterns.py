@@ -24,7 +24,10 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
+from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
 from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, device_of, example_value
+from amprewrite.ir.pass_base import Pass
+from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import OpLists, op_name
 from amprewrite.tables.vocabulary import OpKind
 
@@ -43,15 +46,26 @@ class Unit:
     inside: set[Node] = field(default_factory=set)
 
 
-def gather_units(module: torch.fx.GraphModule, lists: OpLists, copy: Callable[..., Any]) -> torch.fx.GraphModule:
-    """`module`, or where it holds units a copy with each of them as one call. `copy` gives (copy, {node: its copy})."""
+class FusePatterns(Pass[Reading, EditedGraph]):
+    name = "fuse-patterns"
+
+    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+        if reading.low is FP32:
+            return False
+        before = edited.module
+        edited.module = fuse_patterns(before, reading.lists)
+        return edited.module is not before
+
+
+def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.GraphModule:
+    """`module`, or if it holds such patterns a copy with each of them as one call."""
     names = {op_name(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")}
     if lists.rule != "cost" or ENTER_AUTOCAST in names or any(name.endswith(FUNCTORCH) for name in names):
         return module
     units = list(find_units(module.graph, lists))
     if not units:
         return module
-    copied, twin = copy(module)
+    copied, twin = copy_graph(module)
     for unit in units:
         end = twin[unit.end]
         args = torch.fx.map_arg((unit.args, unit.kwargs), twin.__getitem__)

@@ -1,6 +1,6 @@
 """The rest of TensorFlow's auto_mixed_precision.cc, made independent of node order.
 
-Step numbers are TensorFlow's; 1 (allowed ops) and 2 (deny flows forward) are done by `paint`.
+Step numbers are TensorFlow's; 1 (allowed ops) and 2 (deny flows forward) are done by `paint-lists` and `paint-after-deny`.
 
 3. A clear or infer op on a path of such ops between two allowed ops is low.
 4. An infer op that directly follows a low op, with no denied op feeding it, is low. TensorFlow's result depends on the
@@ -16,82 +16,81 @@ from collections.abc import Iterable
 
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
-from amprewrite.passes.paint.paint import paint_ties
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 
-class PaintTF(Pass):
+class PaintTF(Pass[Problem, Decisions]):
     name = "paint-tf"
 
-    def call(self, program: Program) -> bool:
-        if program.lists.rule != "tf":
-            return False
-        before = len(program.paints)
-        paint_between_allow(program)
-        if program.lists.infer_after_allow:
-            paint_after_allow(program)
-        paint_beside_allow(program)
-        paint_ties(program)
-        for node in program.graph:
-            if node.name not in program.paints:
-                program.paint(node.name, Colour.HIGH, Reason.NOT_REACHED)
-        return len(program.paints) != before
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = len(decisions.paints)
+        paint_between_allow(problem, decisions)
+        if problem.lists.infer_after_allow:
+            paint_after_allow(problem, decisions)
+        paint_beside_allow(problem, decisions)
+        paint_ties(problem, decisions)
+        for node in problem.graph:
+            if node.name not in decisions.paints:
+                decisions.paint(node.name, Colour.HIGH, Reason.NOT_REACHED)
+        return len(decisions.paints) != before
 
 
-def _free(program: Program, node: OpNode, *kinds: OpKind) -> bool:
-    return node.name not in program.paints and node.kind in kinds and node.carries_fp32
+def _free(decisions: Decisions, node: OpNode, *kinds: OpKind) -> bool:
+    return node.name not in decisions.paints and node.kind in kinds and node.carries_fp32
 
 
-def _low(program: Program, name: str) -> bool:
-    return name in program.paints and program.paints[name].colour is Colour.LOW
+def _low(decisions: Decisions, name: str) -> bool:
+    return name in decisions.paints and decisions.paints[name].colour is Colour.LOW
 
 
-def _in_order(program: Program, nodes: Iterable[OpNode]) -> list[OpNode]:
+def _in_order(problem: Problem, nodes: Iterable[OpNode]) -> list[OpNode]:
     found = list(nodes)
-    return found if len(found) < 2 else sorted(found, key=lambda node: program.graph.rank[node.name])
+    return found if len(found) < 2 else sorted(found, key=lambda node: problem.graph.rank[node.name])
 
 
-def paint_between_allow(program: Program) -> None:
-    graph = program.graph
-    allowed = [node.name for node in graph if node.kind is OpKind.ALLOW and _low(program, node.name)]
+def paint_between_allow(problem: Problem, decisions: Decisions) -> None:
+    graph = problem.graph
+    allowed = [node.name for node in graph if node.kind is OpKind.ALLOW and _low(decisions, node.name)]
     down: set[str] = set()
     queue = deque(allowed)
     while queue:
         for reader in graph.readers(queue.popleft()):
-            if reader.name not in down and _free(program, reader, OpKind.CLEAR, OpKind.INFER, OpKind.INTERNAL):
+            if reader.name not in down and _free(decisions, reader, OpKind.CLEAR, OpKind.INFER, OpKind.INTERNAL):
                 down.add(reader.name)
                 queue.append(reader.name)
     roots = deque((name, name) for name in allowed)
     while roots:
         name, root = roots.popleft()
-        between = (feeder for feeder in graph.feeders(name) if feeder.name in down and feeder.name not in program.paints)
-        for feeder in _in_order(program, between):
-            program.paint(feeder.name, Colour.LOW, Reason.BETWEEN_ALLOW, because_of=root)
+        between = (feeder for feeder in graph.feeders(name) if feeder.name in down and feeder.name not in decisions.paints)
+        for feeder in _in_order(problem, between):
+            decisions.paint(feeder.name, Colour.LOW, Reason.BETWEEN_ALLOW, because_of=root)
             roots.append((feeder.name, root))
 
 
-def paint_after_allow(program: Program) -> None:
-    queue = deque(node.name for node in program.graph if _low(program, node.name))
+def paint_after_allow(problem: Problem, decisions: Decisions) -> None:
+    queue = deque(node.name for node in problem.graph if _low(decisions, node.name))
     while queue:
         name = queue.popleft()
-        free = (reader for reader in program.graph.readers(name) if _free(program, reader, OpKind.INFER, OpKind.INTERNAL))
-        for reader in _in_order(program, free):
-            if not any(_denied(program, feeder.name) for feeder in program.graph.feeders(reader.name)):
-                program.paint(reader.name, Colour.LOW, Reason.AFTER_ALLOW, because_of=name)
+        free = (reader for reader in problem.graph.readers(name) if _free(decisions, reader, OpKind.INFER, OpKind.INTERNAL))
+        for reader in _in_order(problem, free):
+            if not any(_denied(decisions, feeder.name) for feeder in problem.graph.feeders(reader.name)):
+                decisions.paint(reader.name, Colour.LOW, Reason.AFTER_ALLOW, because_of=name)
                 queue.append(reader.name)
 
 
-def _denied(program: Program, name: str) -> bool:
-    paint = program.paints.get(name)
+def _denied(decisions: Decisions, name: str) -> bool:
+    paint = decisions.paints.get(name)
     return paint is not None and paint.reason in (Reason.ON_DENYLIST, Reason.AFTER_DENY)
 
 
-def paint_beside_allow(program: Program) -> None:
-    queue = deque(node.name for node in program.graph if _low(program, node.name))
+def paint_beside_allow(problem: Problem, decisions: Decisions) -> None:
+    queue = deque(node.name for node in problem.graph if _low(decisions, node.name))
     while queue:
         name = queue.popleft()
-        beside = (*program.graph.feeders(name), *program.graph.readers(name))
-        for near in _in_order(program, {near.name: near for near in beside if _free(program, near, OpKind.CLEAR)}.values()):
-            program.paint(near.name, Colour.LOW, Reason.BESIDE_ALLOW, because_of=name)
+        beside = (*problem.graph.feeders(name), *problem.graph.readers(name))
+        for near in _in_order(problem, {near.name: near for near in beside if _free(decisions, near, OpKind.CLEAR)}.values()):
+            decisions.paint(near.name, Colour.LOW, Reason.BESIDE_ALLOW, because_of=name)
             queue.append(near.name)

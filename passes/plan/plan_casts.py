@@ -10,54 +10,55 @@ from __future__ import annotations
 
 from amprewrite.ir.op_graph import resolved
 from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.plan import Cast
-from amprewrite.ir.program import Program
+from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Colour
 
 
-class PlanCasts(Pass):
+class PlanCasts(Pass[Problem, Decisions]):
     name = "plan-casts"
 
-    def requires(self, program: Program) -> None:
-        bare = [node.name for node in program.graph if node.name not in program.paints]
+    def requires(self, problem: Problem, decisions: Decisions) -> None:
+        bare = [node.name for node in problem.graph if node.name not in decisions.paints]
         if bare:
             raise PassError(f"plan-casts wants every node painted; {bare[0]} and {len(bare) - 1} more are not")
 
-    def call(self, program: Program) -> bool:
-        before = program.casts
-        program.casts = plan_casts(program)
-        return program.casts != before
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = decisions.casts
+        decisions.casts = plan_casts(problem, decisions)
+        return decisions.casts != before
 
 
-def plan_casts(program: Program) -> tuple[Cast, ...]:
-    colours, low = program.colours, program.policy.low.name
+def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
+    colours, low = decisions.colours, problem.policy.low.name
     users: dict[tuple[str, str, int], list[str]] = {}
-    for node in program.graph:
-        for operand, want in resolved(node, colours[node.name], colours, program.graph.nodes):
+    for node in problem.graph:
+        for operand, want in resolved(node, colours[node.name], colours, problem.graph.nodes):
             key = (operand.value, low if want is Colour.LOW else FP32.name, operand.epoch)
             users.setdefault(key, []).append(node.name)
-    if program.training:
-        _join_copies(program, colours, users)
+    if problem.training:
+        _join_copies(problem, colours, users)
     return tuple(
         Cast(
             value,
             to,
             tuple(readers),
-            saturate=to == low and program.graph[value].huge,
-            weight=program.graph[value].role == "parameter",
+            saturate=to == low and problem.graph[value].huge,
+            weight=problem.graph[value].role == "parameter",
             epoch=epoch,
         )
         for (value, to, epoch), readers in users.items()
     )
 
 
-def _join_copies(program: Program, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
+def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
     """Let promoting ops that run high read the high copy of a low operand, where there is one."""
-    for node in program.graph:
+    for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
             readers = users.get((operand.value, FP32.name, operand.epoch))
             if colours[operand.value] is Colour.LOW and readers is not None and node.name not in readers:
                 readers.append(node.name)
-                readers.sort(key=program.graph.rank.__getitem__)
+                readers.sort(key=problem.graph.rank.__getitem__)

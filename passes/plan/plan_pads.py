@@ -10,15 +10,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from amprewrite.ir.op_calls import Call, Ref
 from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.pad_plan import KINDS, Layout, PadCopy, PaddedValue, PadPlan, PadRegion
 from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.policies.pad_policy import PadRule
-from amprewrite.ir.program import Program
+from amprewrite.ir.problem import Problem
 from amprewrite.planner.padding.pad_cost import PadCost, Product, stopwatch
 from amprewrite.planner.padding.regions import ROUNDS, Prices, Regions, Want, value_name
 from amprewrite.tables.devices import device_row
@@ -30,34 +31,35 @@ MOST_GROWTH = 1.35
 FEW = 4
 
 
-class PlanPads(Pass):
+class PlanPads(Pass[Problem, Decisions]):
     name = "plan-pads"
 
-    def call(self, program: Program) -> bool:
-        program.pads = plan_pads(program)
-        return bool(program.pads)
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        decisions.pads = plan_pads(problem, decisions)
+        return bool(decisions.pads)
 
 
-def plan_pads(program: Program) -> PadPlan:
+def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
     """The padding of one graph; an empty plan where none is asked for, with the reasons where some is declined."""
-    if program.pad is None or program.pad.off or program.pads_off:
+    if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if program.given is not None and program.given.casts:  # one that was edited has neither casts nor pads
-        return program.given.pads
-    if not program.calls:
+    if problem.given is not None and problem.given.casts:  # one that was edited has neither casts nor pads
+        return problem.given.pads
+    if not problem.calls:
         return PadPlan()
-    regions = Regions(calls_with_casts(program), _numel(program), _is_weight(program), refused=dict(program.pad_refused))
+    calls = calls_with_casts(problem.calls, decisions.casts)
+    regions = Regions(calls, _numel(problem), _is_weight(problem), refused=dict(problem.pad_refused))
     regions.build()
-    wants = regions.wants(_multiple_of(program))
+    wants = regions.wants(_multiple_of(problem, decisions))
     if not wants:
         return PadPlan()
-    chooser = _Chooser(program, regions)
+    chooser = _Chooser(problem, regions)
     for _ in range(ROUNDS):
         chooser.choose(wants)
         if regions.check():
             break
         regions.build()
-        wants = regions.wants(_multiple_of(program))
+        wants = regions.wants(_multiple_of(problem, decisions))
     else:
         return PadPlan((PadRegion(0, 0, (), why=f"padding was still unsafe after {ROUNDS} rounds"),))
     return _written_down(regions, wants, chooser)
@@ -69,15 +71,15 @@ def cast_name(cast: Cast) -> str:
     return f"{cast.value} -> {cast.to}" + (f" ({cast.epoch})" if cast.epoch else "")
 
 
-def calls_with_casts(program: Program) -> dict[str, Call]:
+def calls_with_casts(calls: Mapping[str, Call], casts: Iterable[Cast]) -> dict[str, Call]:
     """The calls of the graph with every planned cast copy as a call of its own, in order."""
     copies: dict[str, list[Cast]] = defaultdict(list)
     instead: dict[tuple[str, str], str] = {}
-    for cast in program.casts:
+    for cast in casts:
         copies[cast.value].append(cast)
         instead |= {(cast.value, user): cast_name(cast) for user in cast.users}
     found: dict[str, Call] = {}
-    for name, call in program.calls.items():
+    for name, call in calls.items():
         found[name] = _renamed(call, {value: copy for value in call.refs() if (copy := instead.get((value, name)))})
         for cast in copies[name]:
             found[cast_name(cast)] = Call(cast_name(cast), "cast", (Ref(name),), {}, call.shapes, opaque=call.opaque)
@@ -107,53 +109,53 @@ def _node_of(value: str) -> str:
     return value.split(" -> ")[0].partition("#")[0]
 
 
-def _numel(program: Program) -> Callable[[str], int]:
-    return lambda value: program.graph[_node_of(value)].numel
+def _numel(problem: Problem) -> Callable[[str], int]:
+    return lambda value: problem.graph[_node_of(value)].numel
 
 
-def _is_weight(program: Program) -> Callable[[str], bool]:
+def _is_weight(problem: Problem) -> Callable[[str], bool]:
     def is_weight(value: str) -> bool:
-        node = program.graph.nodes.get(value)
-        return node is not None and (node.role == "parameter" or (node.role == "buffer" and not program.calls[value].opaque))
+        node = problem.graph.nodes.get(value)
+        return node is not None and (node.role == "parameter" or (node.role == "buffer" and not problem.calls[value].opaque))
 
     return is_weight
 
 
 # -- 2. wants -------------------------------------------------------------------------------
-def _multiple_of(program: Program) -> Callable[[str], int | None]:
+def _multiple_of(problem: Problem, decisions: Decisions) -> Callable[[str], int | None]:
     """The multiple that a matrix product's dims should have; None for one that runs high, or is to be left alone."""
-    multiple = FORMATS[program.policy.low.name].pad_multiple
+    multiple = FORMATS[problem.policy.low.name].pad_multiple
 
     def of(name: str) -> int | None:
-        node, paint = program.graph.nodes.get(name), program.paints.get(name)
+        node, paint = problem.graph.nodes.get(name), decisions.paints.get(name)
         if node is None or paint is None or paint.colour is not Colour.LOW or node.kind is not OpKind.ALLOW:
             return None
-        rule = _rule(program, name)
+        rule = _rule(problem, name)
         return None if rule.mode == "never" else rule.multiple or multiple
 
     return of
 
 
-def _rule(program: Program, name: str) -> PadRule:
-    assert program.pad is not None
-    return program.pad.rule(program.graph[name].module)
+def _rule(problem: Problem, name: str) -> PadRule:
+    assert problem.pad is not None
+    return problem.pad.rule(problem.graph[name].module)
 
 
 @dataclass
 class _Chooser:
     """Chooses by gain where `pad=` says auto or measure, and whatever it costs where it says always."""
 
-    program: Program
+    problem: Problem
     regions: Regions
 
     def __post_init__(self) -> None:
-        program = self.program
-        row = program.planned_for or device_row(program.device)
-        modes = {_rule(program, name).mode for name in program.calls if name in program.graph.nodes}
-        low = program.policy.low
-        watch = stopwatch(program.device, low.dtype) if "measure" in modes else None
-        self.model = PadCost(row, low, program.training)
-        self.watch = PadCost(row, low, program.training, watch)
+        problem = self.problem
+        row = problem.planned_for or device_row(problem.device)
+        modes = {_rule(problem, name).mode for name in problem.calls if name in problem.graph.nodes}
+        low = problem.policy.low
+        watch = stopwatch(problem.device, low.dtype) if "measure" in modes else None
+        self.model = PadCost(row, low, problem.training)
+        self.watch = PadCost(row, low, problem.training, watch)
         self.gains: dict[str, float] = {}
         self.why: dict[str, str] = {}
         self.prices = Prices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
@@ -165,7 +167,7 @@ class _Chooser:
         for want in wants:
             by_call[want.call].append(want)
         for call, together in by_call.items():
-            mode = _rule(self.program, call).mode
+            mode = _rule(self.problem, call).mode
             if mode == "auto":
                 for want in together:
                     growth = want.padded(self.regions) / want.size if want.leaves else 1.0
@@ -197,7 +199,7 @@ class _Chooser:
         places = self.regions.rules[call].wants
         after = [grown.get(place, size) for place, size in zip(places, sizes, strict=True)]
         k_after, n_after = (after + after)[:2]
-        rows = max(self.program.graph[call].flops // (2 * max(n * k, 1)), 1)
+        rows = max(self.problem.graph[call].flops // (2 * max(n * k, 1)), 1)
         return Product(1, rows, n, k), Product(1, rows, n_after, k_after)
 
 
@@ -242,7 +244,7 @@ def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tup
         by_kind = {kind: tuple(dict.fromkeys(copy.value for copy in touched if copy.kind == kind)) for kind in KINDS}
         calls = list(dict.fromkeys(want.call for want in wants if axis in want.leaves))
         gains = [chooser.gains[call] for call in calls if call in chooser.gains]
-        modes = {_rule(chooser.program, call).mode for call in calls}
+        modes = {_rule(chooser.problem, call).mode for call in calls}
         names = {dim.rpartition(".")[0] for dim in dims}
         found.append(
             PadRegion(
@@ -253,7 +255,7 @@ def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tup
                 by_kind["slice"],
                 by_kind["weight"],
                 by_kind["weight copy"],
-                added * chooser.program.policy.low.bytes,
+                added * chooser.problem.policy.low.bytes,
                 sum(gains) if gains else None,
                 "measure" in modes,
                 "asked for" if modes == {"always"} else "it pays",

@@ -12,57 +12,66 @@ from __future__ import annotations
 from dataclasses import replace
 
 from amprewrite.ir.cost import TICK, Prices
-from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
+from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.plan import Candidate
-from amprewrite.ir.program import Program
-from amprewrite.passes.paint.paint import Paint
-from amprewrite.passes.paint.paint_local import PaintLocal
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
+from amprewrite.passes.paint.paint_autocast import PaintAutocast
+from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
-from amprewrite.passes.repaint.repaint_small import all_high
+from amprewrite.passes.paint.paint_ties import PaintTies
+from amprewrite.passes.repaint.decline_small_graphs import all_high
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 PLANNED = "this plan"
+PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
+    "tf": (PaintLists(), PaintAfterDeny(past_bounded=True), PaintTies(), PaintTF()),
+    "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
+}
+"""The passes that paint by rules that other tools have."""
 
 
-class WeighPlans(Pass):
+class WeighPlans(Pass[Problem, Decisions]):
     name = "weigh-plans"
 
-    def call(self, program: Program) -> bool:
-        before = program.candidates
-        if program.given is not None:
-            program.candidates = program.given.candidates
-            return program.candidates != before
-        if program.lists.rule != "cost":
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = decisions.candidates
+        if problem.given is not None:
+            decisions.candidates = problem.given.candidates
+            return decisions.candidates != before
+        if problem.lists.rule != "cost":
             return False
-        prices = Prices(program.graph, program.costs.time)
+        prices = Prices(problem.graph, problem.costs.time)
         found = []
-        for name, colours in {PLANNED: program.colours, **painted_otherwise(program)}.items():
+        for name, colours in {PLANNED: decisions.colours, **painted_otherwise(problem, decisions)}.items():
             priced = prices.of(colours)
             found.append(Candidate(name, priced.total * TICK, priced.copies))
-        program.candidates = tuple(found)
-        return program.candidates != before
+        decisions.candidates = tuple(found)
+        return decisions.candidates != before
 
 
-def painted_otherwise(program: Program) -> dict[str, dict[str, Colour]]:
-    """Colours that each set of painting rules gives to the program's nodes, by the name of the rules."""
-    low, device = program.policy.low, program.device
+def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[str, Colour]]:
+    """Colours that each set of painting rules gives to the nodes of the problem, by the name of the rules."""
+    low, device = problem.policy.low, problem.device
     found = {
-        "tf rules": _painted(program, op_lists("tf", low, device)),
-        "autocast rules": _painted(program, op_lists("autocast", low, device)),
-        "our lists, tf rules": _painted(program, replace(program.lists, rule="tf")),
+        "tf rules": _painted(problem, op_lists("tf", low, device)),
+        "autocast rules": _painted(problem, op_lists("autocast", low, device)),
+        "our lists, tf rules": _painted(problem, replace(problem.lists, rule="tf")),
     }
-    return {**found, "all fp32": all_high(program)}
+    return {**found, "all fp32": all_high(problem, decisions)}
 
 
-def _painted(program: Program, lists: OpLists) -> dict[str, Colour]:
-    nodes = {node.name: _relisted(node, lists) for node in program.graph} if lists.name != program.lists.name else program.graph.nodes
-    graph = OpGraph(nodes, program.graph.digraph, program.graph.rank)
-    scratch = Program(graph, program.policy, lists, training=program.training, device=program.device, refused=program.refused)
-    for each in (Paint(), PaintTF(), PaintLocal()):
-        each(scratch)
-    return scratch.colours
+def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
+    graph = problem.graph
+    if lists.name != problem.lists.name:
+        graph = graph.exchanged({node.name: _relisted(node, lists) for node in graph})
+    relisted, decisions = replace(problem, graph=graph, lists=lists), Decisions()
+    for each in PAINTERS[lists.rule]:
+        each(relisted, decisions)
+    return decisions.colours
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
@@ -70,8 +79,8 @@ def _relisted(node: OpNode, lists: OpLists) -> OpNode:
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node
     kind = lists.kind(node.op)
-    if kind is None and (lists.rule == "local" or node.op == "to"):
-        kind = OpKind.INFER if lists.rule == "local" else OpKind.CLEAR
+    if kind is None and (lists.rule == "autocast" or node.op == "to"):
+        kind = OpKind.INFER if lists.rule == "autocast" else OpKind.CLEAR
     if kind is node.kind:
         return node
     if kind is not None:

@@ -13,40 +13,39 @@ from collections.abc import Iterator
 from amprewrite.ir.cost import TICK
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
 from amprewrite.planner.assignment import Contradiction, cheapest
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 
-class RepaintByCost(Pass):
+class RepaintByCost(Pass[Problem, Decisions]):
     name = "repaint-by-cost"
 
-    def call(self, program: Program) -> bool:
-        if program.lists.rule != "cost":
-            return False
-        open_nodes = [node for node in program.graph if node.name not in program.paints]
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        open_nodes = [node for node in problem.graph if node.name not in decisions.paints]
         if not open_nodes:
             return False
         try:
-            found = cheapest(program.graph, program.colours, open_nodes, program.costs)
+            found = cheapest(problem.graph, decisions.colours, open_nodes, problem.costs)
         except Contradiction as error:
-            raise PolicyError(f"{program.name}: ties and overrides contradict each other: {error}") from error
+            raise PolicyError(f"{problem.name}: ties and overrides contradict each other: {error}") from error
         if found.gap:
-            program.note(f"a plan up to {found.gap * TICK * 1e6:.3g} µs cheaper may exist: the search stopped at its limit")
+            decisions.note(f"a plan up to {found.gap * TICK * 1e6:.3g} µs cheaper may exist: the search stopped at its limit")
         for node in open_nodes:
-            program.paint(node.name, Colour.LOW if node.name in found.low else Colour.HIGH, Reason.NOT_REACHED)
+            decisions.paint(node.name, Colour.LOW if node.name in found.low else Colour.HIGH, Reason.NOT_REACHED)
         for node in open_nodes:
-            _give_reason(program, node)
+            _give_reason(problem, decisions, node)
         return True
 
 
-def _give_reason(program: Program, node: OpNode) -> None:
+def _give_reason(problem: Problem, decisions: Decisions, node: OpNode) -> None:
     """Name the neighbour that the colour agrees with."""
-    colour = program.paints[node.name].colour
+    colour = decisions.paints[node.name].colour
     ally, beside_low = "", False
-    for name in _near(program, node):
-        beside = program.paints[name].colour
+    for name in _near(problem, node):
+        beside = decisions.paints[name].colour
         beside_low = beside_low or beside is Colour.LOW
         if beside is colour and not ally:
             ally = name
@@ -56,10 +55,10 @@ def _give_reason(program: Program, node: OpNode) -> None:
         reason = Reason.ON_INTERNALLIST if node.kind is OpKind.INTERNAL and ally else Reason.CHEAPER_LOW
     else:
         reason = Reason.CHEAPER_HIGH if beside_low else Reason.NOT_REACHED
-    program.paint(node.name, colour, reason, because_of=ally)
+    decisions.paint(node.name, colour, reason, because_of=ally)
 
 
-def _near(program: Program, node: OpNode) -> Iterator[str]:
+def _near(problem: Problem, node: OpNode) -> Iterator[str]:
     for operand in node.operands:
         yield operand.value
-    yield from program.graph.digraph.successors(node.name)
+    yield from problem.graph.digraph.successors(node.name)

@@ -8,25 +8,26 @@
 from __future__ import annotations
 
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
-from amprewrite.passes.paint.paint import paint_ties
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, Reason
 
 
-class RepaintByError(Pass):
+class RepaintByError(Pass[Problem, Decisions]):
     name = "repaint-by-error"
 
-    def call(self, program: Program) -> bool:
-        if program.careful is None or program.given is not None:
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        if problem.keep_high is None:
             return False
-        keep = program.careful.of(program.graph)
+        keep = problem.keep_high.of(problem.graph)
         if keep is None:
-            program.note("the search for an accuracy never ran this graph: it is planned without regard to accuracy")
+            decisions.note("the search for an accuracy never ran this graph: it is planned without regard to accuracy")
             return False
-        before = dict(program.paints)
+        before = dict(decisions.paints)
         for name, why in keep.items():
-            paint = program.paints.get(name)
+            paint = decisions.paints.get(name)
             if paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.ASKED):
-                program.paint(name, Colour.HIGH, Reason.SENSITIVE, detail=why)
-        paint_ties(program)
-        return program.paints != before
+                decisions.paint(name, Colour.HIGH, Reason.SENSITIVE, detail=why)
+        paint_ties(problem, decisions)
+        return decisions.paints != before

@@ -20,8 +20,9 @@ from amprewrite.graphs.fx.read.magnitudes import NARROW, Fit, fit
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.program import Program
-from amprewrite.passes.paint.paint import paint_ties
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -37,23 +38,23 @@ HANDS_ON = frozenset({"add", "sqrt", "clamp", "clamp_min", "maximum", "square", 
 """Ops, beside the clear ones, through which small values reach a pole."""
 
 
-class RepaintByRange(Pass):
+class RepaintByRange(Pass[Problem, Decisions]):
     name = "repaint-by-range"
 
-    def call(self, program: Program) -> bool:
-        if program.given is not None or program.policy.low.max > NARROW:
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        if problem.policy.low.max > NARROW:
             return False
-        before = dict(program.paints)
-        seen = program.calibration.of(program.graph) if program.calibration is not None else None
-        if seen is None and program.calibration is not None and program.calibration.model:  # else it was learnt in first calls
-            program.note("calibration never ran this graph: no ranges are known here")
-        risks = find_risks(program, seen.values if seen is not None else {})
+        before = dict(decisions.paints)
+        seen = problem.calibration.of(problem.graph) if problem.calibration is not None else None
+        if seen is None and problem.calibration is not None and problem.calibration.model:  # else it was learnt in first calls
+            decisions.note("calibration never ran this graph: no ranges are known here")
+        risks = find_risks(problem, seen.values if seen is not None else {})
         for name, text in risks.makers.items():
-            _keep_high(program, program.graph[name], text)
+            _keep_high(decisions, problem.graph[name], text)
         for name, text in risks.readers.items():
-            _keep_high(program, program.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
-        paint_ties(program)
-        return program.paints != before
+            _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
+        paint_ties(problem, decisions)
+        return decisions.paints != before
 
 
 @dataclass
@@ -66,58 +67,58 @@ class Risks:
     """Readers of weights that do not fit."""
 
 
-def find_risks(program: Program, values: Mapping[str, ValueRange]) -> Risks:
+def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
     """What is at risk, by node, with the evidence. `values` are the ranges seen, by node; {} where there are none."""
-    low, risks = program.policy.low, Risks()
-    for node in program.graph:
+    low, risks = problem.policy.low, Risks()
+    for node in problem.graph:
         if not node.carries_fp32 or node.huge:
             continue
         weight = node.role in ("parameter", "buffer")
-        text = _too_large_weight(program, node) if weight else _out_of_range(program, node, values)
+        text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)
         if text:
             if node.role == "op":
                 risks.makers[node.name] = text
-            for reader in _low_readers(program, node):
+            for reader in _low_readers(problem, node):
                 risks.readers.setdefault(reader.name, f"its input {text}")
                 if weight:
                     risks.of_weights.add(reader.name)
-    for node in program.graph:
+    for node in problem.graph:
         for operand in _at_pole(node, risks.makers):
-            _keep_exact(program, operand, node.name, values, risks, low)
+            _keep_exact(problem, operand, node.name, values, risks, low)
     return risks
 
 
-def _keep_high(program: Program, node: OpNode, text: str, reason: Reason = Reason.OUT_OF_RANGE) -> None:
-    paint = program.paints.get(node.name)
+def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = Reason.OUT_OF_RANGE) -> None:
+    paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
-        program.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
+        decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
     elif paint is None or paint.colour is Colour.LOW:
-        program.paint(node.name, Colour.HIGH, reason, detail=text)
+        decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
-def _low_readers(program: Program, node: OpNode) -> Iterator[OpNode]:
+def _low_readers(problem: Problem, node: OpNode) -> Iterator[OpNode]:
     """Ops that would read a low copy of this value if they ran low."""
-    for reader in program.graph.readers(node.name):
+    for reader in problem.graph.readers(node.name):
         if reader.carries_fp32 and any(o.value == node.name and o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in reader.operands):
             yield reader
 
 
 # -- overflow -------------------------------------------------------------------------------
-def _out_of_range(program: Program, node: OpNode, values: Mapping[str, ValueRange]) -> str:
-    seen, low = values.get(node.name), program.policy.low
+def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRange]) -> str:
+    seen, low = values.get(node.name), problem.policy.low
     if seen is None or not seen.nonzero:
         return ""
     chance = seen.overflow_in_pass(low)
     if seen.amax * HEADROOM > low.max or chance > RISK:
         return f"{node.name} reaches {seen.amax:.3g}, {low.name} ends at {low.max:g}: P(overflow) is {chance:.2g} a pass"
-    if seen.amax < low.smallest_normal and not _drowned(program, node, values):
+    if seen.amax < low.smallest_normal and not _drowned(problem, node, values):
         return f"{node.name} stays within {seen.amax:.3g}, {low.name} thins out at {low.smallest_normal:.3g}"
     return ""
 
 
-def _too_large_weight(program: Program, node: OpNode) -> str:
+def _too_large_weight(problem: Problem, node: OpNode) -> str:
     """A weight is what it is: no tail, no headroom."""
-    size, low = program.magnitudes.get(node.name, 0.0), program.policy.low
+    size, low = problem.magnitudes.get(node.name, 0.0), problem.policy.low
     known = fit(size, low)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
@@ -126,15 +127,15 @@ def _too_large_weight(program: Program, node: OpNode) -> str:
     return ""
 
 
-def _drowned(program: Program, node: OpNode, values: Mapping[str, ValueRange], depth: int = 4) -> bool:
+def _drowned(problem: Problem, node: OpNode, values: Mapping[str, ValueRange], depth: int = 4) -> bool:
     """Whether a small value, or its products, are only added to far larger ones: its rounding is nothing beside theirs."""
-    low, readers = program.policy.low, list(program.graph.readers(node.name))
+    low, readers = problem.policy.low, list(problem.graph.readers(node.name))
     for reader in readers:
         seen = values.get(reader.name)
         if reader.op in ("add", "sub"):
             if seen is None or seen.amax * low.eps < HEADROOM * low.smallest_subnormal:
                 return False
-        elif not (reader.kind is OpKind.CLEAR or reader.op == "mul") or not depth or not _drowned(program, reader, values, depth - 1):
+        elif not (reader.kind is OpKind.CLEAR or reader.op == "mul") or not depth or not _drowned(problem, reader, values, depth - 1):
             return False
     return bool(readers)
 
@@ -151,10 +152,10 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
 
 
 def _keep_exact(
-    program: Program, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
+    problem: Problem, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
 ) -> None:
     """Keep high the ops that make a value, if low would flush of it what the op `pole` needs."""
-    node, seen = program.graph[name], values.get(name)
+    node, seen = problem.graph[name], values.get(name)
     if node.role != "op" or seen is None or not seen.nonzero or name in risks.makers:
         return
     flushed, thin = seen.underflow(low), seen.subnormal(low)
@@ -164,4 +165,4 @@ def _keep_exact(
     risks.makers[name] = f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"
     if depth and (node.kind is OpKind.CLEAR or node.op in HANDS_ON):
         for operand in node.operands:
-            _keep_exact(program, operand.value, pole, values, risks, low, depth - 1)
+            _keep_exact(problem, operand.value, pole, values, risks, low, depth - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.graphs.fx.ops.attention_masks import Kind, find_mask, kind_of
-from amprewrite.passes.apply.fold_masks import ATTENTION, fold_masks
+from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, MASK, Kind, argument, find_mask, kind_of, read_masks
+from amprewrite.passes.apply.fold_masks import fold_mask
+from amprewrite.tables.vocabulary import Edit
 
 WIDTH = 16
 Mask = Callable[[Tensor], Tensor | None]
@@ -120,7 +122,8 @@ def noise(batch: int = 2, length: int = 6) -> Tensor:
 
 
 def notes(amp: nn.Module) -> list[str]:
-    return [note for region in amp.plan.regions for note in region.notes if "attention calls" in note]
+    """What the plan does to masks, and how often; bodies of checkpoints are regions of their own."""
+    return [f"{count} {what.value}" for what, count in Counter(e.what for region in amp.plan.regions for e in region.edits).items()]
 
 
 class Seen(TorchDispatchMode):
@@ -157,14 +160,14 @@ def check(model: Attention, inputs: list[Tensor], **options: object) -> tuple[nn
 @pytest.mark.parametrize("mask", [by_arange, by_triu, by_packed])
 def test_causal_masks_go(mask: Mask, positional: bool) -> None:
     amp, calls = check(Attention(mask, positional=positional), [noise()])
-    assert notes(amp) == ["2 attention calls take no mask: theirs is made of sizes alone, and is causal"]
+    assert notes(amp) == ["2 drop causal mask"]
     assert calls == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("mask", [all_ones, zeros])
 def test_masks_that_say_nothing_go(mask: Mask) -> None:
     amp, calls = check(Attention(mask), [noise()])
-    assert notes(amp) == ["2 attention calls take no mask: theirs is made of sizes alone, and allows all positions"]
+    assert notes(amp) == ["2 drop full mask"]
     assert calls == [(False, False)] * 2
 
 
@@ -185,7 +188,9 @@ def test_sizes_that_change_are_looked_up() -> None:
     amp, calls = check(Attention(window), sizes)
     assert calls == [(False, True)] * 2 + [(True, False)] * 4 + [(False, True)] * 2 + [(True, False)] * 2
     said = {note for plan in amp.plans for region in plan.regions for note in region.notes if "attention" in note}
-    assert "2 attention calls take no mask at sizes where theirs, made of sizes alone, is causal or allows all positions" in said
+    text = "takes no mask at sizes at which its own, made of sizes alone, is causal or allows all positions"
+    assert f"each of 2 attention calls {text}" in said
+    assert any(f"  edit scaled_dot_product_attention {text}" in str(plan) for plan in amp.plans)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -196,7 +201,7 @@ def test_masks_of_data_are_looked_at(mask: Mask, checkpointed: bool) -> None:
     padded = noise()
     padded[1, -1, 0] = -60.0
     amp, calls = check(Attention(mask, checkpointed), [noise(), padded, noise()])
-    assert notes(amp) == ["2 attention calls take no mask where theirs, looked at in every forward, is causal or allows all positions"]
+    assert notes(amp) == ["2 look at mask"]
     assert set(calls[: len(calls) // 3] + calls[-len(calls) // 3 :]) == {(False, causal)}
     assert set(calls[len(calls) // 3 : -len(calls) // 3]) == {(True, False)}
 
@@ -220,14 +225,14 @@ def test_a_mask_of_data_written_between_its_readers_stays() -> None:
 
 def test_compiled_graphs_keep_masks_of_changing_sizes() -> None:
     amp, _ = check(Attention(by_arange), [noise(2, 6)], backend="aot_eager")
-    assert notes(amp) == ["2 attention calls take no mask: theirs is made of sizes alone, and is causal"]
+    assert notes(amp) == ["2 drop causal mask"]
     amp, _ = check(Attention(by_arange), [noise(2, 6), noise(3, 7), noise(4, 5)], backend="aot_eager")
     assert notes(amp) == []
 
 
 def test_masks_go_inside_activation_checkpoints() -> None:
     amp, calls = check(Attention(by_arange, checkpointed=True), [noise()])
-    assert notes(amp) == ["2 attention calls take no mask: theirs is made of sizes alone, and is causal"]
+    assert notes(amp) == ["2 drop causal mask"]
     assert set(calls) == {(False, True)} and len(calls) >= 2
 
 
@@ -298,8 +303,9 @@ def test_a_graph_by_itself() -> None:
     q = torch.randn(1, 1, 5, 8)
     for node, value in zip(module.graph.find_nodes(op="placeholder"), (q, q, q, 5), strict=True):
         node.meta["example_value"] = value
-    assert not fold_masks(module), "the size is an input, so only a lookup would do"
-    assert sum(fold_masks(module, lazily=True).values()) == 1
+    ((call, what),) = read_masks(module.graph, {}).items()
+    assert what is Edit.LOOK_UP_MASK, "the size is an input, so only a lookup would do"
+    fold_mask(module, argument(call, MASK), {call: what}, "masks")
     module.recompile()
     torch.testing.assert_close(module(q, q, q, 5), attend(q, q, q, 5))
     targets = [node.target for node in module.graph.nodes]

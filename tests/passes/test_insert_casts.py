@@ -9,24 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
-from chains import chain
 from torch.nn import functional as F
 
+from amprewrite.graphs.fx.captured import Captured, EditedGraph
 from amprewrite.ir.policies.policy import Policy, parse_overrides
-from amprewrite.ir.program import Program
+from amprewrite.passes import plan_region
 from amprewrite.passes.apply.insert_casts import CAST, InsertCasts
-from amprewrite.passes.driver import decide, read_program, rewrite_graph
-from amprewrite.tables.errors import PassError, PlanError
+from amprewrite.passes.driver import read_problem, rewrite_graph
+from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FP16, saturate
 
 Capture = Callable[..., torch.fx.GraphModule]
 X, W = torch.randn(4, 8), torch.randn(8, 8)
 
 
-def planned(module: torch.fx.GraphModule, **overrides: str) -> Program:
-    program = read_program(module, Policy(FP16, "default", parse_overrides(overrides, FP16)))
-    decide(program)
-    return program
+def read(module: torch.fx.GraphModule, **overrides: str) -> Captured:
+    return read_problem(module, Policy(FP16, "default", parse_overrides(overrides, FP16)))
 
 
 def inserted(module: torch.fx.GraphModule) -> list[str]:
@@ -36,8 +34,8 @@ def inserted(module: torch.fx.GraphModule) -> list[str]:
 
 
 def edited(module: torch.fx.GraphModule, **overrides: str) -> torch.fx.GraphModule:
-    program = planned(module, **overrides)
-    InsertCasts()(program)
+    captured = read(module, **overrides)
+    InsertCasts()(plan_region(captured.problem), EditedGraph(module, captured.nodes))
     module.graph.lint()
     module.recompile()
     return module
@@ -73,8 +71,8 @@ def test_the_edited_graph_gives_the_dtypes_and_the_values(capture: Capture) -> N
 def test_a_graph_without_low_nodes_is_not_modified(capture: Capture) -> None:
     module = capture(lambda x: torch.exp(x) + 1, X)
     before = module.code
-    program = planned(module)
-    assert not InsertCasts()(program).modified
+    captured = read(module)
+    assert not InsertCasts()(plan_region(captured.problem), EditedGraph.of(captured)).modified
     module.recompile()
     assert module.code == before
 
@@ -142,8 +140,7 @@ def test_what_takes_its_dtype_from_another_tensor_is_told_its_own(capture: Captu
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return take(x @ w, x) @ w
 
-    program = planned(capture(function, X, W))
-    module, plan = rewrite_graph(program)
+    module, plan = rewrite_graph(read(capture(function, X, W)))
     assert {node.colour.value for node in plan.nodes if node.role == "op"} <= {"low", "plain"}
     assert module(X, W)[0].dtype is torch.float32
     torch.testing.assert_close(module(X, W)[0], function(X, W), rtol=0, atol=0.1)
@@ -159,8 +156,7 @@ def test_what_takes_its_dtype_from_another_tensor_is_told_its_own(capture: Captu
     ],
 )
 def test_a_dtype_that_the_model_spells_out_is_kept(capture: Capture, ask: Callable[..., Any]) -> None:
-    program = planned(capture(lambda x, w: ask(x @ w) * 2, X, W))
-    module, plan = rewrite_graph(program)
+    module, plan = rewrite_graph(read(capture(lambda x, w: ask(x @ w) * 2, X, W)))
     (asked,) = [node for node in plan.nodes if node.reason.name == "EXPLICIT_DTYPE"]
     assert asked.dtype == "fp32"
     assert module(X, W)[0].dtype is torch.float32
@@ -169,18 +165,14 @@ def test_a_dtype_that_the_model_spells_out_is_kept(capture: Capture, ask: Callab
 def test_the_given_graph_is_not_edited_by_rewrite_graph(capture: Capture) -> None:
     module = capture(two_readers, X, W)
     before = module.code
-    edited_copy, _ = rewrite_graph(planned(module))
+    edited_copy, _ = rewrite_graph(read(module))
     module.recompile()
     assert module.code == before != edited_copy.code
 
 
 def test_a_cast_for_a_node_that_does_not_read_it_is_an_error(capture: Capture) -> None:
-    program = planned(capture(two_readers, X, W))
-    program.casts = (replace(program.casts[0], users=("exp",)),)
+    captured = read(capture(two_readers, X, W))
+    plan = plan_region(captured.problem)
+    plan = replace(plan, casts=(replace(plan.casts[0], users=("exp",)),))
     with pytest.raises(PlanError, match="casts l_x_ for exp, which does not read it; make the plan anew"):
-        InsertCasts()(program)
-
-
-def test_a_program_without_fx_graph_is_refused() -> None:
-    with pytest.raises(PassError, match="edits an fx graph, and this program has none"):
-        InsertCasts()(chain("matmul"))
+        InsertCasts()(plan, EditedGraph.of(captured))

@@ -10,23 +10,16 @@ import torch.fx
 from pad_help import Attention, OddCNN, OddMLP, noise
 
 from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
-from amprewrite.ir.op_graph import OpGraph
-from amprewrite.ir.plans.pad_plan import PadCopy, PadPlan
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
-from amprewrite.passes.apply.insert_pads import InsertPads
-from amprewrite.passes.driver import read_program, rewrite_graph
-from amprewrite.tables.errors import PassError
+from amprewrite.passes.driver import read_problem, rewrite_graph
 from amprewrite.tables.formats import BF16
-from amprewrite.tables.ops.op_lists import op_lists
 
 Capture = Callable[..., torch.fx.GraphModule]
 
 
 def edited(module: torch.fx.GraphModule, pad: object = "always") -> torch.fx.GraphModule:
-    program = read_program(module, Policy(BF16), pad=parse_pad(pad, False))
-    return rewrite_graph(program)[0]
+    return rewrite_graph(read_problem(module, Policy(BF16), pad=parse_pad(pad, False)))[0]
 
 
 def targets(module: torch.fx.GraphModule) -> list[object]:
@@ -60,10 +53,3 @@ def test_views_and_splits_are_told_physical_sizes(capture: Capture) -> None:
 def test_batch_norm_in_training_pads_its_statistics_itself(capture: Capture) -> None:
     module = edited(capture(OddCNN(norm=True), noise(2, 3, 16, 16)))
     assert targets(module).count(batch_norm_padded) == 2
-
-
-def test_a_plan_with_pads_needs_a_graph() -> None:
-    program = Program(OpGraph.of(()), Policy(BF16), op_lists("default", BF16, "cpu"))
-    program.pads = PadPlan((), (), (PadCopy("x", ("y",), ((0, ((3, 8),)),)),))
-    with pytest.raises(PassError, match="edits an fx graph"):
-        InsertPads()(program)

@@ -86,20 +86,20 @@ def test_copies_are_not_shared_across_an_in_place_write() -> None:
 
 
 def test_epochs_are_kept_in_the_plan() -> None:
-    program = decided("a=matmul(x) b=matmul(x@1)", LISTS)
-    assert [(cast.users, cast.epoch) for cast in program.casts if cast.value == "x"] == [(("a",), 0), (("b",), 1)]
+    case = decided("a=matmul(x) b=matmul(x@1)", LISTS)
+    assert [(cast.users, cast.epoch) for cast in case.casts if cast.value == "x"] == [(("a",), 0), (("b",), 1)]
 
 
 def test_low_copies_of_huge_values_saturate_and_high_ones_do_not() -> None:
-    program = decided("h=exp^(x) m=matmul(h) f=relu^(y) exp(f)", LISTS)
-    assert [(cast.value, cast.to, cast.saturate) for cast in program.casts] == [
+    case = decided("h=exp^(x) m=matmul(h) f=relu^(y) exp(f)", LISTS)
+    assert [(cast.value, cast.to, cast.saturate) for cast in case.casts] == [
         ("h", "bf16", True), ("y", "bf16", False), ("f", "fp32", False), ("m", "fp32", False),
     ]  # fmt: skip
 
 
 def test_only_casts_of_parameters_are_weight_casts() -> None:
-    program = decided("matmul(x,w,k)", LISTS)
-    assert [(cast.value, cast.weight) for cast in program.casts] == [("x", False), ("w", True), ("k", False), ("matmul", False)]
+    case = decided("matmul(x,w,k)", LISTS)
+    assert [(cast.value, cast.weight) for cast in case.casts] == [("x", False), ("w", True), ("k", False), ("matmul", False)]
 
 
 def test_the_format_is_the_policys() -> None:
@@ -107,17 +107,17 @@ def test_the_format_is_the_policys() -> None:
 
 
 def test_a_program_that_is_not_painted_through_is_refused() -> None:
-    program = chain("matmul exp", LISTS)
-    program.paint("x", Colour.HIGH, Reason.BOUNDARY)
+    case = chain("matmul exp", LISTS)
+    case.decisions.paint("x", Colour.HIGH, Reason.BOUNDARY)
     with pytest.raises(PassError, match="matmul and 2 more are not"):
-        PlanCasts()(program)
+        case.run(PlanCasts())
 
 
 def test_planning_paints_nothing_and_says_whether_casts_changed() -> None:
-    program = decided("matmul exp", LISTS)
-    before = dict(program.paints)
-    assert plan_casts(program) == program.casts
-    assert not PlanCasts()(program).modified
-    program.casts = ()
-    assert PlanCasts()(program).modified
-    assert program.paints == before
+    case = decided("matmul exp", LISTS)
+    before = dict(case.paints)
+    assert plan_casts(case.problem, case.decisions) == case.casts
+    assert not case.run(PlanCasts())[0].modified
+    case.decisions.casts = ()
+    assert case.run(PlanCasts())[0].modified
+    assert case.paints == before

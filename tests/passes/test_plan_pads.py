@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.fx
+from chains import Case
 from pad_help import OddCNN, OddMLP, TinyGPT, ids, noise
 
 from amprewrite.ir.policies.pad_policy import MULTIPLES, parse_pad
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
-from amprewrite.passes.driver import decide, read_program
+from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.planner.padding.axes import Axes
 from amprewrite.planner.padding.pad_cost import PadCost, Product, efficiency
@@ -22,57 +22,55 @@ from amprewrite.tables.formats import BF16
 Capture = Callable[..., torch.fx.GraphModule]
 
 
-def planned(module: torch.fx.GraphModule, pad: object = "auto", device: str = "cuda", training: bool = False) -> Program:
-    program = read_program(module, Policy(BF16), training=training, pad=parse_pad(pad, True))
-    program.device = device
-    decide(program)
-    return program
+def planned(module: torch.fx.GraphModule, pad: object = "auto", device: str = "cuda", training: bool = False) -> Case:
+    captured = read_problem(module, Policy(BF16), training=training, pad=parse_pad(pad, True))
+    return Case(captured.problem).know(device=device).decide()
 
 
 def test_auto_pads_large_products_where_the_device_gains(capture: Capture) -> None:
-    program = planned(capture(OddMLP(501, 501), noise(4096, 501)), training=True)
-    (first, *rest) = program.pads.regions
-    assert program.pads and first.padded == 504 and first.why == "it pays" and (first.gain or 0) > 0
+    case = planned(capture(OddMLP(501, 501), noise(4096, 501)), training=True)
+    (first, *rest) = case.decisions.pads.regions
+    assert case.decisions.pads and first.padded == 504 and first.why == "it pays" and (first.gain or 0) > 0
     assert not any(region.declined for region in rest)
     assert "predicted gain" in str(first)
 
 
 def test_auto_leaves_small_products_and_says_what_they_would_save(capture: Capture) -> None:
-    program = planned(capture(OddMLP(), noise(8, 101)))
-    whys = {region.size: region.why for region in program.pads.regions}
-    assert not program.pads
+    case = planned(capture(OddMLP(), noise(8, 101)))
+    whys = {region.size: region.why for region in case.decisions.pads.regions}
+    assert not case.decisions.pads
     assert "us a step, less than its pads and bytes cost" in whys[101] and whys[10] == "it would grow by 60 %"
 
 
 def test_auto_declines_what_would_grow_too_much(capture: Capture) -> None:
-    program = planned(capture(lambda x, w: x @ w, noise(4096, 512), noise(512, 9)))
-    assert [region.why for region in program.pads.regions] == ["it would grow by 78 %"]
+    case = planned(capture(lambda x, w: x @ w, noise(4096, 512), noise(512, 9)))
+    assert [region.why for region in case.decisions.pads.regions] == ["it would grow by 78 %"]
 
 
 def test_always_pads_on_any_device(capture: Capture) -> None:
     for device in ("cpu", "cuda"):
-        assert planned(capture(OddCNN(), noise(2, 3, 16, 16)), "always", device).pads
+        assert planned(capture(OddCNN(), noise(2, 3, 16, 16)), "always", device).decisions.pads
 
 
 def test_never_plans_nothing(capture: Capture) -> None:
-    assert not planned(capture(OddMLP(), noise(8, 101)), "never").pads.regions
+    assert not planned(capture(OddMLP(), noise(8, 101)), "never").decisions.pads.regions
 
 
 def test_deciding_edits_nothing_and_twice_is_once(capture: Capture) -> None:
     module = capture(TinyGPT(), ids(), ids())
     before = str(module.graph)
-    program = planned(module, "always")
-    first = program.pads
-    PlanPads()(program)
-    assert program.pads == first and str(module.graph) == before
+    case = planned(module, "always")
+    first = case.decisions.pads
+    case.run(PlanPads())
+    assert case.decisions.pads == first and str(module.graph) == before
 
 
 def test_every_padded_dim_of_a_region_has_its_size(capture: Capture) -> None:
-    program = planned(capture(TinyGPT(), ids(), ids()), "always")
-    for padded in program.pads.values:
+    case = planned(capture(TinyGPT(), ids(), ids()), "always")
+    for padded in case.decisions.pads.values:
         for _, factors in padded.layout:
-            assert any((region.size, region.padded) in factors or region.padded > region.size for region in program.pads.regions)
-    assert {(r.size, r.padded) for r in program.pads.regions} == {(100, 104), (25, 32), (301, 304), (509, 512)}
+            assert any((region.size, region.padded) in factors or region.padded > region.size for region in case.decisions.pads.regions)
+    assert {(r.size, r.padded) for r in case.decisions.pads.regions} == {(100, 104), (25, 32), (301, 304), (509, 512)}
 
 
 @pytest.mark.parametrize("size, share", [(8, 1.0), (4, 0.75), (6, 0.55), (7, 0.4), (50257, 0.4), (50264, 1.0)])

@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from chains import chain, decided, letters
+from chains import Case, chain, decided, letters
 from torch import nn
 
 import amprewrite
 from amprewrite.ir.cost import MIXING, TICK, CostModel, elements_read, price
 from amprewrite.ir.op_graph import Demand, Operand, OpNode
-from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE
-from amprewrite.passes.paint.paint import Paint
+from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.report.counts import node_bytes
 from amprewrite.tables.devices import CPU, CPU_BF16, H100, T4, V100
@@ -74,24 +71,18 @@ def test_reasons(text: str, node: str, reason: Reason, cause: str) -> None:
     assert (paint.reason, paint.because_of) == (reason, cause)
 
 
-def test_other_lists_are_not_concerned() -> None:
-    program = chain("matmul relu", "tf")
-    Paint()(program)
-    assert not RepaintByCost()(program).modified
-
-
 def test_a_graph_without_open_nodes_is_not_modified() -> None:
-    program = chain("matmul exp", "default")
-    Paint()(program)
-    assert not RepaintByCost()(program).modified
+    case = chain("matmul exp", "default")
+    case.run(PaintLists())
+    assert not case.run(RepaintByCost())[0].modified
 
 
 def test_of_two_plans_of_one_price_the_one_with_fewer_low_ops_is_taken() -> None:
     """An open op of no elements costs the same in either format, and the copy has the same price on either side."""
     assert letters(decided("matmul relu[0] exp", "default")) in ("L H H", "L L H")
     lists = OpLists.from_sets("three", allow=["matmul"], deny=["exp"], clear=["relu"])
-    program = decided("matmul[0] relu[0] exp", lists)
-    assert letters(program) == "L H H"
+    case = decided("matmul[0] relu[0] exp", lists)
+    assert letters(case) == "L H H"
 
 
 # against an exhaustive search ---------------------------------------------------------------------------------------
@@ -124,11 +115,11 @@ def random_text(rng: random.Random) -> str:
 class Exhaustive:
     """All colourings of the open nodes at once, ties kept together: one bit of an array a colouring, priced from the definition."""
 
-    program: Program
+    case: Case
     open_names: list[str]
 
     def __post_init__(self) -> None:
-        graph, fixed = self.program.graph, self.program.colours
+        graph, fixed = self.case.graph, self.case.decisions.colours
         self.groups = list(dict.fromkeys(graph[name].tie or name for name in self.open_names))
         number = np.arange(2 ** len(self.groups))
         self.low = {name: np.full(len(number), colour is Colour.LOW) for name, colour in fixed.items()}
@@ -138,15 +129,15 @@ class Exhaustive:
         self.prices = sum(self.op(node) for node in graph if node.role == "op") + sum(self.copies(node) for node in graph)
 
     def op(self, node: OpNode) -> np.ndarray:
-        model, read = self.program.costs, elements_read(self.program.graph, node)
+        model, read = self.case.problem.costs, elements_read(self.case.graph, node)
         return np.where(self.low[node.name], model.op(node, model.low, read), model.op(node, FP32, read))
 
     def copies(self, value: OpNode) -> np.ndarray:
         """One copy a format and epoch; in training one gradient cast, in inference a share for operands that are promoted."""
-        model, total = self.program.costs, np.zeros(len(self.count), np.int64)
-        for epoch in {o.epoch for node in self.program.graph for o in node.operands if o.value == value.name}:
+        model, total = self.case.problem.costs, np.zeros(len(self.count), np.int64)
+        for epoch in {o.epoch for node in self.case.graph for o in node.operands if o.value == value.name}:
             copied, crossed = np.zeros((2, len(self.count)), bool)
-            for reader in self.program.graph:
+            for reader in self.case.graph:
                 operand = next((o for o in reader.operands if (o.value, o.epoch) == (value.name, epoch)), None)
                 if operand is not None:
                     differs, needs = self.needs(reader, operand)
@@ -167,7 +158,7 @@ class Exhaustive:
             return differs & False, differs & False
         if operand not in mixing:
             return differs, differs
-        smallest = min(mixing, key=lambda o: self.program.graph[o.value].numel)
+        smallest = min(mixing, key=lambda o: self.case.graph[o.value].numel)
         all_low = np.logical_and.reduce([self.low[o.value] for o in mixing])
         return differs, differs & (runs_low | (all_low & (operand is smallest)))
 
@@ -177,7 +168,7 @@ class Exhaustive:
         return int(self.prices[at]), int(self.count[at])
 
     def member(self, group: str) -> str:
-        return next(name for name in self.open_names if (self.program.graph[name].tie or name) == group)
+        return next(name for name in self.open_names if (self.case.graph[name].tie or name) == group)
 
     @property
     def best(self) -> tuple[int, int]:
@@ -190,12 +181,12 @@ def cases(seed: int, count: int, most: int) -> Iterator[tuple[str, Exhaustive]]:
     """Random programs, painted but for what is open: at most `most` nodes or ties of nodes."""
     rng = random.Random(seed)
     while count:
-        program = chain(text := random_text(rng), LISTS, training=rng.random() < 0.5)
-        program.planned_for = rng.choice((CPU, CPU_BF16, V100, T4, H100))
-        Paint()(program)
-        open_names = [node.name for node in program.graph if node.name not in program.paints]
-        if 2 <= len({program.graph[name].tie or name for name in open_names}) <= most:
-            yield text, Exhaustive(program, open_names)
+        case = chain(text := random_text(rng), LISTS, training=rng.random() < 0.5)
+        case.know(planned_for=rng.choice((CPU, CPU_BF16, V100, T4, H100)))
+        case.run(PaintLists())
+        open_names = [node.name for node in case.graph if node.name not in case.paints]
+        if 2 <= len({case.graph[name].tie or name for name in open_names}) <= most:
+            yield text, Exhaustive(case, open_names)
             count -= 1
 
 
@@ -203,10 +194,10 @@ def cases(seed: int, count: int, most: int) -> Iterator[tuple[str, Exhaustive]]:
 def test_no_colouring_of_600_random_graphs_is_cheaper(seed: int) -> None:
     opens = 0
     for text, every in cases(seed, 600, 10):
-        RepaintByCost()(every.program)
-        colours = every.program.colours
+        every.case.run(RepaintByCost())[0]
+        colours = every.case.decisions.colours
         assert every.price_of(colours) == every.best, text
-        assert every.program.notes == []
+        assert every.case.decisions.notes == []
         opens += len(every.groups)
     assert opens > 3 * 600  # the graphs are no trifles
 
@@ -216,17 +207,17 @@ def test_prices_of_the_planner_are_those_of_the_definition() -> None:
     rng = random.Random(7)
     for text, every in cases(7, 40, 6):
         for number in rng.sample(range(len(every.prices)), min(12, len(every.prices))):
-            colours = every.program.colours
+            colours = every.case.decisions.colours
             for name in every.open_names:
                 colours[name] = Colour.LOW if every.low[name][number] else Colour.HIGH
-            assert price(every.program.graph, colours, every.program.costs).total == every.prices[number], text
+            assert price(every.case.graph, colours, every.case.problem.costs).total == every.prices[number], text
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ties_take_one_colour(seed: int) -> None:
-    program = decided(random_text(random.Random(seed)), LISTS)
-    for members in program.graph.ties().values():
-        assert len({program.paints[name].colour for name in members}) == 1
+    case = decided(random_text(random.Random(seed)), LISTS)
+    for members in case.graph.ties().values():
+        assert len({case.paints[name].colour for name in members}) == 1
 
 
 # the prices ---------------------------------------------------------------------------------------------------------
@@ -254,9 +245,9 @@ def test_a_rounding_op_must_save_something_and_a_clear_op_need_not() -> None:
 
 
 def test_views_and_conversions_move_nothing() -> None:
-    program = chain("reshape to~ relu", LISTS)
+    case = chain("reshape to~ relu", LISTS)
     model = CostModel(CPU, FP16, False)
-    assert [model.op(program.graph[name], FP32, 64) > 0 for name in ("reshape", "to", "relu")] == [False, False, True]
+    assert [model.op(case.graph[name], FP32, 64) > 0 for name in ("reshape", "to", "relu")] == [False, False, True]
 
 
 def test_a_matrix_product_takes_its_flops_or_its_bytes_whichever_is_longer() -> None:
@@ -266,12 +257,6 @@ def test_a_matrix_product_takes_its_flops_or_its_bytes_whichever_is_longer() -> 
     assert model.op(small, FP16, 64) == model.op(replace(small, flops=0), FP16, 64)
     assert model.op(large, FP16, 64) * TICK == pytest.approx(10**13 / 989e12, rel=1e-2)
     assert model.op(large, FP32, 64) * TICK == pytest.approx(10**13 / 67e12, rel=1e-2)
-
-
-def test_the_deciding_passes_need_no_fx_graph() -> None:
-    program = chain("matmul gelu matmul", "default")
-    run_passes(DECIDE, program)
-    assert program.module is None
 
 
 class Scaled(nn.Module):

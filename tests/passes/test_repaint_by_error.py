@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from chains import chain, letters
+from chains import Case, chain, letters
 
-from amprewrite.ir.evidence.keep_high import Careful
+from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
-from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.tables.vocabulary import Colour, Reason
 
 
-def keeping(text: str, *names: str, **options: object) -> Program:
-    program = chain(text, "default", "bf16", **options)
-    program.careful = Careful({fingerprint(program.graph): dict.fromkeys(names, "it adds 0.01")})
-    run_passes(DECIDE, program)
-    return program
+def keeping(text: str, *names: str, **options: object) -> Case:
+    case = chain(text, "default", "bf16", **options)
+    case.know(keep_high=KeepHigh({fingerprint(case.graph): dict.fromkeys(names, "it adds 0.01")}))
+    case.decide()
+    return case
 
 
 @pytest.mark.parametrize("names", [("relu",), ("matmul",), ("matmul_1",), ("matmul", "relu", "matmul_1")])
@@ -38,12 +35,12 @@ def test_an_override_stands() -> None:
 
 
 def test_a_graph_that_the_search_never_ran_says_so() -> None:
-    program = chain("matmul relu", "default", "bf16")
-    program.careful = Careful({})
-    run_passes(DECIDE, program)
-    assert letters(program) == "L L"
-    assert "never ran this graph" in program.notes[0]
+    case = chain("matmul relu", "default", "bf16")
+    case.know(keep_high=KeepHigh({}))
+    case.decide()
+    assert letters(case) == "L L"
+    assert "never ran this graph" in case.decisions.notes[0]
 
 
 def test_without_a_search_nothing_changes() -> None:
-    assert not RepaintByError()(chain("matmul relu", "default", "bf16")).modified
+    assert not chain("matmul relu", "default", "bf16").run(RepaintByError())[0].modified

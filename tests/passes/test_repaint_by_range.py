@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chains import chain, letters
+from chains import Case, chain, letters
 
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, ValueRange, fingerprint
-from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
 from amprewrite.tables.vocabulary import Colour, Reason
 
@@ -20,13 +17,13 @@ def seen(largest: float, smallest: float = 1.0) -> ValueRange:
     return ValueRange.of(steps.clamp(max=largest))
 
 
-def with_ranges(text: str, low: str = "fp16", lists: str = "default", **values: ValueRange) -> Program:
-    """The program of a text, decided with these ranges; all other values are ordinary."""
-    program = chain(text, lists, low)
-    ranges = {node.name: ValueRange.of(torch.randn(4096)) for node in program.graph if node.carries_fp32} | values
-    program.calibration = Calibration("Net", "", 1, (RegionRanges(fingerprint(program.graph), "graph", ranges),))
-    run_passes(DECIDE, program)
-    return program
+def with_ranges(text: str, low: str = "fp16", lists: str = "default", **values: ValueRange) -> Case:
+    """The case of a text, decided with these ranges; all other values are ordinary."""
+    case = chain(text, lists, low)
+    ranges = {node.name: ValueRange.of(torch.randn(4096)) for node in case.graph if node.carries_fp32} | values
+    case.know(calibration=Calibration("Net", "", 1, (RegionRanges(fingerprint(case.graph), "graph", ranges),)))
+    case.decide()
+    return case
 
 
 TINY = seen(1.0, 1e-9)
@@ -53,11 +50,11 @@ def test_who_is_kept_high(text: str, values: dict[str, ValueRange], colours: str
 
 
 def test_the_reason_names_value_size_limit_and_probability() -> None:
-    program = with_ranges("matmul relu matmul", matmul=seen(1e5))
-    paint = program.paints["matmul"]
+    case = with_ranges("matmul relu matmul", matmul=seen(1e5))
+    paint = case.paints["matmul"]
     assert paint.reason is Reason.OUT_OF_RANGE
     assert paint.detail == "matmul reaches 1e+05, fp16 ends at 65504: P(overflow) is 1 a pass"
-    assert program.paints["relu"].detail.startswith("its input matmul reaches 1e+05")
+    assert case.paints["relu"].detail.startswith("its input matmul reaches 1e+05")
 
 
 def test_bf16_has_the_range_of_fp32() -> None:
@@ -65,41 +62,41 @@ def test_bf16_has_the_range_of_fp32() -> None:
 
 
 def test_masks_saturate_by_design() -> None:
-    program = with_ranges("matmul masked_fill^ softmax matmul", masked_fill=seen(3e38))
-    assert letters(program) == letters(with_ranges("matmul masked_fill^ softmax matmul"))
+    case = with_ranges("matmul masked_fill^ softmax matmul", masked_fill=seen(3e38))
+    assert letters(case) == letters(with_ranges("matmul masked_fill^ softmax matmul"))
 
 
 @pytest.mark.parametrize("lists", ["default", "tf", "autocast", "o3"])
 def test_every_list_respects_ranges(lists: str) -> None:
-    program = with_ranges("matmul relu matmul", lists=lists, matmul=seen(1e5))
-    assert program.paints["matmul"].colour is program.paints["relu"].colour is Colour.HIGH
+    case = with_ranges("matmul relu matmul", lists=lists, matmul=seen(1e5))
+    assert case.paints["matmul"].colour is case.paints["relu"].colour is Colour.HIGH
 
 
 def test_an_override_stands_and_a_note_says_what_it_risks() -> None:
-    program = chain("matmul relu matmul", "default", "fp16", overrides={"node:matmul": "low"})
+    case = chain("matmul relu matmul", "default", "fp16", overrides={"node:matmul": "low"})
     ranges = {"matmul": seen(1e5)}
-    program.calibration = Calibration("Net", "", 1, (RegionRanges(fingerprint(program.graph), "graph", ranges),))
-    run_passes(DECIDE, program)
-    assert program.paints["matmul"].colour is Colour.LOW
-    assert "matmul runs low because 'node:matmul' asks for it, though matmul reaches 1e+05" in program.notes[0]
+    case.know(calibration=Calibration("Net", "", 1, (RegionRanges(fingerprint(case.graph), "graph", ranges),)))
+    case.decide()
+    assert case.paints["matmul"].colour is Colour.LOW
+    assert "matmul runs low because 'node:matmul' asks for it, though matmul reaches 1e+05" in case.decisions.notes[0]
 
 
 def test_a_weight_beyond_the_range_needs_no_calibration() -> None:
-    program = chain("matmul(x,w) relu matmul", "default", "fp16")
-    program.magnitudes = {"w": 1e5}
-    run_passes(DECIDE, program)
-    assert letters(program) == "H L L"
-    assert program.paints["matmul"].reason is Reason.CONSTANT
-    assert program.paints["matmul"].detail == "its input w holds 1e+05, fp16 ends at 65504"
+    case = chain("matmul(x,w) relu matmul", "default", "fp16")
+    case.know(magnitudes={"w": 1e5})
+    case.decide()
+    assert letters(case) == "H L L"
+    assert case.paints["matmul"].reason is Reason.CONSTANT
+    assert case.paints["matmul"].detail == "its input w holds 1e+05, fp16 ends at 65504"
 
 
 def test_a_graph_that_calibration_never_ran_says_so() -> None:
-    program = chain("matmul relu", "default", "fp16")
-    program.calibration = Calibration("Net", "", 1, ())
-    run_passes(DECIDE, program)
-    assert program.notes == ["calibration never ran this graph: no ranges are known here"]
+    case = chain("matmul relu", "default", "fp16")
+    case.know(calibration=Calibration("Net", "", 1, ()))
+    case.decide()
+    assert case.decisions.notes == ["calibration never ran this graph: no ranges are known here"]
 
 
 def test_nothing_is_made_low_and_twice_is_once() -> None:
-    program = with_ranges("exp matmul relu log matmul", matmul=seen(1e5))
-    assert not RepaintByRange()(program).modified
+    case = with_ranges("exp matmul relu log matmul", matmul=seen(1e5))
+    assert not case.run(RepaintByRange())[0].modified

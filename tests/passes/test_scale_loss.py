@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.fx
-from chains import chain
 
+from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.ir.policies.policy import Policy
+from amprewrite.passes import plan_region
 from amprewrite.passes.apply.scale_loss import INVERSE, SCALE, ScaleLoss
-from amprewrite.passes.driver import read_program, rewrite_graph
-from amprewrite.tables.errors import PassError
+from amprewrite.passes.driver import read_problem, rewrite_graph
 from amprewrite.tables.formats import FP16
 
 Capture = Callable[..., torch.fx.GraphModule]
@@ -29,10 +29,9 @@ def arguments() -> list[torch.Tensor]:
 
 
 def rewritten(capture: Capture, scale_loss: bool) -> torch.fx.GraphModule:
-    program = read_program(capture(function, *arguments(), grad=True), Policy(FP16), training=True)
-    program.scale_loss = scale_loss
+    captured = read_problem(capture(function, *arguments(), grad=True), Policy(FP16), training=True, scale_loss=scale_loss)
     with torch.enable_grad():
-        module, _ = rewrite_graph(program)
+        module, _ = rewrite_graph(captured)
     return module
 
 
@@ -68,19 +67,11 @@ def test_gradients_outside_are_those_without_scale(capture: Capture, scale: floa
 
 def test_off_changes_nothing(capture: Capture) -> None:
     module = capture(function, *arguments(), grad=True)
-    program = read_program(module, Policy(FP16), training=True)
+    captured = read_problem(module, Policy(FP16), training=True)
     before = module.code
-    assert not ScaleLoss()(program).modified
+    assert not ScaleLoss()(plan_region(captured.problem), EditedGraph.of(captured)).modified
     module.recompile()
     assert module.code == before
-
-
-def test_a_program_without_fx_graph_is_refused_only_where_it_is_to_be_scaled() -> None:
-    program = chain("matmul")
-    assert not ScaleLoss()(program).modified
-    program.scale_loss = True
-    with pytest.raises(PassError, match="edits an fx graph, and this program has none"):
-        ScaleLoss()(program)
 
 
 def test_small_weights_share_a_node_low_copies_and_fp32_reads_apart(capture: Capture) -> None:
@@ -89,10 +80,9 @@ def test_small_weights_share_a_node_low_copies_and_fp32_reads_apart(capture: Cap
 
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((8, 8), (8, 8), (8,), (8,))]
-    program = read_program(capture(norms, torch.randn(4, 8), *weights, grad=True), Policy(FP16), training=True)
-    program.scale_loss = True
+    captured = read_problem(capture(norms, torch.randn(4, 8), *weights, grad=True), Policy(FP16), training=True, scale_loss=True)
     with torch.enable_grad():
-        module, _ = rewrite_graph(program)
+        module, _ = rewrite_graph(captured)
     nodes = [node for node in module.graph.nodes if getattr(node.target, "__name__", "") == "cast_in_many"]
     assert sorted((len(node.args[0]), str(node.args[1])) for node in nodes) == [(2, "torch.float16"), (2, "torch.float32")]
     assert not [node for node in module.graph.nodes if getattr(node.target, "__name__", "") == "unscale_gradient"]

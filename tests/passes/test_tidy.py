@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.fx
 
+from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.ir.policies.policy import Policy
+from amprewrite.passes import plan_region
 from amprewrite.passes.apply.insert_casts import CAST
-from amprewrite.passes.driver import read_program, rewrite_graph
+from amprewrite.passes.driver import read_problem, rewrite_graph
 from amprewrite.passes.lower.tidy import Tidy, remove_idle_conversions
 from amprewrite.tables.formats import BF16
 
@@ -56,13 +58,13 @@ def test_a_copy_that_nobody_reads_is_removed_and_the_models_own_dead_ends_stay(c
 
 def test_a_conversion_that_the_casts_made_idle_goes(capture: Capture) -> None:
     """float() of a low value: the planned cast does it, and the model's own call has nothing left to do."""
-    program = read_program(capture(lambda x, w: (x @ w).float() * 2, X, W), Policy(BF16))
-    module, plan = rewrite_graph(program)
+    module, plan = rewrite_graph(read_problem(capture(lambda x, w: (x @ w).float() * 2, X, W), Policy(BF16)))
     assert [str(cast) for cast in plan.casts][-1] == "matmul -> fp32 for float"
     assert sum(node.target in ("to", "float") for node in module.graph.nodes) == len(plan.casts)
 
 
 def test_the_pass_says_whether_it_changed_anything(capture: Capture) -> None:
-    program = read_program(capture(lambda x: torch.relu(x.to(torch.float32)), X), Policy(BF16))
-    assert Tidy()(program).modified
-    assert not Tidy()(program).modified
+    captured = read_problem(capture(lambda x: torch.relu(x.to(torch.float32)), X), Policy(BF16))
+    plan, edited = plan_region(captured.problem), EditedGraph.of(captured)
+    assert Tidy()(plan, edited).modified
+    assert not Tidy()(plan, edited).modified

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
-from chains import chain, decided
+from chains import Case, chain, decided
 from test_repaint_by_cost import random_text
 
 from amprewrite.ir.cost import TICK, price
-from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE, WEIGH
+from amprewrite.passes import WEIGH
 from amprewrite.passes.plan.weigh_plans import PLANNED, painted_otherwise
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.devices import H100
@@ -19,29 +18,30 @@ from amprewrite.tables.devices import H100
 BLOCK = "a=layer_norm b=matmul(a,w) c=softmax(b) d=matmul(c,b) e=add(x,d) f=layer_norm(e) g=matmul(f,w1) h=gelu(g) i=matmul(h,w2) add(e,i)"
 
 
-def weighed(text: str, lists: str = "default", **options: object) -> Program:
-    program = decided(text, lists, **options)  # type: ignore[arg-type]
-    run_passes(WEIGH, program)
-    return program
+def weighed(text: str, lists: str = "default", **options: object) -> Case:
+    case = decided(text, lists, **options)  # type: ignore[arg-type]
+    case.run(*WEIGH)
+    return case
 
 
 def test_all_rules_are_weighed_and_the_plan_comes_first() -> None:
-    names = [candidate.name for candidate in weighed(BLOCK).candidates]
+    names = [candidate.name for candidate in weighed(BLOCK).decisions.candidates]
     assert names == [PLANNED, "tf rules", "autocast rules", "our lists, tf rules", "all fp32"]
 
 
 def test_the_price_and_the_casts_are_those_of_the_plan() -> None:
-    program = weighed(BLOCK)
-    own = program.candidates[0]
-    assert own.casts == len(program.casts)
-    assert own.seconds == price(program.graph, program.colours, program.costs).total * TICK
+    case = weighed(BLOCK)
+    own = case.decisions.candidates[0]
+    assert own.casts == len(case.casts)
+    assert own.seconds == price(case.graph, case.decisions.colours, case.problem.costs).total * TICK
 
 
 @pytest.mark.parametrize("lists", ["tf", "autocast"])
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_a_rival_is_painted_as_with_its_own_lists(lists: str, low: str) -> None:
-    rival = painted_otherwise(decided(BLOCK, "default", low))[f"{lists} rules"]
-    assert rival == decided(BLOCK, lists, low).colours
+    case = decided(BLOCK, "default", low)
+    rival = painted_otherwise(case.problem, case.decisions)[f"{lists} rules"]
+    assert rival == decided(BLOCK, lists, low).decisions.colours
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -49,30 +49,30 @@ def test_no_rival_that_keeps_our_lists_is_cheaper(training: bool) -> None:
     rng = random.Random(training)
     for _ in range(60):
         text = random_text(rng)
-        own, *others = weighed(text, training=training).candidates
+        own, *others = weighed(text, training=training).decisions.candidates
         ours = next(candidate for candidate in others if candidate.name == "our lists, tf rules")
         assert own.seconds <= ours.seconds + 1e-15, text
 
 
 def test_everything_fp32_needs_no_cast() -> None:
-    assert weighed(BLOCK).candidates[-1].casts == 0
+    assert weighed(BLOCK).decisions.candidates[-1].casts == 0
 
 
 def test_other_lists_and_given_plans_are_not_weighed() -> None:
-    assert weighed(BLOCK, "tf").candidates == ()
-    program = decided(BLOCK, "default")
-    again = Program(program.graph, program.policy, program.lists, given=program.region_plan())
-    run_passes((*DECIDE, *WEIGH), again)
-    assert again.candidates == ()
+    assert weighed(BLOCK, "tf").decisions.candidates == ()
+    case = decided(BLOCK, "default")
+    again = Case(replace(case.problem, given=case.plan))
+    again.decide().run(*WEIGH)
+    assert again.decisions.candidates == ()
 
 
 def test_the_summary_shows_all_and_names_the_device() -> None:
-    program = chain(BLOCK, "default")
-    program.planned_for = H100
-    run_passes((*DECIDE, *WEIGH), program)
-    plan = CastPlan("bf16", (program.region_plan(),))
+    case = chain(BLOCK, "default")
+    case.know(planned_for=H100)
+    case.decide().run(*WEIGH)
+    plan = CastPlan("bf16", (case.plan,))
     assert CastPlan.from_json(plan.to_json()) == plan
     lines = plan.summary().splitlines()
     assert any(line.startswith("one pass on h100 (modelled): ") for line in lines)
-    assert [line.split("  ")[1] for line in lines if line.startswith("  ")] == [c.name for c in program.candidates[1:]]
+    assert [line.split("  ")[1] for line in lines if line.startswith("  ")] == [c.name for c in case.decisions.candidates[1:]]
     assert "h100" not in str(plan)  # a printed plan is the same on every machine that plans the same

@@ -10,9 +10,9 @@ import torch.fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint, written
-from amprewrite.graphs.fx.observer import inside_transform
-from amprewrite.ir.program import Program
+from amprewrite.graphs.fx.run.observer import inside_transform
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
 
@@ -28,15 +28,14 @@ class EdgeProbe:
 
     def __init__(self, low: Format) -> None:
         self.low, self.weight = low, 0.0
-        self.edges: dict[int, tuple[Program, Edges]] = {}
+        self.edges: dict[int, tuple[Captured, Edges]] = {}
         self.leaves: list[torch.Tensor] = []
 
-    def __call__(self, program: Program, inputs: tuple[Any, ...]) -> Any:
-        assert program.module is not None
-        _, edges = self.edges.setdefault(id(program), (program, defaultdict(float)))
-        touched = {node for each in program.module.graph.nodes for node in written(each)}
-        given = zip(program.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        return _EdgeInterpreter(program, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
+    def __call__(self, captured: Captured, inputs: tuple[Any, ...]) -> Any:
+        _, edges = self.edges.setdefault(id(captured), (captured, defaultdict(float)))
+        touched = {node for each in captured.module.graph.nodes for node in written(each)}
+        given = zip(captured.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
         """What no gradient would reach, or only of a parameter: a leaf of its own. What is written in place is no leaf."""
@@ -64,11 +63,10 @@ class EdgeProbe:
 
 
 class _EdgeInterpreter(torch.fx.Interpreter):
-    def __init__(self, program: Program, probe: EdgeProbe, edges: Edges) -> None:
-        assert program.module is not None
-        super().__init__(program.module, garbage_collect_values=True)
-        self.program, self.probe, self.edges = program, probe, edges
-        self.names = {node: name for name, node in program.fx_nodes.items()}
+    def __init__(self, captured: Captured, probe: EdgeProbe, edges: Edges) -> None:
+        super().__init__(captured.module, garbage_collect_values=True)
+        self.captured, self.probe, self.edges = captured, probe, edges
+        self.names = captured.names
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
@@ -91,7 +89,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         if n.op == "output":
             return args[0]
         if is_checkpoint(n):
-            return self.probe(self.program.parts[n], args[1:])
+            return self.probe(self.captured.parts[n], args[1:])
         try:
             return getattr(self, n.op)(n.target, args, kwargs)
         except RuntimeError as error:
@@ -122,7 +120,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def _unweighed(self, node: torch.fx.Node) -> bool:
         """Masks saturate, and what they hide causes no error; what is inside a torch.func transform is never rounded."""
-        vertex = self.program.graph.nodes.get(self.names.get(node, ""))
+        vertex = self.captured.problem.graph.nodes.get(self.names.get(node, ""))
         return vertex is not None and (vertex.huge or inside_transform(vertex))
 
 

@@ -17,10 +17,10 @@ import torch.fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
-from amprewrite.ir.program import Program
-from amprewrite.tables.formats import FP32, Format, saturate
+from amprewrite.tables.formats import FP32, Format, is_far, saturate
 from amprewrite.tables.vocabulary import Colour
 
 
@@ -116,18 +116,18 @@ def floats(value: Any) -> list[torch.Tensor]:
 class StrictRegion:
     """A captured fp32 graph with its plan."""
 
-    program: Program
+    captured: Captured
     plan: RegionPlan
     nodes: dict[torch.fx.Node, NodePlan]
     huge: frozenset[str]
 
     @classmethod
-    def of(cls, program: Program, plan: RegionPlan) -> StrictRegion:
-        """Nodes are matched by their place, for the reader's order is canonical. `program.parts` has the bodies of checkpoints."""
-        pairs = list(zip(program.graph, plan.nodes, strict=True))
-        nodes = {program.fx_nodes[vertex.name]: planned for vertex, planned in pairs}
+    def of(cls, captured: Captured, plan: RegionPlan) -> StrictRegion:
+        """Nodes are matched by their place, for the reader's order is canonical. `captured.parts` has the bodies of checkpoints."""
+        pairs = list(zip(captured.problem.graph, plan.nodes, strict=True))
+        nodes = {captured.nodes[vertex.name]: planned for vertex, planned in pairs}
         huge = frozenset(planned.name for vertex, planned in pairs if vertex.huge)
-        return cls(program=program, plan=plan, nodes=nodes, huge=huge)
+        return cls(captured=captured, plan=plan, nodes=nodes, huge=huge)
 
 
 @dataclass
@@ -171,10 +171,9 @@ class StrictInterpreter(torch.fx.Interpreter):
     """
 
     def __init__(self, region: StrictRegion, recording: Recording, path: str = "") -> None:
-        assert region.program.module is not None
-        super().__init__(region.program.module, garbage_collect_values=True)
+        super().__init__(region.captured.module, garbage_collect_values=True)
         self.region, self.recording, self.path = region, recording, path
-        self.low = region.program.policy.low
+        self.low = region.captured.problem.policy.low
         self.copies: dict[Cast, Any] = {}
         self.casts = {
             (cast.value, user): cast
@@ -292,8 +291,7 @@ class StrictInterpreter(torch.fx.Interpreter):
 
     def _fit(self, leaf: Any) -> Any:
         """Constants beyond the low format's range become its ends, as the rewrite makes them."""
-        outside = isinstance(leaf, float) and math.isfinite(leaf) and abs(leaf) > self.low.max
-        return math.copysign(self.low.max, leaf) if outside else leaf
+        return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
         """The body of a rewritten activation checkpoint, by its own plan."""
@@ -301,7 +299,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:
             return torch.fx.Interpreter(getattr(self.module, name)).run(*args)
-        body = StrictRegion.of(self.region.program.parts[n], plan)
+        body = StrictRegion.of(self.region.captured.parts[n], plan)
         return StrictInterpreter(body, self.recording, f"{self.path}{name}/").run(*args)
 
 

@@ -119,11 +119,11 @@ class StrictRun:
 
     def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
         found = frame_path(module.graph, example_inputs, self.model)
-        program = self.session.read(module, example_inputs, f"graph{len(self.regions)}", path if found is None else found, names)
-        self.low = program.policy.low.name
-        read_parts(program)
-        _, plan = rewrite_graph(program)
-        region, number = StrictRegion.of(program, plan), len(self.regions)
+        captured = self.session.read(module, example_inputs, f"graph{len(self.regions)}", path if found is None else found, names)
+        self.low = captured.problem.policy.low.name
+        read_parts(captured)
+        _, plan = rewrite_graph(captured)
+        region, number = StrictRegion.of(captured, plan), len(self.regions)
         self.regions.append(region)
 
         def run(*inputs: Any) -> Any:

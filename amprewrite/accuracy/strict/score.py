@@ -11,9 +11,10 @@ import torch
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, relative_error
 from amprewrite.accuracy.strict.run import output_floats
 from amprewrite.accuracy.trial import Manner, Trial
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.plans.plan import RegionPlan
-from amprewrite.ir.program import Program
-from amprewrite.passes.driver import decide, rewrite_graph
+from amprewrite.passes import plan_region
+from amprewrite.passes.driver import rewrite_graph
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.vocabulary import Colour
 
@@ -27,31 +28,28 @@ class _Unmeasured(StrictInterpreter):
         return _NOTHING
 
 
-def exactly(program: Program, inputs: tuple[Any, ...]) -> Any:
+def exactly(captured: Captured, inputs: tuple[Any, ...]) -> Any:
     """A manner of running graphs: as they were captured, in fp32."""
-    assert program.module is not None
     with torch.no_grad():
-        return program.module(*inputs)
+        return captured.module(*inputs)
 
 
 class Strictly:
     """A manner of running graphs: in fp32, rounded wherever the plan says low. Each graph is planned when it first runs.
 
-    `prepare` gives the program to decide: the same one told what to keep high, or one read by other lists.
+    `prepare` gives the graph to decide: the same one told what to keep high, or one read by other lists.
     """
 
-    def __init__(self, prepare: Callable[[Program], Program]) -> None:
+    def __init__(self, prepare: Callable[[Captured], Captured]) -> None:
         self.prepare = prepare
         self.regions: dict[int, StrictRegion] = {}
-        self.programs: list[Program] = []
 
-    def __call__(self, program: Program, inputs: tuple[Any, ...]) -> Any:
-        if id(program) not in self.regions:
-            asked = self.prepare(program)
-            self.regions[id(program)] = StrictRegion.of(asked, planned(asked))
-            self.programs.append(asked)
+    def __call__(self, captured: Captured, inputs: tuple[Any, ...]) -> Any:
+        if id(captured) not in self.regions:
+            asked = self.prepare(captured)
+            self.regions[id(captured)] = StrictRegion.of(asked, planned(asked))
         with torch.no_grad():
-            return _Unmeasured(self.regions[id(program)], Recording(rounding=True)).run(*inputs)
+            return _Unmeasured(self.regions[id(captured)], Recording(rounding=True)).run(*inputs)
 
     @property
     def plans(self) -> list[RegionPlan]:
@@ -59,13 +57,12 @@ class Strictly:
         return [part for region in self.regions.values() for part in region.plan.flat(region.plan.name)]
 
 
-def planned(program: Program) -> RegionPlan:
-    """Decide a program anew. Only the first time is the edited graph tried: which ops refuse low inputs is then known."""
-    program.paints, program.casts = {}, ()
-    if program.tried and not program.has_bodies:
-        return decide(program)
-    _, plan = rewrite_graph(program)
-    program.tried, program.has_bodies = True, bool(plan.bodies)
+def planned(captured: Captured) -> RegionPlan:
+    """Decide a graph anew. Only the first time is the edited graph tried: which ops refuse low inputs is then known."""
+    if captured.tried:
+        return plan_region(captured.problem)
+    _, plan = rewrite_graph(captured)
+    captured.tried = not plan.bodies  # bodies are planned by editing alone
     return plan
 
 

@@ -25,12 +25,12 @@ from amprewrite.api.module import load_onnx_support
 from amprewrite.api.rewrite import plan as make_plan
 from amprewrite.api.rewrite import rewrite
 from amprewrite.ir.evidence.ranges import Calibration, as_text
-from amprewrite.passes import APPLY, DECIDE, WEIGH
-from amprewrite.passes.lower.tidy import Tidy
+from amprewrite.passes import stages
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.report.explain import region_of
 from amprewrite.report.listing import code_lines, fold_table, laid_out
-from amprewrite.report.what_if import WhatIf
+from amprewrite.report.questions.decided_by import decided_after, progress_rows
+from amprewrite.report.questions.explain import region_of
+from amprewrite.report.questions.what_if import WhatIf
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row
 from amprewrite.tables.errors import AccuracyError
@@ -60,6 +60,8 @@ def plan(options: Options) -> int:
         if path:
             with working(f"writing {path}"):
                 write(path)
+    if options.after:
+        return _after(found, options)
     if options.json:
         print(found.to_json())
         return 0
@@ -78,6 +80,19 @@ def plan(options: Options) -> int:
     for path, _ in written:
         if path:
             say([("note", f"wrote {path}")])
+    return 0
+
+
+def _after(plan: CastPlan, options: Options) -> int:
+    """The plan as it stood after one pass."""
+    found = decided_after(plan, options.after)
+    if options.json:
+        as_json([asdict(each) for each in found])
+        return 0
+    rows = [(node, colour, by, _cut(why, 60)) for node, colour, by, why in progress_rows(found)]
+    say(table(("node", "colour", "decided by", "why"), rows))
+    casts, edits = sum(each.casts for each in found), sum(each.edits for each in found)
+    say([("note", f"after {options.after}: {casts} cast{'s' * (casts != 1)}, {edits} edit{'s' * (edits != 1)} planned")])
     return 0
 
 
@@ -274,7 +289,7 @@ def lists(options: Options) -> int:
 
 def passes(options: Options) -> int:
     rows = []
-    for stage, members in (("decide", DECIDE), ("weigh", WEIGH), ("apply", (*APPLY, Tidy()))):
+    for stage, members in stages().items():
         for each in members:
             module = inspect.getmodule(type(each))
             said = (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")
@@ -282,7 +297,7 @@ def passes(options: Options) -> int:
     if options.json:
         as_json([{"stage": stage, "pass": name, "what": said} for stage, name, said in rows])
         return 0
-    say(table(("stage", "pass", "what it does"), [(stage, name, _cut(said, 53)) for stage, name, said in rows]))
+    say(table(("stage", "pass", "what it does"), [(stage, name, _cut(said, 45)) for stage, name, said in rows]))
     return 0
 
 

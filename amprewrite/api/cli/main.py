@@ -125,6 +125,7 @@ def _plan(made: argparse.ArgumentParser) -> None:
     shown.add_argument("--code", action="store_true", help="every line of the rewritten code, annotated")
     shown.add_argument("--nodes", action="store_true", help="every node with its reason")
     shown.add_argument("--ops", action="store_true", help="op × dtype table")
+    shown.add_argument("--after", metavar="PASS", help="what was decided, and by which pass, once PASS had run")
     for name, what in (
         ("--html", "an interactive report"), ("--svg", "a picture"), ("--png", "a picture (needs the png extra)"),
         ("--dot", "Graphviz text"), ("--model-explorer", "node data for Google's Model Explorer"),

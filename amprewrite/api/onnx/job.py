@@ -25,19 +25,15 @@ from amprewrite.graphs.onnx.run.rounded import relative_error, strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
 from amprewrite.graphs.onnx.write.save import Written, written
-from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.follow_plan import check_casts
-from amprewrite.ir.plans.plan import Cast, ModelPlan, RegionPlan
+from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.program import Program
-from amprewrite.passes import DECIDE
+from amprewrite.ir.problem import ConstantRead, Problem
+from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
-from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
-from amprewrite.tables.vocabulary import Colour
 
 TARGET = "meta"
 """Device whose lists and costs are used: no particular one, a file is made for any accelerator."""
@@ -170,7 +166,7 @@ class Job:
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         if self.torch_plan is not None:
             self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]).note())
-        region = decide(reading, self.policy, self.lists, self.given)
+        region = decide_region(reading, self.policy, self.lists, self.given)
         apply_plan(self.model, reading, region, self.low)
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
         report = OnnxReport(
@@ -278,26 +274,21 @@ class Job:
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
 
 
-def decide(reading: Reading, policy: Policy, lists: OpLists, given: ModelPlan | None = None) -> RegionPlan:
-    """Run the deciding passes over what was read, then plan the constants; edits nothing. PlanError where `given` does not fit."""
-    program = Program(reading.graph, policy, lists, name=REGION, device=TARGET)
+def decide_region(reading: Reading, policy: Policy, lists: OpLists, given: ModelPlan | None = None) -> RegionPlan:
+    """Run the deciding passes over what was read; edits nothing. PlanError where `given` does not fit."""
+    problem = Problem(graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=constant_reads(reading))
     if given is not None:
-        program.given = given_region(given, program)
-    run_passes(DECIDE, program)
-    program.casts += plan_constants(reading, program.colours, policy.low)
-    if program.given is not None:
-        check_casts(program.given, program.casts)
-    return program.region_plan()
+        problem = replace(problem, given=given_region(given, problem))
+    return plan_region(problem)
 
 
-def plan_constants(reading: Reading, colours: dict[str, Colour], low: Format) -> tuple[Cast, ...]:
-    """Constants go along with the ops that read them; one low copy serves all that read it low."""
-    users: dict[str, dict[str, None]] = {}
-    for read in reading.constants:
-        if colours[read.partner or read.reader] is Colour.LOW:
-            users.setdefault(read.constant, {})[read.reader] = None
+def constant_reads(reading: Reading) -> tuple[ConstantRead, ...]:
+    """Which ops read which constants of the file, for the passes."""
     return tuple(
-        Cast(constant, low.name, tuple(readers), saturate=_saturates(reading, constant), weight=True) for constant, readers in users.items()
+        ConstantRead(
+            constant=each.constant, reader=each.reader, follows=each.partner or each.reader, saturates=_saturates(reading, each.constant)
+        )
+        for each in reading.constants
     )
 
 

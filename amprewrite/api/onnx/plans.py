@@ -18,7 +18,7 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.read.reader import Reading
 from amprewrite.ir.plans.follow_plan import match_region
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
-from amprewrite.ir.program import Program
+from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -31,11 +31,11 @@ SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE, Reason.CANCELS)
 """Facts that a given plan of the very graph may overrule: whoever wrote it has seen them."""
 
 
-def given_region(plan: ModelPlan, program: Program) -> RegionPlan:
+def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     """The region to follow. PlanError where the plan is not of this graph, or asks for what no op can do."""
-    region = match_region(plan, program)
+    region = match_region(plan, problem)
     for planned in region.nodes:
-        vertex = program.graph.nodes.get(planned.name)
+        vertex = problem.graph.nodes.get(planned.name)
         if vertex is None or vertex.pinned is None or planned.colour is not Colour.LOW:
             continue
         colour, reason, detail = vertex.pinned

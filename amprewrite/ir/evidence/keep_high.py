@@ -10,7 +10,7 @@ from amprewrite.ir.op_graph import OpGraph
 
 
 @dataclass(frozen=True)
-class Careful:
+class KeepHigh:
     """What to keep high: by fingerprint of the graph, by node, why."""
 
     graphs: Mapping[str, Mapping[str, str]]

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from amprewrite.ir.plans.plan import Cast, ModelPlan, RegionPlan
-from amprewrite.ir.program import Program
+from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.vocabulary import Colour
 
 
-def match_region(plan: ModelPlan, program: Program) -> RegionPlan:
-    """The region of `plan` whose nodes are those of `program`.
+def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
+    """The region of `plan` whose nodes are those of `problem`.
 
     Raises PlanError naming the first mismatch with the closest region, and for colours that the graph cannot have.
     """
-    if plan.low != program.policy.low.name:
-        raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {program.policy.low.name}; pass dtype={plan.low!r}")
-    found = {region: _first_mismatch(region, program) for region in plan.regions}
+    if plan.low != problem.policy.low.name:
+        raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {problem.policy.low.name}; pass dtype={plan.low!r}")
+    found = {region: _first_mismatch(region, problem) for region in plan.regions}
     fitting = [region for region, mismatch in found.items() if not mismatch]
     if fitting:
-        of_that_name = [region for region in fitting if region.name.rpartition(".")[2] == program.name]  # two branches may be alike
+        of_that_name = [region for region in fitting if region.name.rpartition(".")[2] == problem.name]  # two branches may be alike
         region = (of_that_name or fitting)[0]
-        _check_colours(region, program)
+        _check_colours(region, problem)
         return region
     if not found:
         raise PlanError("the plan has no regions; make one with amprewrite.plan(model, args)")
-    closest = min(found, key=lambda region: abs(len(region.nodes) - len(program.graph.nodes)))
+    closest = min(found, key=lambda region: abs(len(region.nodes) - len(problem.graph.nodes)))
     raise PlanError(f"the plan is for another model, mode or kind of input: {found[closest]}; make it anew with amprewrite.plan")
 
 
-def _first_mismatch(region: RegionPlan, program: Program) -> str:
-    here = [node for node in program.graph if node.dtype or node.role == "output"]  # symbolic sizes come and go with the batch
+def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
+    here = [node for node in problem.graph if node.dtype or node.role == "output"]  # symbolic sizes come and go with the batch
     there = [planned for planned in region.nodes if planned.dtype or planned.role == "output"]
     for planned, node in zip(there, here, strict=False):
         if planned.name != node.name:
@@ -43,11 +43,11 @@ def _first_mismatch(region: RegionPlan, program: Program) -> str:
     return ""
 
 
-def _check_colours(region: RegionPlan, program: Program) -> None:
+def _check_colours(region: RegionPlan, problem: Problem) -> None:
     for planned in region.nodes:
-        if planned.name not in program.graph.nodes:
+        if planned.name not in problem.graph.nodes:
             continue
-        node = program.graph[planned.name]
+        node = problem.graph[planned.name]
         if (planned.colour is Colour.PLAIN) != (not node.carries_fp32):
             raise PlanError(f"{planned.name} is {planned.colour.value} in the plan, but it carries {node.dtype or 'no tensor'}")
         if planned.colour is Colour.LOW and node.role != "op" and node.pinned is not None:

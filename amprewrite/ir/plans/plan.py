@@ -15,7 +15,7 @@ from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FORMATS
-from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
 SCHEMA = 1
 """Version of the JSON form; a file of another version is refused."""
@@ -75,6 +75,19 @@ class Cast:
 
 
 @dataclass(frozen=True)
+class NodeEdit:
+    """Something done to one op beside its casts and pads."""
+
+    node: str
+    what: Edit
+    on: bool = True
+    """False: it could be done, and is switched off."""
+
+    def __str__(self) -> str:
+        return f"{self.node} {self.what.says}" if self.on else f"{self.node} stays as it is (switched off: {self.what.value})"
+
+
+@dataclass(frozen=True)
 class Skipped:
     """A part of the model that runs outside the rewritten graphs, and why."""
 
@@ -112,15 +125,18 @@ class RegionPlan:
     entry: str = ""
     """Path of the module that was called, "" for the root."""
     pads: PadPlan = field(default_factory=PadPlan)
+    edits: tuple[NodeEdit, ...] = ()
     bodies: tuple[RegionPlan, ...] = ()
     """Plans of the graphs inside this one: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
     A ModelPlan lists them as regions of their own."""
     basis: Any = field(default=None, compare=False, repr=False)
-    """The undecided Program that this was decided from: what "what if" questions start from. It is no part of the JSON."""
+    """The Problem that this was decided from: what "what if" questions start from. It is no part of the JSON."""
     candidates: tuple[Candidate, ...] = ()
     """What was weighed, the plan itself first; empty where nothing was."""
     priced_on: str = ""
     """The device whose prices those are."""
+    scales_loss: bool = False
+    """Whether gradients are multiplied by the loss scale inside this region."""
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
         """This region under `name`, and its bodies after it."""
@@ -249,6 +265,32 @@ class ModelPlan:
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
+    def switch_off(self, *names: str) -> Self:
+        """A copy without some of what is done beside casts and pads: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
+
+        A name is that of a node or module, or of a kind of edit (the values of `tables.vocabulary.Edit`). PlanError if a name has none.
+        """
+        regions = {region.name: region for region in self.regions}
+        for name in names:
+            found = 0
+            for region in regions.values():
+                nodes = self._nodes_of(region, name)
+                chosen = [edit for edit in region.edits if edit.what.value == name or edit.node in nodes]
+                edits = tuple(replace(edit, on=False) if edit in chosen else edit for edit in region.edits)
+                regions[region.name] = replace(region, edits=edits, basis=None)
+                found += len(chosen)
+            if not found:
+                known = dict.fromkeys(edit.what.value for region in self.regions for edit in region.edits)
+                raise PlanError(f"{shown(name)} has no edit to switch off; the plan has: {', '.join(known) or 'none'}")
+        return replace(self, regions=tuple(regions.values()))
+
+    def _nodes_of(self, region: RegionPlan, name: str) -> set[str]:
+        """Names of the region's nodes that `name` stands for; none if it is the name of a kind of edit."""
+        if any(name == edit.value for edit in Edit):
+            return set()
+        prefix = f"{region.name}/" if len(self.regions) > 1 else ""
+        return {node.name.removeprefix(prefix) for node in self.find(name) if node.name.startswith(prefix)}
+
     def diff(self, other: ModelPlan) -> str:
         """What `other` does differently, a line each; empty where nothing does."""
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
@@ -262,6 +304,9 @@ class ModelPlan:
         here, there = ({(c.value, c.to, c.users) for c in plan.casts} for plan in (self, other))
         lines += [f"cast gone: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(here - there)]
         lines += [f"cast new: {value} -> {to} for {', '.join(users)}" for value, to, users in sorted(there - here)]
+        mine_edits, their_edits = ({str(edit): None for region in plan.regions for edit in region.edits} for plan in (self, other))
+        lines += [f"edit gone: {text}" for text in mine_edits if text not in their_edits]
+        lines += [f"edit new: {text}" for text in their_edits if text not in mine_edits]
         return "\n".join(map(printable, lines))
 
 
@@ -286,11 +331,12 @@ def region_lines(region: RegionPlan) -> list[str]:
         if node.role == "op":
             lines.append(f"  {node.name:{width}}  {shape_of(node):{size}}  {node.dtype or '-':5}  {node.colour.value:5}  {node.why()}")
     lines += [f"  pad {each}" for each in region.pads.regions]
+    lines += [f"  edit {each}" for each in region.edits]
     return lines + [f"  note: {note}" for note in region.notes]
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, Colour | Reason | OpKind):
+    if isinstance(value, Colour | Edit | Reason | OpKind):
         return value.name if isinstance(value, Reason) else value.value
     raise TypeError(f"cannot write {type(value).__name__} into a plan")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, shape_of
 from amprewrite.report.counts import by_impact, cast_kind, casts_by_kind, module_tree, node_bytes
-from amprewrite.report.explain import bare_name, region_of, what_would_change
 from amprewrite.report.pictures.graph import Drawing, draw
-from amprewrite.report.what_if import WhatIf
+from amprewrite.report.questions.explain import bare_name, region_of, what_would_change
+from amprewrite.report.questions.what_if import WhatIf
 from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.vocabulary import Colour
 

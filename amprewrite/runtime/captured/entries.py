@@ -13,7 +13,7 @@ from torch import nn
 
 from amprewrite.graphs.fx.node_facts import forget_inputs
 from amprewrite.ir.plans.plan import Skipped
-from amprewrite.passes.lower.nn_module import CompiledFn
+from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.region import Region, Run

@@ -18,36 +18,37 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.observer import Watch
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.read.magnitudes import NARROW
+from amprewrite.graphs.fx.run.observer import Watch
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
-from amprewrite.ir.program import Program
+from amprewrite.ir.problem import Problem
 from amprewrite.tables.formats import FP32
 
 CALLS = 3
 """How many calls of a graph are looked at: the first may be a warm-up on made-up inputs."""
 
 
-def worth_watching(program: Program) -> bool:
+def worth_watching(problem: Problem) -> bool:
     """Whether a graph's own decisions may overflow: in fp16, unless it follows a plan that was given."""
-    return program.policy.low.max <= NARROW and program.policy.low is not FP32 and program.given is None
+    return problem.policy.low.max <= NARROW and problem.policy.low is not FP32 and problem.given is None
 
 
 class FirstCalls:
     """The first calls of one graph.
 
-    `learn` adds ranges to what the calibration says, `again` decides and emits the program anew for such inputs, `warn` tells the user.
+    `learn` adds ranges to what the calibration says, `again` decides and emits the graph anew for such inputs, `warn` tells the user.
     """
 
     def __init__(
         self,
-        program: Program,
+        captured: Captured,
         learn: Callable[[tuple[RegionRanges, ...]], Calibration],
         again: Callable[[tuple[Any, ...]], None],
         warn: Callable[[str], None],
     ) -> None:
-        self.program, self.learn, self.again, self.warn = program, learn, again, warn
+        self.captured, self.learn, self.again, self.warn = captured, learn, again, warn
         self.left = CALLS
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> Any:
@@ -64,7 +65,7 @@ class FirstCalls:
             return result
         watch = Watch()
         with torch.no_grad():
-            exact = watch(self.program, before.copies())
+            exact = watch(self.captured, before.copies())
         if not _broken(result, exact):
             return result
         if not before.can_undo(inputs):
@@ -90,27 +91,26 @@ class FirstCalls:
         with torch.no_grad():
             result = run(before.copies())
             watch = Watch()
-            exact = None if all_finite(result) else watch(self.program, before.copies())
+            exact = None if all_finite(result) else watch(self.captured, before.copies())
         before.undo(inputs)
         if exact is not None and _broken(result, exact):
             self._decide_anew(watch, inputs)
 
     @property
     def _place(self) -> str:
-        return f"{self.program.name}{' of ' if self.program.entry else ''}{self.program.entry}"
+        problem = self.captured.problem
+        return f"{problem.name}{' of ' if problem.entry else ''}{problem.entry}"
 
     @property
     def _low(self) -> str:
-        return self.program.policy.low.name
+        return self.captured.problem.policy.low.name
 
     def _decide_anew(self, watch: Watch, inputs: tuple[Any, ...]) -> None:
-        program = self.program
-        program.calibration = self.learn(tuple(watch.regions.values()))
-        for part in program.parts.values():
-            part.calibration = program.calibration
-        program.paints, program.casts = {}, ()
-        program.left_bodies[""] = f"a first call overflowed in {self._low}, and nobody sees the values in there"
-        program.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
+        captured, calibration = self.captured, self.learn(tuple(watch.regions.values()))
+        for each in (captured, *captured.parts.values()):
+            each.know(calibration=calibration)
+        captured.left_bodies[""] = f"a first call overflowed in {self._low}, and nobody sees the values in there"
+        captured.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.again(inputs)
 
 

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.read.magnitudes import Fit, fit, largest, weights_among
-from amprewrite.ir.program import Program
 from amprewrite.tables.formats import Format
 
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
@@ -85,13 +85,13 @@ def look(entries: Iterable[Entry], root: nn.Module, low: Format, note: Callable[
     return f"{worse[0]}{more}; results since then may be wrong, and the next call keeps high what reads it" if worse else ""
 
 
-def known_weights(program: Program, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
-    """The weights among the inputs of a captured graph, for `moved`; `program.magnitudes` has their sizes."""
-    sizes, low = program.magnitudes, program.policy.low
+def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
+    """The weights among the inputs of a captured graph, for `moved`; `captured.problem.magnitudes` has their sizes."""
+    sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = _weights(root)
     return [
         Known(name, fit(sizes[name], low), None if own.get(name) is tensor else weakref.ref(tensor))
-        for name, tensor in weights_among(program, inputs).items()
+        for name, tensor in weights_among(captured, inputs).items()
         if name in sizes
     ]
 

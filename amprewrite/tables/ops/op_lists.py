@@ -24,7 +24,7 @@ from amprewrite.tables.vocabulary import OpKind
 
 __all__ = ["OPS", "PRESETS", "Op", "OpLists", "find_op", "is_inplace", "op_lists", "op_name"]
 
-Rule = Literal["cost", "tf", "local", "force"]
+Rule = Literal["cost", "tf", "autocast", "all-low"]
 
 
 def index_rows(rows: Iterable[Op]) -> tuple[dict[str, Op], dict[str, Op]]:
@@ -202,11 +202,11 @@ class OpLists:
 
     name: str
     rule: Rule
-    """cost: the default planner; tf: TensorFlow's grappler; local: torch.autocast, op by op; force: all low but denied."""
+    """cost: the default planner; tf: TensorFlow's grappler; autocast: torch.autocast, op by op; all-low: all low but denied."""
     kinds: Mapping[str, OpKind] = field(hash=False)
-    """Vocabulary name → kind. An op that is missing is a high wall, or under rule "local" follows its inputs."""
+    """Vocabulary name → kind. An op that is missing is a high wall, or under rule "autocast" follows its inputs."""
     promote: frozenset[str] = frozenset()
-    """Rule "local": ops that take the widest of their inputs."""
+    """Rule "autocast": ops that take the widest of their inputs."""
     infer_after_allow: bool = True
     """Rule "tf": an infer op right after an allow op turns low, too (TensorFlow since 2025)."""
     asked: frozenset[str] = frozenset()
@@ -268,16 +268,16 @@ def _tf(fmt: Format, device: str) -> OpLists:
 
 
 def _autocast(fmt: Format, device: str) -> OpLists:
-    return OpLists("autocast", "local", list_presets.autocast_kinds(device), list_presets.AUTOCAST_PROMOTE[device])
+    return OpLists("autocast", "autocast", list_presets.autocast_kinds(device), list_presets.AUTOCAST_PROMOTE[device])
 
 
 def _o2(fmt: Format, device: str) -> OpLists:
     """Everything low, but batch norm (Apex's keep_batchnorm_fp32)."""
-    return OpLists("o2", "force", {op: OpKind.DENY if op == "batch_norm" else OpKind.ALLOW for op in OPS})
+    return OpLists("o2", "all-low", {op: OpKind.DENY if op == "batch_norm" else OpKind.ALLOW for op in OPS})
 
 
 def _o3(fmt: Format, device: str) -> OpLists:
-    return OpLists("o3", "force", dict.fromkeys(OPS, OpKind.ALLOW))
+    return OpLists("o3", "all-low", dict.fromkeys(OPS, OpKind.ALLOW))
 
 
 PRESETS = {"default": _default, "tf": _tf, "autocast": _autocast, "o2": _o2, "o3": _o3}

@@ -7,7 +7,7 @@ but know `is_causal` (ATen/native/transformers/cuda/sdp_utils.cpp: flash attenti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch.fx
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.node_facts import example_value, transformed_nodes
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.tables.ops.op_lists import is_inplace, op_name
+from amprewrite.tables.vocabulary import Edit
 
 PURE = frozenset({
     "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "scalar_tensor",
@@ -80,6 +81,69 @@ def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
     return False
 
 
+ATTENTION = "scaled_dot_product_attention"
+MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
+"""Places and names of the arguments (torch.nn.functional.scaled_dot_product_attention)."""
+
+
+def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.Node]) -> dict[torch.fx.Node, Edit]:
+    """What may be done to the mask of each attention call of a graph; calls whose mask must stay are left out.
+
+    `around` gives the value of the graph outside that each input of a checkpoint's body is.
+    """
+    found: dict[torch.fx.Node, Edit] = {}
+    for mask, calls in mask_readers(graph).items():
+        outer = around.get(mask, mask)
+        sources = sources_of(outer) if not (outer is not mask and _is_written(mask)) else None
+        if sources is not None and not sources[1]:
+            masks = Masks(*sources)
+            found |= {call: edit for call in calls if (edit := _of_fixed_sizes(call, masks)) is not None}
+        elif sources is not None and outer is mask:
+            found |= dict.fromkeys(calls, Edit.LOOK_UP_MASK)
+        elif _may_look(mask):
+            found |= dict.fromkeys(calls, Edit.LOOK_AT_MASK)
+    return found
+
+
+def mask_readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+    """The attention calls that read each mask; under vmap and its like nothing can look at one."""
+    found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    transformed = transformed_nodes(graph)
+    for node in graph.nodes:
+        if op_name(node.target) == ATTENTION and not argument(node, CAUSAL) and node not in transformed:
+            mask = argument(node, MASK)
+            if isinstance(mask, torch.fx.Node):
+                found.setdefault(mask, []).append(node)
+    return found
+
+
+def argument(call: torch.fx.Node, which: tuple[int, str]) -> Any:
+    """An argument of a call by its place or its name; None if it is not given."""
+    at, name = which
+    return call.args[at] if len(call.args) > at else call.kwargs.get(name)
+
+
+def queries_and_keys(call: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
+    """The first two operands of an attention call."""
+    return argument(call, (0, "query")), argument(call, (1, "key"))
+
+
+def _of_fixed_sizes(call: torch.fx.Node, masks: Masks) -> Edit | None:
+    lengths = tuple(example_value(x).shape[-2] for x in queries_and_keys(call))
+    kind = masks.kind((), lengths) if all(type(length) is int for length in lengths) else Kind.OTHER  # type: ignore[arg-type]
+    return {Kind.CAUSAL: Edit.DROP_CAUSAL_MASK, Kind.ALL: Edit.DROP_FULL_MASK}.get(kind)
+
+
+def _may_look(mask: torch.fx.Node) -> bool:
+    value = example_value(mask)
+    plain = isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.device.type == "cpu"
+    return plain and not _is_written(mask)
+
+
+def _is_written(mask: torch.fx.Node) -> bool:
+    return any(writes_to(node, {mask}) for node in mask.graph.nodes)
+
+
 class Masks:
     """A mask of a graph as a function of its sizes, with what it was found to say at each."""
 
@@ -137,4 +201,7 @@ def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
     return Kind.CAUSAL if torch.equal(allowed, causal.expand_as(allowed)) else Kind.OTHER
 
 
-__all__ = ["Kind", "Masks", "find_mask", "kind_of", "look_at_mask", "sources_of", "writes_to"]
+__all__ = [
+    "CAUSAL", "MASK", "Kind", "Masks", "argument", "find_mask", "kind_of", "look_at_mask", "mask_readers", "queries_and_keys", "read_masks",
+    "sources_of", "writes_to",
+]  # fmt: skip

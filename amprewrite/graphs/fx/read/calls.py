@@ -11,8 +11,10 @@ import torch.fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amprewrite.graphs.fx.node_facts import example_value, tensors, transformed_nodes, written
-from amprewrite.ir.op_calls import Call, Ref, Shape
+from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
 from amprewrite.ir.op_graph import OpGraph
+from amprewrite.tables.formats import Format, is_far
+from amprewrite.tables.ops.op_lists import op_name
 
 
 def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[str, Call]:
@@ -27,6 +29,28 @@ def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[st
     return {
         names[node]: _call(graph, names[node], node, names, opaque.get(node, "")) for node in module_graph.nodes if node in names
     }
+
+
+NORMS = {"batch_norm", "instance_norm"}
+STATISTICS_AND_WEIGHTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
+"""Places and names of the arguments that both take."""
+
+
+def read_bare_norms(nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
+    """Norms of values on a CPU without any argument beside them: nothing else says in what dtype they keep their statistics."""
+    return tuple(name for name, node in nodes.items() if op_name(node.target) in NORMS and _is_bare(node))
+
+
+def _is_bare(node: torch.fx.Node) -> bool:
+    value = example_value(node)
+    on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return on_cpu and all((node.args[at] if len(node.args) > at else node.kwargs.get(name)) is None for at, name in STATISTICS_AND_WEIGHTS)
+
+
+def read_far_constants(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
+    """Ops with finite constants beyond the range of `low` among their arguments."""
+    arguments = {name: (node.args, tuple(node.kwargs.values())) for name, node in nodes.items()}
+    return tuple(name for name, given in arguments.items() if any(is_far(leaf, low) for leaf in leaves(given)))
 
 
 def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.fx.Node, str], opaque: str) -> Call:

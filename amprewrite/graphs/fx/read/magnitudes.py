@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import held_value
-from amprewrite.ir.program import Program
 from amprewrite.tables.formats import Format
 
 NARROW = 1e30
@@ -33,27 +33,25 @@ def fit(size: float, low: Format) -> Fit:
     return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
 
 
-def magnitudes(program: Program, inputs: Sequence[Any]) -> dict[str, float]:
+def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
     """Largest magnitude of each fp32 parameter and buffer of the graph, by node; {} for a wide low format."""
-    found = weights_among(program, inputs)
+    found = weights_among(captured, inputs)
     return dict(zip(found, largest(list(found.values())), strict=True))
 
 
-def weights_among(program: Program, inputs: Sequence[Any]) -> dict[str, Tensor]:
+def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
     """The fp32 parameters and buffers that the graph takes among its `inputs` or reads from its module, by node.
 
-    {} for a wide low format.
-
-    Tensors of other classes (distributed, fake) are left out: looking at them is not free.
+    {} for a wide low format. Tensors of other classes (distributed, fake) are left out: looking at them is not free.
     """
-    if program.policy.low.max > NARROW or program.module is None:
+    if captured.problem.policy.low.max > NARROW:
         return {}
-    by_node = {node: name for name, node in program.fx_nodes.items()}
-    placeholders = zip(program.module.graph.find_nodes(op="placeholder"), inputs, strict=False)
-    held = ((node, held_value(node)) for node in program.module.graph.find_nodes(op="get_attr"))
+    names, graph = captured.names, captured.module.graph
+    placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    held = ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))
     found: dict[str, Tensor] = {}
     for node, value in (*placeholders, *held):
-        vertex = program.graph.nodes.get(by_node.get(node, ""))
+        vertex = captured.problem.graph.nodes.get(names.get(node, ""))
         plain = type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32 and value.layout == torch.strided
         if plain and vertex is not None and vertex.role in ("parameter", "buffer") and value.device.type != "meta" and value.numel():
             found[vertex.name] = value

@@ -100,7 +100,7 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     kind = lists.kind(fact.row.name)
     if kind is None and fact.op in CONVERSIONS:
         return OpKind.CLEAR  # to the dtype it has already, but for those with facts of their own
-    if kind is None and lists.rule == "local":
+    if kind is None and lists.rule == "autocast":
         return OpKind.INFER  # torch.autocast lets it follow its inputs
     if lists.rule == "cost" and fact.row.name not in lists.asked:
         small = low.max > 1e30 or _only_tanh_reads(fact.node)

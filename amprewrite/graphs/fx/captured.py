@@ -1,0 +1,118 @@
+"""A captured fx graph with the problem that was read from it, and the copy of it that passes edit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.fx
+
+from amprewrite.graphs.fx.node_facts import kept_meta
+from amprewrite.ir.op_calls import Call
+from amprewrite.ir.plans.pad_plan import Layout
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import OpLists
+
+Hoisted = tuple[int, torch.dtype, Layout]
+"""A low copy of a weight: the place of the weight among the inputs, the dtype of the copy, its padded layout."""
+
+
+@dataclass
+class Captured:
+    """A graph as it was captured. `module` is never edited; `problem` is exchanged for another when more becomes known."""
+
+    problem: Problem
+    module: torch.fx.GraphModule
+    nodes: dict[str, torch.fx.Node]
+    """The fx node of each vertex of the problem's graph."""
+    match_given: Callable[[Problem], RegionPlan] | None = None
+    """Finds the plan to follow for a graph inside this one."""
+    parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
+    """The bodies of activation checkpoints, for a caller that runs them one by one."""
+    left_bodies: dict[str, str] = field(default_factory=dict)
+    """Graphs inside this one that stay as they are, and why; "": all of them."""
+    by_autocast: Captured | None = None
+    """The same graph read by torch.autocast's lists, for a comparison."""
+    tried: bool = False
+    """Whether a plan of it was tried on fake tensors already, so that deciding alone gives the plan."""
+
+    def know(self, **facts: Any) -> None:
+        """Exchange the problem for one that knows more: `facts` are fields of `Problem`."""
+        self.problem = replace(self.problem, **facts)
+
+    def note(self, text: str) -> None:
+        """Add a line to the notes of every plan that is made of this graph, once."""
+        if text not in self.problem.notes:
+            self.know(notes=(*self.problem.notes, text))
+
+    @property
+    def names(self) -> dict[torch.fx.Node, str]:
+        """The vertex of each fx node."""
+        return {node: name for name, node in self.nodes.items()}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a captured graph is to be read: what the normalising passes look at."""
+
+    lists: OpLists
+    low: Format
+    training: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an edited graph is to become: what the lowering passes look at."""
+
+    eager: bool
+    """Runs as it is, not through a compiler."""
+    training: bool
+    """Was captured with gradients."""
+    weight_cache: bool
+    """Takes its low copies of weights from a cache."""
+
+
+@dataclass
+class EditedGraph:
+    """The copy of a captured graph that applying passes edit as a plan says."""
+
+    module: torch.fx.GraphModule
+    nodes: dict[str, torch.fx.Node]
+    """The fx node of each vertex."""
+    calls: Mapping[str, Call] = field(default_factory=dict)
+    """How every op was called; read only if something may be padded."""
+    hoisted: list[Hoisted] = field(default_factory=list)
+    """The low copies of weights that the graph takes as its last inputs."""
+
+    @property
+    def names(self) -> dict[torch.fx.Node, str]:
+        """The vertex of each fx node."""
+        return {node: name for name, node in self.nodes.items()}
+
+    @classmethod
+    def of(cls, captured: Captured) -> EditedGraph:
+        """A copy of the captured graph; tensors and sub-modules are shared."""
+        module, copies = copy_graph(captured.module)
+        return cls(module, {name: copies[node] for name, node in captured.nodes.items()}, captured.problem.calls)
+
+
+def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
+    """The graph once more, and the copy of each node; tensors and sub-modules are shared."""
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph = torch.fx.Graph()
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = kept_meta(node.meta)
+    graph._codegen = module.graph._codegen
+    copied = torch.fx.GraphModule(module, graph, type(module).__name__)
+    copied.meta.update(module.meta)
+    for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
+        if hasattr(module, attribute):
+            setattr(copied, attribute, getattr(module, attribute))
+    return copied, copies
+
+
+__all__ = ["Captured", "EditedGraph", "Hoisted", "Reading", "Target", "copy_graph"]

@@ -1,0 +1,181 @@
+"""Prices measured on the device at hand: each op of a graph and each size of cast, timed once and kept on disk.
+
+1. An op is called as the graph calls it, on random tensors of its shapes, once in fp32 and once in the low format.
+2. After two calls to warm up, the least of the means over short runs counts: other work on the machine only ever adds.
+3. Results are kept in the user's cache folder, by device, PyTorch version, threads, op, shapes and dtypes.
+
+What cannot be called by itself (its arguments are no tensors, or it refuses the format) keeps the price of the device table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from rich.console import Console
+from rich.progress import Progress
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import example_value, hint
+from amprewrite.graphs.fx.run.price_cache import Prices, cache_file, read_prices, write_prices
+from amprewrite.ir.cost import moves_nothing
+from amprewrite.ir.op_graph import OpNode
+from amprewrite.tables.formats import FP32, Format
+
+RUN = 2e-3
+"""Seconds that one run of calls takes at least; the best of `RUNS` counts."""
+RUNS = 3
+
+
+@dataclass
+class Measured:
+    """Measured seconds of the ops and casts of one graph."""
+
+    ops: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By node and format."""
+    casts: dict[int, float] = field(default_factory=dict)
+    """By number of elements."""
+    fresh: int = 0
+    """How many were measured now, not read from disk."""
+    refused: int = 0
+    """How many calls cannot be made alone, and keep the table's price."""
+
+    def op(self, node: OpNode, fmt: Format) -> float | None:
+        return self.ops.get((node.name, fmt.name))
+
+    def cast(self, numel: int, fmt: Format) -> float | None:
+        return self.casts.get(numel)
+
+
+def measure(captured: Captured) -> Measured:
+    """Time the ops and casts of a graph, or read what was timed before."""
+    known, new = read_prices(), Prices()
+    problem = captured.problem
+    found, place = Measured(), _place(problem.device)
+    tasks = list(_tasks(captured))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for where, key, make in progress.track(tasks, description=f"timing {problem.name}"):
+            whole = f"{place}|{key}"
+            if whole not in known:
+                known[whole] = new[whole] = _seconds(make, problem.device)
+            seconds = known[whole]
+            found.refused += seconds is None
+            if seconds is not None and isinstance(where, tuple):
+                found.ops[where] = seconds
+            elif seconds is not None and isinstance(where, int):
+                found.casts[where] = seconds
+    found.fresh = len(new)
+    if new:
+        write_prices(new)
+    return found
+
+
+Task = tuple[tuple[str, str] | int, str, Callable[[], Callable[[], Any]]]
+"""What is measured, its key on disk, and what sets the call up."""
+
+
+def _tasks(captured: Captured) -> Iterator[Task]:
+    problem = captured.problem
+    low, sizes = problem.policy.low, set()
+    for node in problem.graph:
+        if node.carries_fp32:
+            sizes.add(node.numel)
+        fx_node = captured.nodes.get(node.name)
+        if fx_node is None or not node.carries_fp32 or node.kind is None or moves_nothing(node):
+            continue
+        for fmt in (FP32, low):
+            key = _key(fx_node, fmt)
+            if key:
+                yield (node.name, fmt.name), key, _caller(fx_node, fmt, problem.device)
+    for numel in sorted(sizes):
+        yield numel, f"cast {numel} {low.name}", _caster(numel, low, problem.device)
+
+
+def _key(node: torch.fx.Node, fmt: Format) -> str:
+    """The call as text; "" where its arguments are more than tensors and numbers."""
+    target: Any = node.target
+    name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
+    leaves = []
+    for leaf in tree_leaves((node.args, node.kwargs)):
+        value = example_value(leaf) if isinstance(leaf, torch.fx.Node) else leaf
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            dtype = fmt.name if value.dtype == torch.float32 else str(value.dtype)
+            leaves.append(f"{dtype}{[hint(size) for size in value.shape]}")
+        elif isinstance(leaf, torch.fx.Node):
+            return ""
+        else:
+            leaves.append(repr(leaf))
+    return f"{name}({', '.join(leaves)}) {fmt.name}"
+
+
+def _caller(node: torch.fx.Node, fmt: Format, device: str) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        def tensor(argument: torch.fx.Node) -> torch.Tensor:
+            value = example_value(argument)
+            shape = [hint(size) for size in value.shape]
+            if value.dtype == torch.float32:
+                return torch.rand(shape, dtype=torch.float32, device=device).to(fmt.dtype)
+            return torch.zeros(shape, dtype=value.dtype, device=device)
+
+        args, kwargs = map_arg((node.args, node.kwargs), tensor)
+        if node.op == "call_method":
+            method = getattr(args[0], str(node.target))
+            return lambda: method(*args[1:], **kwargs)
+        target: Any = node.target
+        return lambda: target(*args, **kwargs)
+
+    return make
+
+
+def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        tensor = torch.rand(numel, dtype=torch.float32, device=device)
+        return lambda: tensor.to(low.dtype)
+
+    return make
+
+
+def _seconds(make: Callable[[], Callable[[], Any]], device: str) -> float | None:
+    """Seconds a call; None for a call that cannot be made: it keeps the table's price."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            call = make()
+            for _ in range(2):
+                call()
+            calls, best = 1, float("inf")
+            for _ in range(RUNS):
+                taken = _run(call, calls, device)
+                while taken < RUN:
+                    calls *= 2
+                    taken = _run(call, calls, device)
+                best = min(best, taken / calls)
+            return best
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return None
+
+
+def _run(call: Callable[[], Any], calls: int, device: str) -> float:
+    accelerator = torch.accelerator if device != "cpu" else None
+    if accelerator is not None:
+        accelerator.synchronize()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if accelerator is not None:
+        accelerator.synchronize()
+    return time.perf_counter() - started
+
+
+def _place(device: str) -> str:
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{device} x{torch.get_num_threads()}"
+    return f"{name}|torch {torch.__version__}"
+
+
+__all__ = ["Measured", "cache_file", "measure"]

@@ -1,0 +1,74 @@
+"""Run captured graphs in fp32, op by op, with an eye on every value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import is_checkpoint, tensors
+from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
+from amprewrite.ir.op_graph import OpNode
+from amprewrite.tables.vocabulary import Reason
+
+
+class Watch:
+    """A manner of running graphs: op by op in fp32, with an eye on every value."""
+
+    def __init__(self, gradients: bool = False) -> None:
+        self.gradients = gradients
+        self.regions: dict[str, RegionRanges] = {}
+        self._fingerprints: dict[int, tuple[Captured, str]] = {}
+
+    def __call__(self, captured: Captured, inputs: tuple[Any, ...]) -> Any:
+        if id(captured) not in self._fingerprints:
+            self._fingerprints[id(captured)] = (captured, fingerprint(captured.problem.graph))
+        graph = self._fingerprints[id(captured)][1]
+        region = self.regions.setdefault(graph, RegionRanges(graph, captured.problem.name))
+        return _Watcher(captured, region, self).run(*inputs)
+
+
+def inside_transform(vertex: OpNode) -> bool:
+    """Whether a value exists inside a torch.func transform alone: it cannot be looked at from outside, and runs as it is."""
+    return vertex.pinned is not None and vertex.pinned[1] is Reason.OPAQUE
+
+
+class _Watcher(torch.fx.Interpreter):
+    """Runs a captured graph as it is, and adds to `region` what it sees."""
+
+    def __init__(self, captured: Captured, region: RegionRanges, watch: Watch) -> None:
+        super().__init__(captured.module, garbage_collect_values=True)
+        self.captured, self.region, self.watch = captured, region, watch
+        self.vertices = {node: captured.problem.graph[name] for name, node in captured.nodes.items()}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = self._run_body(n) if is_checkpoint(n) else super().run_node(n)
+        vertex = self.vertices.get(n)
+        if vertex is None or not vertex.carries_fp32 or vertex.role == "output" or inside_transform(vertex):
+            return result
+        shown = tensors(result)
+        if not shown and n.args and isinstance(n.args[0], torch.fx.Node):
+            shown = tensors(self.env.get(n.args[0]))  # setitem and the like give nothing; what they wrote is meant
+        for tensor in shown:
+            if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
+                self._see(vertex.name, tensor, still=vertex.role == "parameter")
+        return result
+
+    def _see(self, name: str, tensor: torch.Tensor, still: bool) -> None:
+        values, gradients = self.region.values, self.region.gradients
+        assert isinstance(values, dict) and isinstance(gradients, dict)
+        if not (still and name in values):
+            values[name] = values.get(name, ValueRange()) | ValueRange.of(tensor)
+        if self.watch.gradients and tensor.requires_grad and torch.is_grad_enabled():
+
+            def look(gradient: torch.Tensor) -> None:
+                gradients[name] = gradients.get(name, ValueRange()) | ValueRange.of(gradient)
+
+            tensor.register_hook(look)
+
+    def _run_body(self, n: torch.fx.Node) -> Any:
+        """The body of an activation checkpoint is a graph of its own; here it runs without being recomputed."""
+        args = self.fetch_args_kwargs_from_env(n)[0]
+        return self.watch(self.captured.parts[n], args[1:])

@@ -1,0 +1,93 @@
+"""A plan in the making: what the deciding passes have written so far, and how it is frozen into the plan of a region."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from amprewrite.ir.plans.pad_plan import PadPlan
+from amprewrite.ir.plans.plan import Candidate, Cast, NodeEdit, NodePlan, RegionPlan
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Colour, Edit, Reason
+
+
+@dataclass(frozen=True)
+class Painted:
+    """A colour with its reason, the node that caused it, and a word more."""
+
+    colour: Colour
+    reason: Reason
+    because_of: str = ""
+    detail: str = ""
+
+
+@dataclass
+class Decisions:
+    """What has been decided of one problem. Deciding passes add to it; applying passes never see it, but the plan it freezes to."""
+
+    paints: dict[str, Painted] = field(default_factory=dict)
+    casts: tuple[Cast, ...] = ()
+    pads: PadPlan = field(default_factory=PadPlan)
+    candidates: tuple[Candidate, ...] = ()
+    """What the plan was weighed against, itself first."""
+    edits: list[NodeEdit] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def paint(self, name: str, colour: Colour, reason: Reason, because_of: str = "", detail: str = "") -> None:
+        self.paints[name] = Painted(colour, reason, because_of, detail)
+
+    @property
+    def colours(self) -> dict[str, Colour]:
+        return {name: painted.colour for name, painted in self.paints.items()}
+
+    def edit(self, problem: Problem, node: str, what: Edit) -> None:
+        """Do something to one op beside its casts, unless a given plan switches it off."""
+        given = problem.given.edits if problem.given is not None else ()
+        off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
+        self.edits.append(NodeEdit(node, what, on=not off))
+
+    def note(self, text: str) -> None:
+        """Add a line to the notes of the plan, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def freeze(self, problem: Problem) -> RegionPlan:
+        """The plan of the region. Every node of `problem` must have a colour."""
+        place = problem.costs.place if self.candidates else ""
+        return RegionPlan(
+            name=problem.name,
+            nodes=tuple(self._node_plans(problem)),
+            casts=self.casts,
+            training=problem.training,
+            notes=tuple(dict.fromkeys((*problem.notes, *self.notes))),
+            entry=problem.entry,
+            pads=self.pads,
+            edits=tuple(self.edits),
+            scales_loss=problem.scale_loss,
+            basis=replace(problem, pads_off=True),
+            candidates=self.candidates,
+            priced_on=place if problem.given is None else problem.given.priced_on,
+        )
+
+    def _node_plans(self, problem: Problem) -> list[NodePlan]:
+        low, plans = problem.policy.low.name, []
+        for node in problem.graph:
+            painted = self.paints[node.name]
+            plans.append(
+                NodePlan(
+                    name=node.name,
+                    op=node.op,
+                    colour=painted.colour,
+                    reason=painted.reason,
+                    because_of=painted.because_of,
+                    detail=painted.detail,
+                    kind=node.kind,
+                    dtype=low if painted.colour is Colour.LOW and node.carries_fp32 else node.dtype,
+                    shape=node.shape,
+                    flops=node.flops,
+                    module=node.module,
+                    source=node.source,
+                    role=node.role,
+                    inputs=tuple(operand.value for operand in node.operands),
+                )
+            )
+        return plans

@@ -1,0 +1,87 @@
+"""What the deciding passes look at: one captured graph, what is known of it, and what is asked for. Nothing here is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from amprewrite.ir.cost import CostModel, Timings
+from amprewrite.ir.evidence.keep_high import KeepHigh
+from amprewrite.ir.evidence.ranges import Calibration
+from amprewrite.ir.op_calls import Call
+from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.policies.pad_policy import PadPolicy
+from amprewrite.ir.policies.policy import Policy
+from amprewrite.tables.devices import Device, device_row
+from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.vocabulary import Edit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantRead:
+    """An op that reads a constant of a file; the constant is no vertex of the graph."""
+
+    constant: str
+    reader: str
+    follows: str
+    """The op in whose format the constant must arrive: the reader, or the op that it feeds."""
+    saturates: bool
+    """The constant holds finite values beyond the low format's range."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """One graph to decide. Frozen: whoever learns more makes another one with `dataclasses.replace`."""
+
+    graph: OpGraph
+    policy: Policy
+    lists: OpLists
+    name: str = "graph"
+    entry: str = ""
+    """Path of the module that was called, "" for the root."""
+    training: bool = False
+    scale_loss: bool = False
+    """Whether loss scaling is built into the graph."""
+    fold_masks: Literal["", "fixed", "any"] = ""
+    """Which attention masks may be dropped: none, those made of fixed sizes, or those that a call can tell as well."""
+    masks: Mapping[str, Edit] = field(default_factory=dict)
+    """What may be done to the masks of attention calls; read only if masks may be dropped."""
+    bare_norms: tuple[str, ...] = ()
+    """Norms that keep their statistics in the dtype of what they read."""
+    far_constants: tuple[str, ...] = ()
+    """Ops with finite constants beyond the range of the low format among their arguments."""
+    device: str = "cpu"
+    planned_for: Device | None = None
+    """The device to plan for; None: the one at hand."""
+    timings: Timings | None = None
+    """Measured prices; None: the device table's."""
+    magnitudes: Mapping[str, float] = field(default_factory=dict)
+    """Largest magnitude of each parameter and buffer, if the low format's range is narrow."""
+    constants: tuple[ConstantRead, ...] = ()
+    """Who reads the constants of an ONNX file, which are stored in the format in which they are read."""
+    calibration: Calibration | None = None
+    """What the model's values were on sample batches."""
+    keep_high: KeepHigh | None = None
+    """Nodes to keep high for accuracy's sake."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Nodes whose ops refused low inputs when tried, with what they said."""
+    pad: PadPolicy | None = None
+    """What may be padded; None: nothing."""
+    calls: Mapping[str, Call] = field(default_factory=dict)
+    """How every op was called; read only if something may be padded."""
+    pad_refused: Mapping[str, str] = field(default_factory=dict)
+    """Nodes whose ops refused padded inputs when tried, with what they said."""
+    pads_off: bool = False
+    """Padding was tried and did not work out."""
+    given: RegionPlan | None = None
+    """A plan to follow instead of deciding."""
+    notes: tuple[str, ...] = ()
+    """What was noticed while reading: the plan repeats it."""
+
+    @property
+    def costs(self) -> CostModel:
+        """The prices that this graph is planned with."""
+        row = self.planned_for or device_row(self.device)
+        return CostModel(row, self.policy.low, self.training, bool(self.policy.cache_weights), self.timings, self.policy.memory)

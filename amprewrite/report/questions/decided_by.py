@@ -1,0 +1,91 @@
+"""Which pass decided what: the deciding passes run one after another, and each new colour is put down to the pass that gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
+from amprewrite.ir.problem import Problem
+from amprewrite.passes import pipeline
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import PlanError
+
+OPEN = "open"
+"""The colour of a node that no pass has painted yet."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What is decided of one op after a pass, and by which pass."""
+
+    node: str
+    op: str
+    colour: str
+    by: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One region after a pass."""
+
+    region: str
+    after: str
+    nodes: tuple[Decided, ...]
+    casts: int
+    edits: int
+
+
+def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
+    """The regions of `plan` as they stood after the pass called `name`.
+
+    Raises PlanError if no pipeline of these regions has such a pass, and for a plan that was read from a file: it keeps no problem.
+    """
+    found = tuple(_progress(region, name) for region in plan.regions if _has(region, name))
+    if not found:
+        known = dict.fromkeys(each.name for region in plan.regions for each in pipeline(_problem(region)))
+        raise PlanError(f"no pass that decided this plan is called {shown(name)}; in order they are {', '.join(known)}")
+    return found
+
+
+def _problem(region: RegionPlan) -> Problem:
+    if not isinstance(region.basis, Problem):
+        raise PlanError(f"the plan of {region.name} does not know what it was decided from: name the model, not a saved or edited plan")
+    return region.basis
+
+
+def _has(region: RegionPlan, name: str) -> bool:
+    return any(each.name == name for each in pipeline(_problem(region)))
+
+
+def _progress(region: RegionPlan, name: str) -> Progress:
+    problem, decisions, by = _problem(region), Decisions(), dict[str, str]()
+    for each in pipeline(problem):
+        before = dict(decisions.paints)
+        each(problem, decisions)
+        by |= {node: each.name for node, painted in decisions.paints.items() if before.get(node) != painted}
+        if each.name == name:
+            break
+    nodes = tuple(_decided(planned, decisions, by) for planned in region.nodes if planned.role == "op")
+    return Progress(region.name, name, nodes, len(decisions.casts), len(decisions.edits))
+
+
+def _decided(planned: NodePlan, decisions: Decisions, by: dict[str, str]) -> Decided:
+    painted = decisions.paints.get(planned.name)
+    if painted is None:
+        return Decided(planned.name, planned.op, OPEN, "", "")
+    why = ", ".join(part for part in (painted.reason.value, painted.because_of, painted.detail) if part)
+    return Decided(planned.name, planned.op, painted.colour.value, by[planned.name], why)
+
+
+def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
+    """(node, colour, pass, why) for each op; names carry the region's if there are several."""
+    several = len(found) > 1
+    return [
+        (f"{each.region}/{node.node}" if several else node.node, node.colour, node.by, node.why) for each in found for node in each.nodes
+    ]
+
+
+__all__ = ["OPEN", "Decided", "Progress", "decided_after", "progress_rows"]

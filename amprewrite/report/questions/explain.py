@@ -1,0 +1,129 @@
+"""A plan in sentences: what a node runs in, which rule decided, who caused it, what would change it, and what that costs.
+
+Heavy ops that were left in fp32 come first, always, each with the condition that it misses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
+from amprewrite.report.counts import amount, by_impact, is_heavy_high, share
+from amprewrite.report.questions.what_if import Change, WhatIf, conditions
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.vocabulary import Colour
+
+MOST_TRIED = 4
+"""Nodes of a module for which it is tried out what would change them; larger modules are listed."""
+MOST_HEAVY = 8
+"""Heavy ops listed one by one; the rest are counted."""
+
+
+def explain(plan: ModelPlan, name: str = "") -> str:
+    """Sentences about a node, a module, or the whole plan where no name is given.
+
+    PlanError with near misses where nothing is called so.
+    """
+    if not name:
+        every = f"no heavy op was left high: every matmul and convolution runs in {plan.low}"
+        whole = heavy(plan) or [every] * any(node.flops for node in plan.nodes)
+        return "\n".join(map(printable, [*whole, *_by_reason(plan)]))
+    found = plan.find(name)
+    if len(found) > MOST_TRIED:
+        return "\n".join(printable(line) for node in _heavy_first(found) for line in _sentences(plan, node, None))
+    asked: dict[str, WhatIf | None] = {}
+    lines = []
+    for node in found:
+        region = region_of(plan, node)
+        if region.name not in asked:
+            asked[region.name] = WhatIf.of(region)
+        lines += _sentences(plan, node, asked[region.name])
+    return "\n".join(map(printable, lines))
+
+
+def _heavy_first(nodes: tuple[NodePlan, ...]) -> list[NodePlan]:
+    return [*(n for n in nodes if is_heavy_high(n)), *(n for n in nodes if not is_heavy_high(n))]
+
+
+def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
+    """The region of a node as `plan.nodes` names it."""
+    name = node.name.partition("/")[0]
+    return next((region for region in plan.regions if len(plan.regions) > 1 and region.name == name), plan.regions[0])
+
+
+def bare_name(plan: ModelPlan, node: NodePlan) -> str:
+    """The node's name inside its region."""
+    return node.name.partition("/")[2] if len(plan.regions) > 1 else node.name
+
+
+def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
+    """What it runs in and why, its casts, and what would change it: checked where `asked` can decide again."""
+    bare, region = bare_name(plan, node), region_of(plan, node)
+    lines = [node.sentence()]
+    if is_heavy_high(node):
+        lines[0] = _left_high(node)
+    lines += [f"  its result is cast: {cast}" for cast in region.casts if cast.value == bare]
+    lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
+    lines += region.pads.about(bare)
+    lines += [f"  {edit}" for edit in region.edits if edit.node == bare]
+    if asked is not None or is_heavy_high(node):
+        lines += [f"  {line}" for line in what_would_change(node, bare, plan.low, asked)]
+    return lines
+
+
+def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
+    """Lines on how the node would run otherwise. With `asked`, causes and prices are tried out, not guessed."""
+    if node.colour is Colour.PLAIN or node.role != "op":
+        return []
+    other = "high" if node.colour is Colour.LOW else "low"
+    condition = conditions(node, low)
+    lines = [f"it would run {other} {condition}"] if condition else []
+    if asked is None:
+        return lines
+    forced = asked.forced(bare)
+    cause = asked.cause(bare) if forced is not None and not condition else None
+    if cause is not None:
+        lines.append(f"it would run {other} if {_and(cause.nodes)} did: {_change(cause)}")
+    elif forced is not None and not condition:
+        lines.append("no few other nodes decide it: it is cheapest as it is")
+    if forced is not None:
+        lines.append(f"it alone can be told to: {_change(forced)}")
+    return lines
+
+
+def _change(change: Change) -> str:
+    return f"overrides={change.overrides} gives {change.price()}"
+
+
+def _and(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def heavy(plan: ModelPlan) -> list[str]:
+    """Heavy ops left in fp32, most FLOPs first, each with what it misses."""
+    found = by_impact(plan.nodes)
+    lines = []
+    for node in found[:MOST_HEAVY]:
+        lines.append(_left_high(node))
+        condition = conditions(node, plan.low)
+        lines += [f"  it would run low {condition}"] if condition else []
+    rest = found[MOST_HEAVY:]
+    if rest:
+        lines.append(f"and {len(rest)} more heavy ops left high ({amount(sum(node.flops for node in rest), 'FLOP')})")
+    return lines
+
+
+def _left_high(node: NodePlan) -> str:
+    return f"heavy op left high: {node.sentence()}, {amount(node.flops, 'FLOP')}"
+
+
+def _by_reason(plan: ModelPlan) -> list[str]:
+    """How many ops each reason decided, with the first of them."""
+    ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
+    counted = Counter((node.colour, node.reason) for node in ops)
+    lines = []
+    for (colour, reason), count in sorted(counted.items(), key=lambda item: (item[0][0].value, -item[1])):
+        first = next(node for node in ops if (node.colour, node.reason) == (colour, reason))
+        names = first.name if count == 1 else f"{first.name} and {count - 1} more"
+        lines.append(f"{count} of {len(ops)} ops ({share(count, len(ops))}) run {colour.value} because {reason.value}: {names}")
+    return lines

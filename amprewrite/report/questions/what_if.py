@@ -1,0 +1,223 @@
+"""What would change a node's colour: the deciding passes run again with something changed, so every answer is checked.
+
+A region's plan keeps the problem that it was decided from. Deciding is a pure function of that problem and takes
+milliseconds, so a question is answered by trying:
+
+1. `forced` overrides the node itself and compares the plans: what else moves, and how many casts come or go.
+2. `cause` looks for the fewest other nodes whose colour carries this one along: the named cause first, then denied ops
+   upstream, then the nearest nodes of the same colour, one by one and then together; what is not needed is dropped again.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from amprewrite.ir.cost import TICK, Prices
+from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.plans.plan import NodePlan, RegionPlan
+from amprewrite.ir.policies.policy import Override
+from amprewrite.ir.problem import Problem
+from amprewrite.passes import plan_region
+from amprewrite.tables.formats import FORMATS, FP32
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+MOST_ALONE, MOST_TOGETHER = 6, 16
+"""Candidates tried one by one, and at most together."""
+OTHER = {Colour.LOW: Colour.HIGH, Colour.HIGH: Colour.LOW}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What another colour for some nodes would do to a region's plan."""
+
+    colour: Colour
+    """The colour that they would have."""
+    nodes: tuple[str, ...]
+    """The nodes that are told."""
+    moved: tuple[str, ...]
+    """Other nodes that change colour along with them."""
+    casts: int
+    """Casts that come, or go where negative, copies of weights left out."""
+    weight_casts: int
+    cast_bytes: int
+    """Bytes that the casts read and write, more or fewer than now."""
+    seconds: float = 0.0
+    """Modelled time of a pass, more or less than now."""
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The same as an option of `rewrite`."""
+        word = "low" if self.colour is Colour.LOW else "fp32"
+        return {f"node:{glob.escape(name)}": word for name in self.nodes}
+
+    def price(self) -> str:
+        """Casts that come or go, in words."""
+        parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
+        said = " and ".join(part for part in parts if part) or "no cast more or fewer"
+        size = f" ({_bytes(self.cast_bytes)})" if self.cast_bytes else ""
+        moved = f"; {len(self.moved)} more node{'s' * (len(self.moved) != 1)} would follow" if self.moved else ""
+        time = f", {1e6 * self.seconds:+.3g} µs a pass" if self.seconds else ""
+        return f"{said}{size}{time}{moved}"
+
+
+class WhatIf:
+    """Questions to one region of a plan; `WhatIf.of` gives None for a plan that was read from JSON or edited."""
+
+    def __init__(self, region: RegionPlan) -> None:
+        assert isinstance(region.basis, Problem)
+        self.basis: Problem = region.basis
+        self.base = self.decide({})
+        self.colours = {node.name: node.colour for node in self.base.nodes}
+        self.prices = Prices(self.basis.graph, self.basis.costs.time)
+
+    @classmethod
+    def of(cls, region: RegionPlan) -> WhatIf | None:
+        return cls(region) if isinstance(region.basis, Problem) else None
+
+    def decide(self, colours: Mapping[str, Colour]) -> RegionPlan:
+        """The plan with these nodes told their colours, as overrides tell them; a given plan is edited instead."""
+        basis = self.basis
+        if basis.given is not None:
+            nodes = tuple(replace(node, colour=colours.get(node.name, node.colour)) for node in basis.given.nodes)
+            basis = replace(basis, given=replace(basis.given, nodes=nodes, casts=()))
+        elif colours:
+            kept = tuple(o for o in basis.policy.overrides if not any(o.matches_node(name) for name in colours))
+            asked = tuple(Override(f"node:{name}", "node", glob.escape(name), colour.value) for name, colour in colours.items())
+            basis = replace(basis, policy=replace(basis.policy, overrides=(*kept, *asked)))
+        return plan_region(basis)
+
+    def forced(self, name: str) -> Change | None:
+        """What happens if the node itself is told to run in the other colour; None where it cannot."""
+        return self._change(name, (name,))
+
+    def cause(self, name: str) -> Change | None:
+        """The fewest other nodes, among the likeliest, whose other colour carries this one along; None where there are none."""
+        candidates = list(self._candidates(name))
+        for each in candidates[:MOST_ALONE]:
+            change = self._change(name, (each,))
+            if change is not None:
+                return change
+        for size in range(2, len(candidates) + 1):
+            if self._change(name, tuple(candidates[:size])) is not None:
+                return self._fewest(name, candidates[:size])
+        return None
+
+    def _fewest(self, name: str, nodes: list[str]) -> Change | None:
+        for each in reversed(nodes):
+            fewer = [other for other in nodes if other != each]
+            if fewer and self._change(name, tuple(fewer)) is not None:
+                nodes = fewer
+        return self._change(name, tuple(nodes))
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        """Nodes of the same colour, likeliest cause first."""
+        colour, graph = self.colours[name], self.basis.graph
+        planned = {node.name: node for node in self.base.nodes}
+        nearest = list(_by_distance(graph, name))
+        above = set(_upstream(graph, name))
+        denied = [n for n in nearest if n in above and graph[n].kind is OpKind.DENY]
+        told = [planned[name].because_of, *(denied if planned[name].reason is Reason.AFTER_DENY else ()), *nearest]
+        same = (n for n in dict.fromkeys(told) if n in self.colours and n != name and self.colours[n] is colour and graph[n].role == "op")
+        for count, each in enumerate(same):
+            if count == MOST_TOGETHER:
+                return
+            yield each
+
+    def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
+        """The plan with `nodes` told the colour that `name` has not; None where `name` keeps its own all the same."""
+        colour = OTHER.get(self.colours[name])
+        if colour is None:
+            return None
+        plan = self.decide(dict.fromkeys(nodes, colour))
+        after = {node.name: node.colour for node in plan.nodes}
+        if after[name] is not colour:
+            return None
+        moved = tuple(n for n, c in after.items() if c is not self.colours[n] and n not in nodes and n != name)
+        old, new = self._counts(self.base), self._counts(plan)
+        seconds = (self.prices.of(after).total - self.prices.of(self.colours).total) * TICK
+        return Change(colour, nodes, moved, new[0] - old[0], new[1] - old[1], new[2] - old[2], seconds)
+
+    def _counts(self, plan: RegionPlan) -> tuple[int, int, int]:
+        """Casts of activations, copies of weights, and the bytes that both move."""
+        weights = sum(cast.weight for cast in plan.casts)
+        size = FP32.bytes + FORMATS[self.basis.policy.low.name].bytes
+        moved = sum(self.basis.graph[cast.value].numel for cast in plan.casts if cast.value in self.basis.graph.nodes)
+        return len(plan.casts) - weights, weights, moved * size
+
+
+def _upstream(graph: OpGraph, name: str) -> Iterator[str]:
+    return _walk(name, lambda n: graph.digraph.predecessors(n))
+
+
+def _by_distance(graph: OpGraph, name: str) -> Iterator[str]:
+    """Other nodes along the edges either way, nearest first."""
+    return _walk(name, lambda n: [*graph.digraph.predecessors(n), *graph.digraph.successors(n)])
+
+
+def _walk(name: str, near) -> Iterator[str]:  # type: ignore[no-untyped-def]
+    seen, queue = {name}, deque([name])
+    while queue:
+        for other in near(queue.popleft()):
+            if other not in seen:
+                seen.add(other)
+                queue.append(other)
+                yield other
+
+
+def _count(number: int, word: str, words: str = "") -> str:
+    if not number:
+        return ""
+    plural = words or f"{word}s"
+    return f"{abs(number)} {word if abs(number) == 1 else plural} {'more' if number > 0 else 'fewer'}"
+
+
+def _bytes(number: int) -> str:
+    """Signed bytes with a unit."""
+    size, unit = float(abs(number)), "B"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{'+' if number > 0 else '-'}{size:.3g} {unit}"
+
+
+def conditions(node: NodePlan, low: str) -> str:
+    """What would have to be true for the node to run low, or high where it runs low; "" where neighbours decide.
+
+    Completes "it would run otherwise …".
+    """
+    text = _CONDITIONS.get(node.reason, "")
+    return text.format(op=node.op, name=node.name, detail=node.detail, low=low, source=node.source or "its line")
+
+
+_CONDITIONS = {
+    Reason.ON_ALLOWLIST: "with its op on another list: overrides={{'{op}': 'deny'}}",
+    Reason.ON_DENYLIST: "with its op on another list: overrides={{'{op}': 'low'}}",
+    Reason.FORCED: "with lists='default', or with an override",
+    Reason.UNLISTED: "if {op} had a row in the op table that says what it does in {low}",
+    Reason.NO_FLOAT: "never: there is nothing to cast",
+    Reason.HALF: "never: it is in {detail} already",
+    Reason.BOUNDARY: "never: {detail}; only its copies can be low",
+    Reason.PARAMETER: "never: the optimizer steps it; only its copies can be low",
+    Reason.EXPLICIT_DTYPE: "without the fp32 that {source} asks for ({detail}); `.to(x.dtype)` leaves the choice open",
+    Reason.INSIDE_AUTOCAST: "without the torch.autocast region around it",
+    Reason.OPAQUE: "without the inner graph or transform around it ({detail})",
+    Reason.BODY: "with another plan for the graph {detail}",
+    Reason.NO_KERNEL: "on a device that has the kernel: there is no {detail}",
+    Reason.LOW_BACKWARD: "in inference, or on a device that adds gradients up in fp32 ({detail})",
+    Reason.REFUSED: "if the op took {low}: it said {detail}",
+    Reason.CONSTANT: "in a format that holds the constant: {detail}",
+    Reason.OUT_OF_RANGE: "with values that fit: {detail}",
+    Reason.CANCELS: "if no difference magnified its rounding ({detail})",
+    Reason.SENSITIVE: "with a looser tolerance ({detail})",
+    Reason.RETURNED: "if it were returned only, or read only",
+    Reason.SHARED: "if what is returned did not lie in its memory",
+    Reason.WRITES_STATE: "if it did not write to memory that outlives the graph",
+    Reason.ASKED: "without overrides['{detail}']",
+    Reason.IN_PLAN: "with another colour in the plan: plan.edit({{'{name}': ...}})",
+    Reason.DEVICE: "with dtype= given: what is asked for is done",
+    Reason.FP32_POLICY: "with dtype='bf16' or 'fp16'",
+}

@@ -1,0 +1,40 @@
+"""Give the norms that the plan names fp32 weights of one, a weight a channel.
+
+    before   batch_norm(x, None, None)
+    after    batch_norm(x, None, None, x.new_ones(x.size(1), dtype=torch.float32))
+
+`plan-norm-weights` says which, and why.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.tables.vocabulary import Edit
+
+
+class InsertNormWeights(Pass[RegionPlan, EditedGraph]):
+    name = "insert-norm-weights"
+
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        found = [edit.node for edit in plan.edits if edit.on and edit.what is Edit.FP32_STATISTICS]
+        for name in found:
+            give_ones(edited.nodes[name])
+        return bool(found)
+
+
+def give_ones(node: torch.fx.Node) -> None:
+    """Let a norm without weights multiply by fp32 ones, one for each channel."""
+    graph = node.graph
+    values = node.args[0] if node.args else node.kwargs["input"]
+    with graph.inserting_before(node):
+        channels = graph.call_method("size", (values, 1))
+        ones = graph.call_method("new_ones", (values, (channels,)), {"dtype": torch.float32})
+    if len(node.args) > 3:
+        node.update_arg(3, ones)
+    else:
+        node.update_kwarg("weight", ones)

@@ -1,0 +1,63 @@
+"""Emission: an edited fx graph becomes the callable that Dynamo runs in place of the captured one.
+
+With gradients the weight casts stay in the graph, one a weight and forward, but with `cache_weights="step"`. Without them
+they move out, and one launch makes all copies (see `hoist_weight_casts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
+
+from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.ir.pass_base import run_passes
+from amprewrite.passes import LOWER
+from amprewrite.passes.lower.hoist_weight_casts import with_cached_weights, with_kept_weights
+
+CompiledFn = Callable[..., Any]
+
+
+def emit(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    backend: CompiledFn | None,
+    cache: WeightCache | None,
+    training: bool = False,
+) -> CompiledFn:
+    """The callable for an edited graph: its own generated code, or what `backend` makes of it.
+
+    `example_inputs` are those of the captured graph and of what passes added to it. Copies from `cache` replace the weight
+    casts; `training` says that the graph was captured with gradients.
+    """
+    edited = EditedGraph(module, {})
+    run_passes(LOWER, Target(eager=backend is None, training=training, weight_cache=cache is not None), edited, "an edited graph")
+    module, hoisted = edited.module, edited.hoisted
+    if backend is None:
+        run: CompiledFn = module.forward
+    else:
+        copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]
+        for (index, _, _), copy in zip(hoisted, copies, strict=True):
+            copy.requires_grad_(training and example_inputs[index].requires_grad)
+        _fix_sizes(copies)
+        run = backend(module, [*example_inputs, *copies])
+    if cache is None or not hoisted:
+        return run
+    return with_kept_weights(run, hoisted, cache, module) if training else with_cached_weights(run, hoisted, cache)
+
+
+def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:
+    """Tell AOTAutograd that copies of weights have the sizes they have: dynamic ones would need a source to be guarded by."""
+    tracing = torch._guards.TracingContext.try_get()
+    for place, copy in enumerate(copies if tracing is not None else ()):
+        tracing.tensor_to_context[copy] = StatefulSymbolicContext(  # type: ignore[union-attr]
+            dynamic_sizes=[DimDynamic.STATIC] * copy.dim(),
+            tensor_source=ConstantSource(f"amprewrite_copy_{place}"),
+            shape_env_to_source_to_symbol_cache={},
+        )

@@ -1,0 +1,175 @@
+"""Weight casts leave the graph: their copies come from the weight cache, and the graph takes them as further inputs.
+
+Without gradients that is all. With them (`cache_weights="step"`) each copy is linked to its weight outside the graph, a block of
+them to an autograd node, as `scale_loss` links those that stay inside: gradients come back in fp32 and unscaled.
+
+Copies are made before the graph runs. So the casts of a parameter that the graph itself writes, through whatever alias, stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target
+from amprewrite.graphs.fx.node_facts import example_value, storages, written
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.ops.scale_ops import cast_batches, cast_in, cast_in_many, kept_in_many
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.ir.pass_base import Pass
+from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.passes.apply.scale_loss import INVERSE
+
+CompiledFn = Callable[..., Any]
+TOGETHER, LARGE = 16, 1 << 24
+"""How many copies share an autograd node, about a transformer block, and from how many elements on one goes alone."""
+_STAYS = {"_dynamo_static_input_type": "unguarded"}
+"""What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
+_READ = ("torch", "amprewrite")
+"""Packages whose functions in a graph write no weight but those that they are seen to write."""
+
+
+class HoistWeightCasts(Pass[Target, EditedGraph]):
+    name = "hoist-weight-casts"
+
+    def call(self, target: Target, edited: EditedGraph) -> bool:
+        if target.weight_cache:
+            if target.training:
+                edited.module = copy_of(edited.module)  # whoever looks into the graph wants the casts there
+            edited.hoisted = hoist_weight_casts(edited.module, target.training)
+        return bool(edited.hoisted)
+
+
+def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> list[Hoisted]:
+    """Turn casts of parameters into trailing inputs; in training those that pad stay, for they have buffers of their own."""
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    hoisted: list[Hoisted] = []
+    last = inputs[-1] if inputs else None
+    changing = written_storages(module)
+    made: dict[Hoisted, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        source = _cast_weight(node, training)
+        if source is None or not changing.isdisjoint(storages(example_value(source))) or _goes_elsewhere(source):
+            continue
+        assert last is not None
+        dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
+        cast = (inputs.index(source), dtype, node.args[2] if node.target is pad_cast else ())
+        if cast in made:
+            node.replace_all_uses_with(made[cast])
+            graph.erase_node(node)
+            continue
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{source.name}_{node.meta[CAST]}")
+        last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
+        hoisted.append(cast)
+        made[cast] = last
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    if hoisted:
+        for node in graph.find_nodes(op="call_function", target=cast_in_many):
+            if not node.users:
+                graph.erase_node(node)
+        module.recompile()
+    return hoisted
+
+
+def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
+    """The parameter that `node` casts, where it can be hoisted."""
+    if CAST not in node.meta or not node.meta.get("weight"):
+        return None
+    source: Any = None
+    if node.target == "to" or node.target is (cast_in if training else pad_cast):
+        source = node.args[0]
+    elif node.target is operator.getitem and node.args[0].target is cast_in_many:  # type: ignore[union-attr]
+        source = node.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index]
+    return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
+
+
+def written_storages(module: torch.fx.GraphModule) -> set[int]:
+    """The storages that a graph writes in place, in the bodies of its higher-order ops too."""
+    found: set[int] = set()
+    for node in module.graph.nodes:
+        for target in written(node):
+            found |= storages(example_value(target))
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_writes, _bodies(module, node))):
+            for source in node.all_input_nodes:
+                found |= storages(example_value(source))
+    return found
+
+
+def _bodies(module: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.GraphModule]:
+    """The graphs that a higher-order op is given."""
+    held = [getattr(module, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
+    return [body for body in held if isinstance(body, torch.fx.GraphModule)]
+
+
+def _writes(body: torch.fx.GraphModule) -> bool:
+    """Whether a body writes anything in place, or calls one that does."""
+    return any(written(node) or any(map(_writes, _bodies(body, node))) for node in body.graph.nodes)
+
+
+def _goes_elsewhere(source: torch.fx.Node) -> bool:
+    """Whether a weight is handed to a Python function that Dynamo was told not to read: it may write it unseen."""
+    return any(isinstance(user.target, FunctionType) and user.target.__module__.partition(".")[0] not in _READ for user in source.users)
+
+
+def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph once more, to be edited; tensors and bodies are shared."""
+    graph = torch.fx.Graph()
+    made: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, made))
+    copied = torch.fx.GraphModule(module, graph)
+    copied.meta.update(module.meta)
+    if hasattr(module, "_param_name_to_source"):  # with it, AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are
+        copied._param_name_to_source = module._param_name_to_source
+    return copied
+
+
+class _Graph:
+    """Stands for a graph in the weight cache, for as long as the graph lives."""
+
+
+def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
+    """`run` with the copies that it takes beside its inputs, for calls without gradients."""
+    places, dtypes, layouts = zip(*hoisted, strict=True)
+    chosen = operator.itemgetter(*places, places[0])  # one more, so that it gives a tuple
+    graph = _Graph()
+
+    def call(*inputs: Any) -> Any:
+        return run(*inputs, *cache.take(chosen(inputs)[:-1], dtypes, layouts, graph))
+
+    return call
+
+
+def with_kept_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule) -> CompiledFn:
+    """`run` with the copies that it takes beside its inputs, each linked to its weight where that takes a gradient."""
+    names = [node.target for node in module.graph.find_nodes(op="placeholder")]
+    inverse = names.index(INVERSE) if INVERSE in names else None
+    places, dtypes, layouts = zip(*hoisted, strict=True)
+    batches: list[tuple[int, ...]] = []
+
+    def call(*inputs: Any) -> Any:
+        weights = [inputs[place] for place in places]
+        copies = cache.take(weights, dtypes, layouts)
+        if not batches:
+            batches.extend(cast_batches([weight.numel() for weight in weights], TOGETHER, LARGE))
+        if torch.is_grad_enabled():
+            factor = None if inverse is None else inputs[inverse]
+            for batch in batches:
+                chosen = [place for place in batch if weights[place].requires_grad]
+                if chosen:
+                    linked = kept_in_many([weights[p] for p in chosen], [copies[p] for p in chosen], factor)
+                    for place, copy in zip(chosen, linked, strict=True):
+                        copies[place] = copy
+        return run(*inputs, *copies)
+
+    return call
+
+
+__all__ = ["HoistWeightCasts", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_kept_weights"]

@@ -1,0 +1,26 @@
+"""Put an idle conversion behind each value that leaves the graph as itself, so that its cast stands on everybody's path.
+
+    before   y = linear(x); z = relu(y); return y, z
+    after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
+
+`amprewrite.graphs.fx.read.leaving` has the rules: which values those are, and which memory they share.
+"""
+
+from __future__ import annotations
+
+from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
+from amprewrite.graphs.fx.read.leaving import mark_leaving
+from amprewrite.graphs.fx.read.reader import without_grad
+from amprewrite.ir.pass_base import Pass
+from amprewrite.tables.formats import FP32
+
+
+class MarkLeaving(Pass[Reading, EditedGraph]):
+    name = "mark-leaving"
+
+    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+        if reading.low is FP32:
+            return False
+        before = edited.module
+        edited.module = mark_leaving(before, copy_graph, without_grad(before.graph) if reading.training else None)
+        return edited.module is not before

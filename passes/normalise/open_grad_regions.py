@@ -1,0 +1,81 @@
+"""Lay `no_grad` sub-graphs open, as torch.export wraps them, so that the passes see every op.
+
+    before   y = wrap_with_set_grad_enabled(False, body, x)
+    after    _set_grad_enabled(False); y = relu(x); _set_grad_enabled(True)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_arg
+
+from amprewrite.graphs.fx.captured import EditedGraph, Reading
+from amprewrite.ir.pass_base import Pass
+
+
+class OpenGradRegions(Pass[Reading, EditedGraph]):
+    name = "open-grad-regions"
+
+    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+        return open_grad_regions(edited.module) > 0
+
+
+def open_grad_regions(module: torch.fx.GraphModule) -> int:
+    """Replace `wrap_with_set_grad_enabled` sub-graphs by their nodes between two switches of grad mode; number replaced.
+
+    That is the form in which Dynamo gives such regions, and which export wraps again.
+    """
+    opened = 0
+    while node := next((n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled), None):
+        _open(module, node)
+        opened += 1
+    if opened:
+        module.recompile()
+    return opened
+
+
+def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    enabled, body_node, *operands = node.args
+    assert isinstance(body_node, torch.fx.Node)
+    body = module.get_submodule(str(body_node.target))
+    assert isinstance(body, torch.fx.GraphModule)
+    graph, inner = module.graph, {}
+    feeders = iter(operands)
+    with graph.inserting_before(node):
+        graph.call_function(torch._C._set_grad_enabled, (enabled,))
+        for each in body.graph.nodes:
+            if each.op == "placeholder":
+                inner[each] = next(feeders)
+            elif each.op == "output":
+                results = map_arg(each.args[0], inner.__getitem__)
+            elif each.op == "get_attr":
+                inner[each] = _moved_attribute(module, body, each)
+            else:
+                inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type]
+        graph.call_function(torch._C._set_grad_enabled, (not enabled,))
+    for user in list(node.users):  # the region gives a tuple; each reader takes one item of it
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+    if not body_node.users:
+        graph.erase_node(body_node)
+
+
+def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node:
+    """A read, in the outer graph, of what a sub-graph holds: another sub-graph or a constant."""
+    held: Any = body
+    for part in str(node.target).split("."):
+        held = getattr(held, part)
+    name = str(node.target).replace(".", "_")
+    while hasattr(module, name):
+        name += "_"
+    setattr(module, name, held)
+    copy = module.graph.get_attr(name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+__all__ = ["OpenGradRegions", "open_grad_regions"]

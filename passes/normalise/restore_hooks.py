@@ -1,0 +1,18 @@
+"""Call hooks on tensors by a function of ours, where Dynamo left a higher-order op that fails on fake tensors.
+
+    before   y = register_hook(x, body)
+    after    y = hooked(x, body)
+"""
+
+from __future__ import annotations
+
+from amprewrite.graphs.fx.captured import EditedGraph, Reading
+from amprewrite.graphs.fx.ops.tensor_hooks import restore_hooks
+from amprewrite.ir.pass_base import Pass
+
+
+class RestoreHooks(Pass[Reading, EditedGraph]):
+    name = "restore-hooks"
+
+    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+        return restore_hooks(edited.module)

@@ -1,0 +1,45 @@
+"""Remove what torch.export records that holds for fp32 alone: dtype checks beside conversions, and guards.
+
+The second export, of the edited graph, makes both anew.
+
+    before   y = x.to(float32); _assert_tensor_metadata(y, float32); z = relu(y)
+    after    y = x.to(float32); z = relu(y)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph, Reading
+from amprewrite.ir.pass_base import Pass
+
+_CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
+"""Recorded by export beside every conversion: they hold for fp32 alone."""
+GUARDS = "_guards_fn"
+
+
+class StripChecks(Pass[Reading, EditedGraph]):
+    name = "strip-checks"
+
+    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+        return strip_checks(edited.module) > 0
+
+
+def strip_checks(module: torch.fx.GraphModule) -> int:
+    """Remove recorded dtype checks and guards, in sub-graphs too; number of nodes removed."""
+    removed = 0
+    for graph_module in module.modules():
+        if not isinstance(graph_module, torch.fx.GraphModule):
+            continue
+        before = removed
+        for node in list(graph_module.graph.nodes):
+            if node.target in _CHECKS or (node.op == "call_module" and node.target == GUARDS):
+                graph_module.graph.erase_node(node)
+                removed += 1
+        if removed != before:
+            graph_module.recompile()
+    return removed
+
+
+__all__ = ["StripChecks", "strip_checks"]

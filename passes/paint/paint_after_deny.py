@@ -1,0 +1,74 @@
+"""Let high flow down from denied ops: step 2 of TensorFlow's auto_mixed_precision.cc.
+
+1. Start at every denied op that runs high. In our own lists an op that is denied for its input's sake alone, with a result that
+   fits low, lets its readers be; by TensorFlow's rules it does not.
+2. Go down through infer, internal and clear ops, to the last infer or internal op that is reached. Stop at a cast to a dtype
+   taken from another tensor.
+3. The cause of a node is the nearest denied op, the first in canonical order on a tie.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.ops.op_lists import find_op
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+SPREADS_DENY = (OpKind.INFER, OpKind.INTERNAL)
+
+
+class PaintAfterDeny(Pass[Problem, Decisions]):
+    name = "paint-after-deny"
+
+    def __init__(self, past_bounded: bool = False) -> None:
+        """`past_bounded`: from denied ops whose results fit low, too."""
+        self.past_bounded = past_bounded
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = len(decisions.paints)
+        paint_after_deny(problem, decisions, self.past_bounded)
+        return len(decisions.paints) != before
+
+
+def paint_after_deny(problem: Problem, decisions: Decisions, past_bounded: bool) -> None:
+    """Breadth first from all denied ops at once: the cause of a node is the nearest denied op, the first by order on a tie."""
+    reaches = _clear_ops_before_infer(problem.graph)
+    roots = [node.name for node in problem.graph if _denied(decisions, node) and (past_bounded or _spreads(node))]
+    queue = deque((root, root) for root in roots)
+    while queue:
+        name, root = queue.popleft()
+        for reader in sorted(problem.graph.readers(name), key=lambda node: problem.graph.rank[node.name]):
+            free = reader.name not in decisions.paints and reader.carries_fp32 and not reader.relative
+            if free and reader.name in reaches and _takes_colour(reader, name):
+                decisions.paint(reader.name, Colour.HIGH, Reason.AFTER_DENY, because_of=root)
+                queue.append((reader.name, root))
+
+
+def _denied(decisions: Decisions, node: OpNode) -> bool:
+    """Whether a denied op runs high, for whatever reason it does."""
+    return node.kind is OpKind.DENY and node.name in decisions.paints and decisions.paints[node.name].colour is Colour.HIGH
+
+
+def _spreads(node: OpNode) -> bool:
+    row = find_op(node.op)
+    return row is None or not row.bounded
+
+
+def _takes_colour(reader: OpNode, value: str) -> bool:
+    return any(o.value == value and o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in reader.operands)
+
+
+def _clear_ops_before_infer(graph: OpGraph) -> set[str]:
+    """Infer and internal ops, and the clear ops from which only clear ops lead to one of those or to a denied op."""
+    found = {node.name for node in graph if node.kind in SPREADS_DENY}
+    queue = deque(node.name for node in graph if node.kind in (*SPREADS_DENY, OpKind.DENY))
+    while queue:
+        for feeder in graph.feeders(queue.popleft()):
+            if feeder.kind is OpKind.CLEAR and feeder.name not in found:
+                found.add(feeder.name)
+                queue.append(feeder.name)
+    return found

@@ -1,0 +1,18 @@
+"""Colour everything low that nothing keeps high: Apex's O2 and O3."""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Colour, Reason
+
+
+class PaintAllLow(Pass[Problem, Decisions]):
+    name = "paint-all-low"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        open_nodes = [node.name for node in problem.graph if node.name not in decisions.paints]
+        for name in open_nodes:
+            decisions.paint(name, Colour.LOW, Reason.FORCED)
+        return bool(open_nodes)

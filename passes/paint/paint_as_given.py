@@ -1,0 +1,35 @@
+"""Take the colours from a plan that was made, and perhaps edited, before.
+
+1. Every node takes the colour and the reason that the given plan has for it.
+2. Nodes that the plan does not know carry no fp32 value: they are plain.
+3. Tied nodes take one colour, whatever was edited.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_ties import paint_ties
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.vocabulary import Colour, Reason
+
+
+class PaintAsGiven(Pass[Problem, Decisions]):
+    name = "paint-as-given"
+
+    def requires(self, problem: Problem, decisions: Decisions) -> None:
+        if problem.given is None:
+            raise PassError("paint-as-given follows a plan, and none is given")
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        assert problem.given is not None
+        before = dict(decisions.paints)
+        for node in problem.given.nodes:
+            if node.name in problem.graph.nodes:
+                decisions.paint(node.name, node.colour, node.reason, node.because_of, node.detail)
+        for vertex in problem.graph:
+            if vertex.name not in decisions.paints:
+                decisions.paint(vertex.name, Colour.PLAIN, Reason.NO_FLOAT)
+        paint_ties(problem, decisions)
+        return decisions.paints != before

@@ -1,0 +1,56 @@
+"""Colour every node that facts, overrides or lists decide.
+
+1. Facts first: what carries no fp32 is plain; inputs, parameters and explicit dtypes stay high.
+2. Overrides of nodes and modules come next.
+3. Then the lists: allowed ops are low, denied ops are high.
+
+What is left unpainted is for the passes after this one. Nothing here depends on the order of the nodes.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.errors import PassError
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+
+class PaintLists(Pass[Problem, Decisions]):
+    name = "paint-lists"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = dict(decisions.paints)
+        paint_facts(problem, decisions)
+        paint_lists(problem, decisions)
+        return decisions.paints != before
+
+    def ensures(self, problem: Problem, decisions: Decisions) -> None:
+        for node in problem.graph:
+            if not node.carries_fp32 and decisions.paints[node.name].colour is not Colour.PLAIN:
+                raise PassError(f"{node.name} carries no fp32 value and was painted {decisions.paints[node.name].colour}")
+
+
+def paint_facts(problem: Problem, decisions: Decisions) -> None:
+    for node in problem.graph:
+        if node.name in problem.refused:
+            decisions.paint(node.name, Colour.HIGH, Reason.REFUSED, detail=problem.refused[node.name])
+        elif node.pinned is not None:
+            colour, reason, detail = node.pinned
+            decisions.paint(node.name, colour, reason, detail=detail)
+
+
+def paint_lists(problem: Problem, decisions: Decisions) -> None:
+    for node in problem.graph:
+        if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
+            continue
+        asked = problem.policy.asked_for(node.name, node.module)
+        movable = node.name not in decisions.paints or decisions.paints[node.name].reason is Reason.CONSTANT
+        if asked is not None and (asked.word == "high" or movable):
+            decisions.paint(node.name, Colour(asked.word), Reason.ASKED, detail=asked.key)
+        elif node.name in decisions.paints:
+            continue
+        elif node.kind is OpKind.ALLOW:
+            decisions.paint(node.name, Colour.LOW, Reason.ON_ALLOWLIST)
+        elif node.kind is OpKind.DENY:
+            decisions.paint(node.name, Colour.HIGH, Reason.ON_DENYLIST)

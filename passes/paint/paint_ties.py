@@ -1,0 +1,35 @@
+"""Give nodes that are tied to one another one colour: they share memory, or come out of one kernel.
+
+High if one member is high; else low if one is low; else the tie is left open.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Colour, Reason
+
+
+class PaintTies(Pass[Problem, Decisions]):
+    name = "paint-ties"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = dict(decisions.paints)
+        paint_ties(problem, decisions)
+        return decisions.paints != before
+
+
+def paint_ties(problem: Problem, decisions: Decisions) -> None:
+    """One colour for every tie: high where one member is high, else low where one is low, else left open."""
+    for members in problem.graph.ties().values():
+        painted = [name for name in members if name in decisions.paints]
+        high = next((name for name in painted if decisions.paints[name].colour is Colour.HIGH), None)
+        low = next((name for name in painted if decisions.paints[name].colour is Colour.LOW), None)
+        cause = high or low
+        if cause is None:
+            continue
+        colour = decisions.paints[cause].colour
+        for name in members:
+            if name not in decisions.paints or decisions.paints[name].colour is not colour:
+                decisions.paint(name, colour, Reason.TIED, because_of=cause)

@@ -1,0 +1,37 @@
+"""Store the constants of an ONNX file in the format in which they are read.
+
+1. A constant goes along with the op that reads it: where that op is low, it reads a low copy.
+2. One low copy serves all ops that read the constant low. A constant that nobody reads high is thus stored low alone.
+3. Finite values beyond the low format's range become its ends.
+
+A graph that PyTorch captured has no such constants: its weights are inputs.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.plans.plan import Cast
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Colour
+
+
+class PlanConstants(Pass[Problem, Decisions]):
+    name = "plan-constants"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        found = plan_constants(problem, decisions)
+        decisions.casts += found
+        return bool(found)
+
+
+def plan_constants(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
+    readers: dict[str, dict[str, None]] = {}
+    for read in problem.constants:
+        if decisions.paints[read.follows].colour is Colour.LOW:
+            readers.setdefault(read.constant, {})[read.reader] = None
+    saturating = {read.constant for read in problem.constants if read.saturates}
+    return tuple(
+        Cast(value=constant, to=problem.policy.low.name, users=tuple(users), saturate=constant in saturating, weight=True)
+        for constant, users in readers.items()
+    )

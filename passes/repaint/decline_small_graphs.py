@@ -1,0 +1,47 @@
+"""Leave a graph in fp32 where its casts cost more than its low ops save, and nobody asked for a format.
+
+1. Only with `dtype=None`, the default lists, no overrides and the eager backend, which runs every cast as a kernel.
+2. Price the colours so far, and everything high. If that is cheaper by more than MARGIN, paint it.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.cost import TICK, Prices
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Colour, Reason
+
+MARGIN = 0.05
+"""Share of the fp32 price: a model is not read more finely than that."""
+
+
+class DeclineSmallGraphs(Pass[Problem, Decisions]):
+    name = "decline-small-graphs"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        if not problem.policy.may_decline:
+            return False
+        colours = decisions.colours
+        fp32 = all_high(problem, decisions)
+        if fp32 == colours:
+            return False
+        prices = Prices(problem.graph, problem.costs)
+        planned, plain = prices.of(colours).total, prices.of(fp32).total
+        if planned <= plain * (1 + MARGIN):
+            return False
+        told = f"a pass of {1e6 * plain * TICK:.4g} µs would take {1e6 * planned * TICK:.4g}"
+        for name, colour in fp32.items():
+            if colour is not colours[name]:
+                decisions.paint(name, colour, Reason.DEVICE, detail=told)
+        decisions.note(f"left in fp32, for {told} with the casts it needs; dtype='{problem.policy.low.name}' rewrites all the same")
+        return True
+
+
+def all_high(problem: Problem, decisions: Decisions) -> dict[str, Colour]:
+    """The program's colours with everything high that may be."""
+    fixed = {node.name for node in problem.graph if node.role != "op" or node.pinned is not None}
+    return {name: colour if name in fixed or colour is Colour.PLAIN else Colour.HIGH for name, colour in decisions.colours.items()}
+
+
+__all__ = ["DeclineSmallGraphs", "all_high"]
