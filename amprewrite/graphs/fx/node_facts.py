@@ -270,7 +270,9 @@ def takes_gradients(graph: torch.fx.Graph) -> bool:
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
     pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
-    return bool(pulled) and not transformed_nodes(graph).issuperset(pulled)
+    if pulled and not transformed_nodes(graph).issuperset(pulled):
+        return True
+    return any(takes_gradients(body.graph) for node in graph.nodes for body in bodies(node))
 
 
 @lru_cache(maxsize=1024)
