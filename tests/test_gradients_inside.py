@@ -196,3 +196,29 @@ def test_a_captured_gradient_in_a_call_that_overflowed():
             assert "decided anew" in str(amp.plan) and len(amp.plan.regions) == 1
             assert all(error(b, a) < 5e-3 for a, b in zip(want, got, strict=True))
             assert all(error(q.grad, p.grad) < 5e-3 for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Transformed(Energy):
+    """Takes its gradient in a torch.func transform. Run without gradients, its graph gives zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: self.energy(t).square().sum())(self.a(x)[:, :4])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", [Forces, Guided, Transformed])
+def test_verify_sees_what_such_a_model_gives(kind, captured):
+    x = torch.randn(8, 4).requires_grad_()
+    with torch._dynamo.config.patch(trace_autograd_ops=captured):
+        amp = amprewrite.rewrite(kind(), dtype="bf16")
+        want, got = kind()(x), amp(x)
+        report = amprewrite.verify(amp, (x,))
+    pairs = list(zip(*((each if isinstance(each, tuple) else (each,)) for each in (got, want)), strict=True))
+    true = error(*(torch.cat([t.flatten() for t in each]) for each in zip(*pairs, strict=True)))
+    assert 0.3 * true < report.output_error < 3 * true < 3e-2
+
+
+@pytest.mark.parametrize("kind", [Forces, Transformed])
+def test_sensitivity_says_that_it_cannot_cut_such_a_model_apart(kind):
+    with pytest.raises(amprewrite.CalibrationError, match="takes gradients itself"):
+        amprewrite.sensitivity(kind(), [torch.randn(8, 4).requires_grad_()])

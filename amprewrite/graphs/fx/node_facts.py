@@ -275,6 +275,12 @@ def takes_gradients(graph: torch.fx.Graph) -> bool:
     return any(takes_gradients(body.graph) for node in graph.nodes for body in bodies(node))
 
 
+def differentiates(graph: torch.fx.Graph) -> bool:
+    """Whether the graph takes gradients, itself or in a torch.func transform: run without, it fails or gives zeros."""
+    names = (str(getattr(node.target, "__name__", "")) for node in graph.nodes)
+    return takes_gradients(graph) or any(name.endswith("_grad_increment_nesting") for name in names)
+
+
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
     """Names of the parameters a target takes, in order; () where nobody knows."""

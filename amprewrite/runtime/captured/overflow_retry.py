@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.node_facts import takes_gradients
+from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.observer import Watch
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.read.magnitudes import NARROW
@@ -55,7 +55,7 @@ class FirstCalls:
         self.program, self.learn, self.again, self.warn = program, learn, again, warn
         self.left = CALLS
         assert program.module is not None
-        self.differentiates = takes_gradients(program.module.graph)
+        self.differentiates = differentiates(program.module.graph)
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> Any:
         """The results of `run(inputs)`, or of what takes its place; what a CUDA graph records is not looked at."""
