@@ -157,3 +157,68 @@ def test_what_vjp_gives_is_called_behind_the_transform(options):
     want, got = model(x)[0], amprewrite.rewrite(model, **options)(x)[0]
     torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
     assert want.abs().max() > 0.1
+
+
+class Batched(Energy):
+    """Returns the Jacobian of its scores, all rows of it at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(x))
+        rows = torch.autograd.grad(hidden.sum(0), x, torch.eye(16), is_grads_batched=True, create_graph=True)[0]
+        return self.b(hidden) + rows.square().sum()
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 16.0}, {"dtype": "fp16"}])
+def test_batched_gradients_have_a_derivative(options):
+    for model, other, (want, got), _ in trained(Batched, torch.optim.SGD, 1, **options):
+        assert error(got, want) < 2e-2
+        assert all(error(q.grad, p.grad) < 2e-2 for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Large(Energy):
+    """Reaches values beyond fp16, in the very graph that takes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.a.bias += 2
+            self.b.weight.fill_(1e4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        score = self.energy(x) * 1e-5
+        return score, torch.autograd.grad(score.sum(), x, create_graph=True)[0]
+
+
+def test_a_captured_gradient_in_a_call_that_overflowed():
+    """What fp32 gives is found out with gradients, for the graph asks for one."""
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for model, other, (want, got), amp in trained(Large, torch.optim.SGD, 1, dtype="fp16"):
+            assert "decided anew" in str(amp.plan) and len(amp.plan.regions) == 1
+            assert all(error(b, a) < 5e-3 for a, b in zip(want, got, strict=True))
+            assert all(error(q.grad, p.grad) < 5e-3 for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Transformed(Energy):
+    """Takes its gradient in a torch.func transform. Run without gradients, its graph gives zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: self.energy(t).square().sum())(self.a(x)[:, :4])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", [Forces, Guided, Transformed])
+def test_verify_sees_what_such_a_model_gives(kind, captured):
+    x = torch.randn(8, 4).requires_grad_()
+    with torch._dynamo.config.patch(trace_autograd_ops=captured):
+        amp = amprewrite.rewrite(kind(), dtype="bf16")
+        want, got = kind()(x), amp(x)
+        report = amprewrite.verify(amp, (x,))
+    pairs = list(zip(*((each if isinstance(each, tuple) else (each,)) for each in (got, want)), strict=True))
+    true = error(*(torch.cat([t.flatten() for t in each]) for each in zip(*pairs, strict=True)))
+    assert 0.3 * true < report.output_error < 3 * true < 3e-2
+
+
+@pytest.mark.parametrize("kind", [Forces, Transformed])
+def test_sensitivity_says_that_it_cannot_cut_such_a_model_apart(kind):
+    with pytest.raises(amprewrite.CalibrationError, match="takes gradients itself"):
+        amprewrite.sensitivity(kind(), [torch.randn(8, 4).requires_grad_()])

@@ -145,7 +145,10 @@ INSIDE = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 def captured(name: str) -> tuple[torch.fx.GraphModule, list[int]]:
-    """The graph of an example, and which of its arguments each graph input is."""
+    """The graph of an example, and which of its arguments each graph input is.
+
+    Its results are copied: what is returned as a view of an input, or beside another view, is never padded.
+    """
     function, inputs = EXAMPLES[name]
     found: list[tuple[torch.fx.GraphModule, list[int]]] = []
 
@@ -153,9 +156,12 @@ def captured(name: str) -> tuple[torch.fx.GraphModule, list[int]]:
         found.append((module, [next(i for i, x in enumerate(inputs) if x is g) for g in given]))
         return module.forward
 
+    def copied(*given: torch.Tensor) -> Any:
+        return torch.utils._pytree.tree_map(torch.clone, function(*given))
+
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(function, backend=keep, fullgraph=True)(*inputs)
+        torch.compile(copied, backend=keep, fullgraph=True)(*inputs)
     return found[0]
 
 

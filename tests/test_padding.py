@@ -510,6 +510,43 @@ def test_values_returned_between_are_sliced() -> None:
     assert hidden.shape == (4, 30) and hidden.is_contiguous() and out.shape == (4, 5)
 
 
+class SeenByOthers(nn.Module):
+    """Hands a value between two padded layers to its caller or to autograd, besides reading it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = nn.Linear(12, 30), nn.Linear(30, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.first(x)
+        y = self.second(torch.tanh(h))
+        if self.how == "returned":
+            return h, y
+        if self.how == "with a view":
+            return h, h.view(-1), y
+        return (torch.autograd.grad(y.sum(), h, create_graph=True)[0],)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("how", ["returned", "with a view", "differentiated"])
+def test_what_others_see_stands_on_the_path_of_its_padded_readers(how: str, captured: bool) -> None:
+    torch.manual_seed(0)
+    model, x = SeenByOthers(how), noise(4, 12)
+    gradients = []
+    with torch._dynamo.config.patch(trace_autograd_ops=captured):
+        for net in (model, padded(copy.deepcopy(model), dtype="bf16")):
+            results = net(x)
+            for each in results:
+                each.retain_grad()
+            results[-1].square().sum().backward()
+            gradients.append([results[-1].detach(), *(each.grad for each in results), *(p.grad for p in net.parameters())])
+    assert any(region.pads for region in net.plan.regions)
+    for want, got in zip(*gradients, strict=True):
+        assert (want is None) == (got is None)
+        assert want is None or close(got, want, "bf16")
+
+
 def test_sizes_of_one_and_none_are_left_alone() -> None:
     amp = padded(nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 7)))
     run(amp, (noise(0, 7),))

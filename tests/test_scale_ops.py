@@ -178,6 +178,25 @@ def test_third_derivatives_do_not_depend_on_the_scale(leaves):
         assert all(error(low, high) < 5e-3 for low, high in zip(third(*pair(exponent)), want, strict=True))
 
 
+def test_derivatives_of_batched_gradients_do_not_depend_on_the_scale(leaves):
+    """A vmap of torch's takes these; it hides their history from Functions in Python."""
+
+    def batched(results: Tensor, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(results, sources, torch.eye(2), create_graph=True, is_grads_batched=True)
+
+    def third(scale: Tensor | None, inverse: Tensor | None, many: bool = False) -> tuple[Tensor, ...]:
+        x, w1, w2 = leaves
+        y = net(x, w1, w2, scale, inverse, many)
+        first = batched(torch.stack([y.square().mean(), y.cos().mean()]), (w1, w2))
+        means = torch.stack([sum(g[place].square().mean() for g in first) for place in range(2)])
+        second = batched(means * 1e-2, (w1, w2))
+        return *first, *second, *torch.autograd.grad(sum(g.square().mean() for g in second) * 10, (w1, w2))
+
+    want = third(None, None)
+    for exponent, many in ((6, True), (10, False), (14, True)):
+        assert all(error(low, high) < 5e-3 for low, high in zip(third(*pair(exponent), many), want, strict=True))
+
+
 def test_multiplying_plainly_would_be_wrong(leaves):
     """Why `_Times` has the derivative it has: with the plain product, fp16 loses the second order."""
 

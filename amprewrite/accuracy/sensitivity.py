@@ -105,7 +105,11 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tup
     generator = torch.Generator().manual_seed(0)
     for batch in batches:
         with torch.enable_grad():
-            outputs = [t for t in output_floats(trial.run(batch, probe)) if t.requires_grad]
+            try:
+                outputs = [t for t in output_floats(trial.run(batch, probe)) if t.requires_grad]
+            except RuntimeError as error:
+                said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
+                raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
         trial.check_captured()
         size = sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
         if not size:

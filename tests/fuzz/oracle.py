@@ -4,7 +4,8 @@
 2. A program whose every op gives what the low format holds is *exact*: rounding changes nothing, so any difference is a wrong graph.
 3. Otherwise an error may be twice autocast's, or the format's floor; beyond that, what lies within three times the error of rounding
    every op is called rounding and told apart.
-4. What is finite under autocast is finite.
+4. What is finite under autocast is finite; where autocast cannot run the program, what is finite rounded. If the program fixes the
+   loss scale, so must be the rounded run with that scale: a scaled gradient beyond fp16 is no fault of the graph.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Rounded(TorchDispatchMode):
         return self._round(value) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
     def _round(self, value: torch.Tensor) -> torch.Tensor:
-        if value._is_zerotensor():  # has no memory; the derivative of sgn gives one
+        if value._is_zerotensor() or value.is_meta:  # has no memory; the derivative of sgn gives the one, jvp makes the other
             return value
         rounded = value.to(self.low).to(value.dtype)
         if self.exact and not torch.equal(rounded, value):
@@ -153,8 +154,10 @@ def memory_of(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def compare(want: Record, got: Record, autocast: Record | None, rounded: Record | None, exact: bool, low: str) -> Problem | None:
-    """The first way in which `got` is not right; None where it is."""
+def compare(
+    want: Record, got: Record, autocast: Record | None, rounded: Record | None, exact: bool, low: str, scaled: Record | None = None
+) -> Problem | None:
+    """The first way in which `got` is not right; None where it is. `scaled` is rounded, with a loss scale that the program fixes."""
     for name, value in want.facts.items():
         if name not in got.facts:
             return Problem("missing", _kind(name), f"{name}: {value} in fp32, absent here")
@@ -163,9 +166,8 @@ def compare(want: Record, got: Record, autocast: Record | None, rounded: Record 
     for name in got.facts.keys() - want.facts.keys():
         return Problem("extra", _kind(name), f"{name}: {got.facts[name]} here, absent in fp32")
     for name, value in want.values.items():
-        problem = _compare_value(
-            name, value, got.values[name], *(None if r is None else r.values.get(name) for r in (autocast, rounded)), exact, low
-        )
+        beside = (None if r is None else r.values.get(name) for r in (autocast, rounded, scaled))
+        problem = _compare_value(name, value, got.values[name], *beside, exact, low)
         if problem is not None:
             return problem
     return None
@@ -182,18 +184,26 @@ def _kind(name: str) -> str:
 
 
 def _compare_value(
-    name: str, want: torch.Tensor, got: torch.Tensor, autocast: torch.Tensor | None, rounded: torch.Tensor | None, exact: bool, low: str
+    name: str,
+    want: torch.Tensor,
+    got: torch.Tensor,
+    autocast: torch.Tensor | None,
+    rounded: torch.Tensor | None,
+    scaled: torch.Tensor | None,
+    exact: bool,
+    low: str,
 ) -> Problem | None:
     if not want.is_floating_point():
         if not exact or torch.equal(want, got):
             return None
         return Problem("wrong", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
-    if autocast is not None and autocast.shape != want.shape:
-        autocast = None
-    beside = want if autocast is None else autocast
-    if bool(want.isfinite().all()) and bool(beside.isfinite().all()) and not bool(got.isfinite().all()):
+    autocast, rounded, scaled = (None if each is None or each.shape != want.shape else each for each in (autocast, rounded, scaled))
+    peers = [each for each in (rounded if autocast is None else autocast, scaled) if each is not None]
+    if all(bool(each.isfinite().all()) for each in (want, *peers)) and not bool(got.isfinite().all()):
         return Problem("not finite", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
-    finite = want.isfinite() & beside.isfinite() & got.isfinite()
+    finite = want.isfinite() & got.isfinite()
+    for each in peers:
+        finite &= each.isfinite()
     want, got = want.double()[finite], got.double()[finite]
     size, error = float(want.norm()), float((want - got).norm())
     if exact:
@@ -208,7 +218,7 @@ def _compare_value(
     if error <= bar:
         return None
     noise = 0.0
-    if rounded is not None and rounded.shape == finite.shape:
+    if rounded is not None:
         difference = rounded.double()[finite] - want
         noise = 3 * float(difference[difference.isfinite()].norm()) + 3 * FLOOR[low] * size * (not bool(difference.isfinite().all()))
     kind = "rounding" if error <= noise else "inexact"

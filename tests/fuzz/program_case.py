@@ -41,9 +41,10 @@ def _checked(program: Program) -> Problem | None:
         autocast = (
             None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low)))
         )
+        scaled = _scaled(program)
 
     def judged(got: Record) -> Problem | None:
-        return compare(want, got, autocast, rounded, exact, program.dtype)
+        return compare(want, got, autocast, rounded, exact, program.dtype, scaled)
 
     try:
         amp, got = rewritten(program)
@@ -56,6 +57,14 @@ def _checked(program: Program) -> Problem | None:
     if refused:
         return Problem("refused", re.sub(r"\\d+|%\\w+", "N", refused[0].partition("PassError")[2])[:60], refused[0])
     return _further(program, amp, got, rounded, exact)
+
+
+def _scaled(program: Program) -> Record | None:
+    """The rounded run with the loss scale that the program fixes; None where it fixes none."""
+    scale = dict(program.options).get("loss_scale")
+    if not isinstance(scale, int | float):
+        return None
+    return _tried(lambda: run(program, initialised(program, plain=True), around=lambda: Rounded(LOW[program.dtype]), scale=scale))
 
 
 def _ours(program: Program, problem: Problem, judged: Callable[[Record], Problem | None]) -> Problem | None:
@@ -154,8 +163,12 @@ def run(
     model: nn.Module,
     within: Callable[[], Any] = contextlib.nullcontext,
     around: Callable[[], Any] = contextlib.nullcontext,
+    scale: float = 1.0,
 ) -> Record:
-    """Call the model as the program says, take gradients, and keep all that can be seen; `within` is around forwards alone."""
+    """Call the model as the program says, take gradients, and keep all that can be seen; `within` is around forwards alone.
+
+    Losses are multiplied by `scale`, and gradients divided by it.
+    """
     record = Record()
     for index, how in enumerate(program.calls):
         inputs = batch(program, wide=how == "wide")
@@ -175,16 +188,16 @@ def run(
             _keep_results(record, index, result, model, inputs)
             record.facts[f"{index} draws"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
             if grad:
-                _backward(program, record, index, result, inputs)
+                _backward(program, record, index, result, inputs, scale)
             if "write" in program.checks:
                 _write(record, index, result)
         for name, buffer in model.named_buffers():
             record.keep(f"{index} buffer {name}", buffer)
         for name, parameter in model.named_parameters():
-            record.keep(f"{index} gradient {name}", parameter.grad)
+            record.keep(f"{index} gradient {name}", _unscaled(parameter.grad, scale))
         for place, each in enumerate(inputs):
             record.keep(f"{index} input {place}", each)
-            record.keep(f"{index} gradient input{place}", each.grad if each.requires_grad else None)
+            record.keep(f"{index} gradient input{place}", _unscaled(each.grad, scale) if each.requires_grad else None)
         record.facts[f"{index} attribute count"] = model.count
     return record
 
@@ -204,15 +217,19 @@ def _keep_results(record: Record, index: int, result: Any, model: nn.Module, inp
     record.facts[f"{index} result memory"] = memory_of(tensors)
 
 
-def _backward(program: Program, record: Record, index: int, result: Any, inputs: list[torch.Tensor]) -> None:
-    """Take the loss of the program; gradients of results are kept, too."""
+def _unscaled(gradient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+    return gradient if gradient is None or scale == 1 else gradient / scale
+
+
+def _backward(program: Program, record: Record, index: int, result: Any, inputs: list[torch.Tensor], scale: float) -> None:
+    """Take the loss of the program, times `scale`; gradients of results are kept, too."""
     found = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor) and each.is_floating_point() and each.requires_grad]
     for each in found:
         if not each.is_leaf:
             each.retain_grad()
     if not found:
         return
-    weights = [float(1 - 2 * (place % 2)) * (1 + place) for place in range(len(found))]
+    weights = [scale * float(1 - 2 * (place % 2)) * (1 + place) for place in range(len(found))]
     terms = [weight * each.float().sum() for weight, each in zip(weights, found, strict=True)]
     if program.loss in ("each", "each_reversed"):
         for place, term in enumerate(terms if program.loss == "each" else reversed(terms)):
@@ -220,23 +237,24 @@ def _backward(program: Program, record: Record, index: int, result: Any, inputs:
     elif program.loss == "first":
         terms[0].backward()
     elif program.loss == "square":
-        sum(each.float().square().sum() for each in found).backward()  # type: ignore[union-attr]
+        sum(scale * each.float().square().sum() for each in found).backward()  # type: ignore[union-attr]
     elif program.loss == "mean":
-        sum(each.float().mean() for each in found).backward()  # type: ignore[union-attr]
+        sum(scale * each.float().mean() for each in found).backward()  # type: ignore[union-attr]
     elif program.loss == "outputs" and len(found) > 1:
         grads = torch.autograd.grad(terms[0], found[1:], allow_unused=True, retain_graph=True)
         for place, each in enumerate(grads):
-            record.keep(f"{index} gradient_of_result {place}", each)
+            record.keep(f"{index} gradient_of_result {place}", _unscaled(each, scale))
         terms[0].backward()
     elif program.loss == "inner" and inputs[0].requires_grad:
         (grad,) = torch.autograd.grad(sum(terms), inputs[0], create_graph=True, allow_unused=True)
+        grad = _unscaled(grad, scale)
         record.keep(f"{index} inner_gradient 0", grad)
         if grad is not None and grad.requires_grad:
-            (grad.square().sum() + sum(terms)).backward()
+            (scale * grad.square().sum() + sum(terms)).backward()
     else:
         sum(terms).backward()  # type: ignore[union-attr]
     for place, each in enumerate(found):
-        record.keep(f"{index} gradient_of_result kept{place}", each.grad)
+        record.keep(f"{index} gradient_of_result kept{place}", _unscaled(each.grad, scale))
 
 
 def _write(record: Record, index: int, result: Any) -> None:

@@ -20,7 +20,8 @@ from tests.fuzz.kinds import KINDS
 from tests.fuzz.mutants import MUTANTS, Mutant, prove
 from tests.fuzz.open_findings import OPEN
 from tests.fuzz.oracle import Problem, Record, compare, start_clean
-from tests.fuzz.programs import generate, smaller
+from tests.fuzz.program_case import run
+from tests.fuzz.programs import generate, initialised, smaller
 from tests.fuzz.proofs import PROOFS
 from tests.fuzz.shrink import shrink
 
@@ -90,6 +91,25 @@ def test_a_difference_is_seen() -> None:
     problem = compare(want, got, None, None, True, "bf16")
     assert problem is not None
     assert problem.kind == "wrong"
+
+
+def test_what_no_low_run_holds_is_no_fault_of_the_graph() -> None:
+    """Without autocast the rounded run says what is finite, and the one with the scale of the program what stays so."""
+    want, inside, beyond = Record(), Record(), Record()
+    for record, value in ((want, 7e4), (inside, 6e4), (beyond, torch.inf)):
+        record.keep("0 gradient w", torch.tensor([1.0, value]))
+    problem = compare(want, beyond, None, inside, False, "fp16")
+    assert problem is not None
+    assert problem.kind == "not finite"
+    assert compare(want, beyond, None, beyond, False, "fp16") is None
+    assert compare(want, beyond, inside, inside, False, "fp16", beyond) is None
+
+
+def test_gradients_of_a_scaled_run_come_back_unscaled() -> None:
+    program = next(p for p in map(generate, range(50)) if p is not None and "grad" in p.calls and any(each.grad for each in p.inputs))
+    plain, scaled = (run(program, initialised(program, plain=True), scale=scale) for scale in (1.0, 1024.0))
+    assert compare(plain, scaled, None, None, False, "fp16") is None
+    assert any("gradient" in name for name in plain.values)
 
 
 def test_shrinking_keeps_what_fails() -> None:

@@ -257,10 +257,12 @@ class StrictInterpreter(torch.fx.Interpreter):
     def _low_value(self, planned: NodePlan, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """A rounded value; with gradients on, one that rounds its gradient."""
         rounded = round_to(source, self.low)
-        if not (self.recording.backward and value.requires_grad and torch.is_grad_enabled()):
+        if not (value.requires_grad and torch.is_grad_enabled()):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
+            if not self.recording.backward:  # the model takes this gradient itself
+                return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None
             scale = self.recording.scale

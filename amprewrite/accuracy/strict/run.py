@@ -4,6 +4,9 @@
    kept for this.
 2. Run it unrounded and keep every result; with `backward`, the gradient of a loss at every low result, too.
 3. `rounded` runs it as planned, perhaps with some nodes kept high, and gives a row for every result, copy and gradient.
+
+Without `backward` graphs run without gradients, but for those that take some. Where the model does so between graphs, that fails, and
+all of them run with gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, floats, relative_error
+from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
 from amprewrite.report.cast_plan import CastPlan
@@ -82,7 +86,14 @@ class StrictRun:
             forward = part.forward
             backend = self._capture_in(path, parameter_names(forward))
             part.__dict__["forward"] = compile_afresh(forward, backend, whole=False, root=part)
-        outputs, self.exact_gradients = self._run()
+        self.differentiable = backward
+        try:
+            outputs, self.exact_gradients = self._run()
+        except RuntimeError:
+            if self.differentiable:
+                raise
+            self.differentiable, self.runs = True, []
+            outputs, self.exact_gradients = self._run()
         self.exact = [t.detach().clone() for t in outputs]
         self.reference = self.runs
         if not self.reference:
@@ -124,10 +135,11 @@ class StrictRun:
         read_parts(captured)
         _, plan = rewrite_graph(captured)
         region, number = StrictRegion.of(captured, plan), len(self.regions)
+        wanted = differentiates(module.graph)
         self.regions.append(region)
 
         def run(*inputs: Any) -> Any:
-            with torch.set_grad_enabled(self.backward and torch.is_grad_enabled()):
+            with torch.set_grad_enabled((self.differentiable or wanted) and torch.is_grad_enabled()):
                 return self._run_region(number, region, inputs)
 
         return run
@@ -141,7 +153,7 @@ class StrictRun:
             if not self.diverged:
                 recording.reference, recording.gradients = self.reference[place][1].reference, self.reference[place][1].gradients
             scale = self.session.loss_scale
-            recording.scale = scale.value if scale.enabled else 1.0
+            recording.scale = scale.value if scale.enabled and self.backward else 1.0  # gradients that the model takes are not scaled
         self.runs.append((number, recording))
         return StrictInterpreter(region, recording).run(*inputs)
 

@@ -270,7 +270,15 @@ def takes_gradients(graph: torch.fx.Graph) -> bool:
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
     pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
-    return bool(pulled) and not transformed_nodes(graph).issuperset(pulled)
+    if pulled and not transformed_nodes(graph).issuperset(pulled):
+        return True
+    return any(takes_gradients(body.graph) for node in graph.nodes for body in bodies(node))
+
+
+def differentiates(graph: torch.fx.Graph) -> bool:
+    """Whether the graph takes gradients, itself or in a torch.func transform: run without, it fails or gives zeros."""
+    names = (str(getattr(node.target, "__name__", "")) for node in graph.nodes)
+    return takes_gradients(graph) or any(name.endswith("_grad_increment_nesting") for name in names)
 
 
 @lru_cache(maxsize=1024)

@@ -6,19 +6,24 @@
    the model means it.
 4. Else the ranges seen are a calibration: undo what the call wrote, decide with them, and run again. The plan says so.
 
+These further runs need no gradients, unless the graph takes gradients itself: then its inputs want theirs, as in the call.
+
 A few calls only: later ones cost nothing. Nobody needs to have asked for it, since a model that gives NaN helps nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.read.magnitudes import NARROW
 from amprewrite.graphs.fx.run.observer import Watch
@@ -50,13 +55,14 @@ class FirstCalls:
     ) -> None:
         self.captured, self.learn, self.again, self.warn = captured, learn, again, warn
         self.left = CALLS
+        self.differentiates = differentiates(captured.module.graph)
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> Any:
         """The results of `run(inputs)`, or of what takes its place; what a CUDA graph records is not looked at."""
         if any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
             return run(inputs)
         self.left -= 1
-        before = _Before(inputs)
+        before = _Before(inputs, self.differentiates)
         if _inside_checkpoint():
             self._look_ahead(run, before, inputs)
             return run(inputs)
@@ -64,7 +70,7 @@ class FirstCalls:
         if all_finite(result):
             return result
         watch = Watch()
-        with torch.no_grad():
+        with self._aside():
             exact = watch(self.captured, before.copies())
         if not _broken(result, exact):
             return result
@@ -84,17 +90,21 @@ class FirstCalls:
         return result
 
     def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> None:
-        """Look at a run of its own, without gradients, and decide before the real one.
+        """Look at a run of its own, and decide before the real one.
 
         An activation checkpoint counts what a forward saves and what its recomputation saves: there is one run of the graph in each.
         """
-        with torch.no_grad():
+        with self._aside():
             result = run(before.copies())
             watch = Watch()
             exact = None if all_finite(result) else watch(self.captured, before.copies())
         before.undo(inputs)
         if exact is not None and _broken(result, exact):
             self._decide_anew(watch, inputs)
+
+    def _aside(self) -> contextlib.AbstractContextManager[Any]:
+        """The gradient mode of a run that is looked at and thrown away; what it saves for backward no hook of the call sees."""
+        return saved_tensors_hooks(_itself, _itself) if self.differentiates else torch.no_grad()
 
     @property
     def _place(self) -> str:
@@ -119,11 +129,15 @@ def _inside_checkpoint() -> bool:
     return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-class _Before:
-    """What a call may change, as it was."""
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        self.inputs = inputs
+
+class _Before:
+    """What a call may change, as it was. With `differentiable` copies want gradients where the inputs do."""
+
+    def __init__(self, inputs: tuple[Any, ...], differentiable: bool) -> None:
+        self.inputs, self.differentiable = inputs, differentiable
         self.clones = {
             place: value.detach().clone()
             for place, value in enumerate(inputs)
@@ -135,7 +149,13 @@ class _Before:
 
     def copies(self) -> tuple[Any, ...]:
         """The inputs as they were, to be run on freely; parameters are the very ones."""
-        return tuple(self.clones[place].clone() if place in self.clones else value for place, value in enumerate(self.inputs))
+        return tuple(self._copy(place) if place in self.clones else value for place, value in enumerate(self.inputs))
+
+    def _copy(self, place: int) -> torch.Tensor:
+        copied = self.clones[place].clone()
+        if self.differentiable and self.inputs[place].requires_grad:
+            return copied.requires_grad_().clone()  # no leaf: the graph may write it
+        return copied
 
     def _changed(self, inputs: tuple[Any, ...]) -> list[int]:
         return [place for place, clone in self.clones.items() if not _same(inputs[place], clone)]

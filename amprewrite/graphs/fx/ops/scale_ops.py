@@ -125,8 +125,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient` of a cast on its way out: as `dtype`, times `factor`, in fp32 at least; differentiable as `_Cross` is."""
     if torch.is_grad_enabled():
-        left: Tensor = _Times.apply(gradient, factor, dtype)
-        return left
+        return _applied(_Times, gradient, factor, dtype)
     return _times(gradient, factor, dtype)
 
 
@@ -139,7 +138,7 @@ def leaving_many(
     if factor is None:
         products = [g.to(dtype) for g, dtype in present]
     elif torch.is_grad_enabled():
-        products = [_Times.apply(g, factor, dtype) for g, dtype in present]
+        products = [_applied(_Times, g, factor, dtype) for g, dtype in present]
     elif all(dtype == torch.float32 for _, dtype in present) and (made := unscale_many([g for g, _ in present], factor)):
         products = made
     elif all(type(g) is Tensor and g.is_cpu and g.dtype != dtype == torch.float32 and not g.is_sparse for g, dtype in present):
@@ -151,6 +150,29 @@ def leaving_many(
         products = [_times(g, factor, dtype) for g, dtype in present]
     rest = iter(products)
     return (next(rest) if need and g is not None else None for g, _, need in wanted)
+
+
+def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others: Any) -> Tensor:
+    """`function.apply(gradient, *others)`, which has a derivative under `is_grads_batched=True` as well.
+
+    There torch batches gradients by a vmap that keeps the history inside its tensors. A Function in Python does not see it, and its
+    result would have none. So the function gets the gradients of the whole batch as one tensor, and the batch is made again behind it.
+    """
+    if not torch._C._functorch.is_legacy_batchedtensor(gradient):
+        result: Tensor = function.apply(gradient, *others)
+        return result
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    levels = []
+    for level in range(depth, 0, -1):
+        whole = torch._remove_batch_dim(gradient, level, 0, 0)
+        if len(whole):  # what this level does not batch comes back expanded, to the size 0
+            gradient = whole
+            levels.append(level)
+    result = function.apply(gradient, *others)
+    for level in reversed(levels):
+        result = torch._add_batch_dim(result, 0, level)
+    return result
 
 
 def _cast_many(xs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -176,7 +198,7 @@ class _Cross(torch.autograd.Function):
     @uncaptured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
-            return _Times.apply(gradient, ctx.factor, ctx.dtype), None, None
+            return _applied(_Times, gradient, ctx.factor, ctx.dtype), None, None
         return _times(gradient, ctx.factor, ctx.dtype), None, None
 
 
@@ -193,7 +215,7 @@ class _Times(torch.autograd.Function):
     @uncaptured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
-            return _Cross.apply(gradient, ctx.dtype, ctx.factor), None, None
+            return _applied(_Cross, gradient, ctx.dtype, ctx.factor), None, None
         return gradient.to(ctx.dtype), None, None
 
 

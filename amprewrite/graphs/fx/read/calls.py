@@ -10,7 +10,7 @@ import torch
 import torch.fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from amprewrite.graphs.fx.node_facts import example_value, tensors, transformed_nodes, written
+from amprewrite.graphs.fx.node_facts import LEAVES, example_value, tensors, transformed_nodes, written
 from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format, is_far
@@ -26,6 +26,7 @@ def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[st
     transformed = transformed_nodes(module_graph)
     opaque = _aliased_writes(module_graph, transformed)
     opaque |= dict.fromkeys(transformed, "it runs inside a torch.func transform")
+    opaque |= dict.fromkeys((node for node in module_graph.nodes if LEAVES in node.meta), "others see this value itself, or its memory")
     return {
         names[node]: _call(graph, names[node], node, names, opaque.get(node, "")) for node in module_graph.nodes if node in names
     }
