@@ -14,6 +14,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
 from amprewrite.graphs.fx.ops.tensor_hooks import restore_hooks
+from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, operands
 from amprewrite.graphs.fx.read.calls import read_calls
 from amprewrite.graphs.fx.read.leaving import mark_leaving
@@ -99,6 +100,7 @@ def read_program(
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
     if policy.low is not FP32:
+        note_memory(module.graph)
         module = gather_units(module, lists, _copy)
         module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)
     graph, fx_nodes = read_graph(module, policy.low, lists, entry, names, training)

@@ -510,6 +510,30 @@ def test_values_returned_between_are_sliced() -> None:
     assert hidden.shape == (4, 30) and hidden.is_contiguous() and out.shape == (4, 5)
 
 
+def test_the_gradient_of_a_value_returned_between_is_whole() -> None:
+    """What is sliced for the caller alone would miss the gradient of the layers behind it."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(12, 30, bias=False), nn.Linear(30, 30, bias=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = self.a(x)
+            return h, self.b(h)
+
+    torch.manual_seed(0)
+    model = Between()
+    gradients = []
+    for each in (model, amprewrite.rewrite(model, dtype="bf16", pad="always")):
+        h, y = each(torch.ones(4, 12))
+        h.retain_grad()
+        (h.sum() + y.square().sum()).backward()
+        gradients.append(h.grad)
+    assert (gradients[0] - 1).norm() > 0.1
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0.05, atol=0.05)
+
+
 def test_sizes_of_one_and_none_are_left_alone() -> None:
     amp = padded(nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 7)))
     run(amp, (noise(0, 7),))

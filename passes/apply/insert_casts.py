@@ -15,7 +15,16 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from amprewrite.graphs.fx.node_facts import CONVERSIONS, GRAD_SWITCHES, LEAVES, TAKES_SHAPE_ONLY, example_value, tensors, transform_openings
+from amprewrite.graphs.fx.node_facts import (
+    CONVERSIONS,
+    GRAD_SWITCHES,
+    LEAVES,
+    MEMORY,
+    TAKES_SHAPE_ONLY,
+    example_value,
+    tensors,
+    transform_openings,
+)
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.program import Program
 from amprewrite.tables.errors import PassError, PlanError
@@ -62,10 +71,12 @@ def insert_cast(
             source = graph.call_function(saturate_value, (value, to.max))
             source.meta = dict(value.meta)
             source.meta.pop(LEAVES, None)
+            source.meta.pop(MEMORY, None)
         copy = graph.call_method("to", (source, to.dtype))
     copy.meta = {**value.meta, CAST: to.name, "weight": weight}
     copy.meta.pop("grapharg", None)
     copy.meta.pop(LEAVES, None)
+    copy.meta.pop(MEMORY, None)
     for user in users:
         if value not in user.all_input_nodes:
             raise PlanError(f"the plan casts {value.name} for {user.name}, which does not read it; make the plan anew")

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from amprewrite.graphs.fx.node_facts import example_value, tensors, transformed_nodes, written
+from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.ir.op_calls import Call, Ref, Shape
 from amprewrite.ir.op_graph import OpGraph
 
@@ -24,6 +24,7 @@ def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[st
     transformed = transformed_nodes(module_graph)
     opaque = _aliased_writes(module_graph, transformed)
     opaque |= dict.fromkeys(transformed, "it runs inside a torch.func transform")
+    opaque |= {node: "it leaves the graph as itself: a slice would stand beside the path" for node in names if LEAVES in node.meta}
     return {
         names[node]: _call(graph, names[node], node, names, opaque.get(node, "")) for node in module_graph.nodes if node in names
     }
@@ -77,13 +78,13 @@ def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> d
     sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         found_here = [] if node.op == "output" or node in transformed else tensors(example_value(node))
-        for tensor in found_here:
-            if tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor):
-                sharing[tensor.untyped_storage()._cdata].append(node)
+        if not any(is_traceable_wrapper_subclass(tensor) for tensor in found_here):
+            for storage in memory_of(node) if found_here else ():
+                sharing[storage].append(node)
     found: dict[torch.fx.Node, str] = {}
     for node in graph.nodes:
         for target in written(node) if node not in transformed else ():
-            peers = {peer for t in tensors(example_value(target)) for peer in sharing.get(t.untyped_storage()._cdata, ())}
+            peers = {peer for storage in memory_of(target) for peer in sharing.get(storage, ())}
             before = [peer for peer in peers if place[peer] < place[node]]
             outside = any(peer.op in ("placeholder", "get_attr") for peer in before)
             read_later = any(place[user] > place[node] for peer in before for user in peer.users)

@@ -9,7 +9,9 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
 1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
-   node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it.
+   node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it. If the
+   maker gives a view of a tensor that nobody sees, as `linear` does of more than two dims, so does the node: autograd takes a view
+   off the path of what is written beside it, and a base not.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
    graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
 """
@@ -30,12 +32,13 @@ from amprewrite.graphs.fx.node_facts import (
     differentiable,
     example_value,
     is_opaque,
-    storages,
+    memory_of,
     tensors,
     transform_regions,
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.graphs.fx.read.aliasing import is_view
 from amprewrite.tables.ops.op_lists import op_name
 
 Node = torch.fx.Node
@@ -59,7 +62,9 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     for node in chains:
         twin[node].meta[LEAVES] = SHARED
     for maker in makers:
-        _follow(copied.graph, twin[maker])
+        followed = _follow(copied.graph, twin[maker])
+        if without_grad is not None and memory_of(maker) & set(shared) and is_view(maker):
+            _view(copied.graph, followed)
     copied.recompile()
     marked: torch.fx.GraphModule = copied
     return marked
@@ -71,8 +76,8 @@ def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
     return {node for node, region in regions.items() if all(regions.get(user) == region for user in node.users)}
 
 
-def _follow(graph: torch.fx.Graph, maker: Node) -> None:
-    """Put the idle conversion behind `maker`, or behind the transform that it leaves; all others read it."""
+def _follow(graph: torch.fx.Graph, maker: Node) -> Node:
+    """The idle conversion, put behind `maker` or behind the transform that it leaves; all others read it."""
     regions, place = transform_regions(graph), maker
     region = regions.get(maker)
     readers = [reader for reader in maker.users if region is None or regions.get(reader) != region]
@@ -84,6 +89,17 @@ def _follow(graph: torch.fx.Graph, maker: Node) -> None:
     maker.meta.pop(LEAVES, None)
     for reader in readers:
         reader.replace_input_with(maker, node)
+    return node
+
+
+def _view(graph: torch.fx.Graph, node: Node) -> None:
+    """Put a view of all of `node` behind it, which all others read."""
+    readers = list(node.users)
+    with graph.inserting_after(node):
+        whole = graph.call_method("view_as", (node, node))
+    whole.meta = {**node.meta, LEAVES: SHARED}
+    for reader in readers:
+        reader.replace_input_with(node, whole)
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
@@ -143,7 +159,7 @@ class Memory:
         apart = _inside_transforms(graph)
         for node in graph.nodes:
             for target in written(node):
-                for storage in storages(example_value(target)):
+                for storage in memory_of(target):
                     self.written.add(storage)
                     self.last_write[storage] = self.position[node]
                     if is_opaque(node):
@@ -151,7 +167,7 @@ class Memory:
                         self.sinks.add(target)
             if node.op == "output" or not any(differentiable(t) for t in tensors(example_value(node))):
                 continue
-            for storage in storages(example_value(node)):
+            for storage in memory_of(node):
                 if node.op in ("placeholder", "get_attr"):
                     self.inputs.add(storage)
                 if node not in apart:
@@ -160,7 +176,7 @@ class Memory:
         self.sinks |= set(found)
         counted: dict[int, int] = defaultdict(int)
         for result in found:
-            for storage in storages(example_value(result)):
+            for storage in memory_of(result):
                 self.results.add(storage)
                 counted[storage] += 1
                 counted[storage] += _overlaps(example_value(result))
@@ -184,8 +200,10 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """The nodes that lead to the results in this memory, and all that may write it."""
-        holders = set(self.holders[storage])
+        """The nodes that lead to the results in this memory, and all that may write it; its maker is none of them."""
+        maker = self.maker(storage)
+        made = -1 if maker is None else self.position[maker]
+        holders = {node for node in self.holders[storage] if self.position[node] > made}
         found: set[Node] = set()
         waiting = [node for node in holders if node in self.sinks]
         if storage in self.written:
@@ -195,8 +213,7 @@ class Memory:
             if node not in found and node.op not in ("placeholder", "get_attr"):
                 found.add(node)
                 waiting += [feeder for feeder in node.all_input_nodes if feeder in holders]
-        maker = self.maker(storage)
-        return found - {maker} if maker is not None else found
+        return found
 
 
 __all__ = ["mark_leaving", "read_results"]
