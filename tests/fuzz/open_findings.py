@@ -4,7 +4,6 @@ OPEN = {
     ("programs", 100399): "raises RuntimeError: autograd.grad of what is not used",
     ("programs", 101403): "the same",
     ("programs", 100873): "the same, in a region",
-    ("programs", 100601): "gradient of a returned logsumexp",
     ("programs", 100619): "gradient not finite: checkpoint, jvp, write in place",
     ("programs", 100758): "gradient not finite: captured autograd.grad",
     ("programs", 100871): "gradient missing: captured autograd.grad",

@@ -32,8 +32,9 @@ ABSOLUTE = {"float"}
 BIT_VIEWS = {"view", "view_copy"}
 """Ops that read the bits of their operand as another dtype where they are told one."""
 LEAVES = "amprewrite_leaves"
-"""Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), or memory that does (SHARED)."""
-RETURNED, SHARED = "returned", "shared"
+"""Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), memory that does (SHARED), or the op of a result
+that its own backward reads (READ_BACK)."""
+RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
 """Key in a node's meta: which memory its result really lies in, if capture says another."""
 NODE = "amprewrite_node"

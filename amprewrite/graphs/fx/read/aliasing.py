@@ -7,7 +7,7 @@ torch, a copy in capture; `x @ y` is a view in capture alone. So torch is asked 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from amprewrite.graphs.fx.node_facts import (
     RETURNED,
     Fact,
     bodies,
+    differentiable,
     example_value,
     is_checkpoint,
     is_opaque,
@@ -37,6 +38,8 @@ from amprewrite.tables.ops.op_lists import op_name
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
 """Where capture finds the Python code that it runs in place of torch's."""
+_CHOOSE = {"relu", "amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "sgn"}
+"""Ops whose backward compares their result with their operand, and has no derivative with respect to it."""
 
 
 class _Union:
@@ -92,17 +95,38 @@ def is_view(node: torch.fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value._is_view()
 
 
-def real_value(node: torch.fx.Node) -> Any:
+def reads_back(node: torch.fx.Node) -> bool:
+    """Whether the backward of an op reads its result, as that of `tanh` does: a second backward then gives the result a gradient."""
+    if op_name(node.target) in _CHOOSE:
+        return False
+    with torch.enable_grad():
+        given = tensors(real_value(node, _wanting))
+    return any(storages(saved) & storages(given) for each in given for saved in _saved(each.grad_fn))
+
+
+def _wanting(node: torch.fx.Node) -> Any:
+    """The example value of an operand, as one that wants a gradient."""
+    value = example_value(node)
+    return value.detach().requires_grad_() if differentiable(value) else value
+
+
+def _saved(backward: Any) -> Iterator[torch.Tensor]:
+    """The tensors that the last op of a value keeps for its backward."""
+    for name in dir(backward):
+        if name.startswith("_saved_") and isinstance(saved := getattr(backward, name), torch.Tensor):
+            yield saved
+
+
+def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
     """What torch itself gives for the example operands of a node; what capture says where torch cannot be asked."""
     said = example_value(node)
-    operands = torch.fx.map_arg((node.args, node.kwargs), example_value)
-    modes = [t.fake_mode for t in tensors(operands) if isinstance(t, FakeTensor)]
-    asked = node.op in ("call_function", "call_method") and isinstance(said, torch.Tensor) and not is_opaque(node)
-    if not asked or not modes or written(node) or free_unbacked_symbols(said):
+    modes = [t.fake_mode for t in tensors(said) if isinstance(t, FakeTensor)]
+    asked = node.op in ("call_function", "call_method") and not is_opaque(node) and node.target is not hooked
+    if not asked or not modes or written(node) or free_unbacked_symbols(tensors(said)):
         return said
-    args, kwargs = operands
     try:
         with modes[0], torch._C._DisablePythonDispatcher(), Quiet():
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return node.target(*args, **kwargs)

@@ -14,10 +14,13 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
    off the path of what is written beside it, and a base not.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
    graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
+3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as that of `tanh` does, a
+   second backward gives the result a gradient. So the op itself runs high, and what it gives is what leaves.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +30,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.node_facts import (
     LEAVES,
+    READ_BACK,
     RETURNED,
     SHARED,
     differentiable,
@@ -38,8 +42,9 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
-from amprewrite.graphs.fx.read.aliasing import is_view
-from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.graphs.fx.read.aliasing import is_view, reads_back
+from amprewrite.tables.ops.op_lists import find_op, op_name
+from amprewrite.tables.vocabulary import OpKind
 
 Node = torch.fx.Node
 
@@ -53,12 +58,17 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     shared = memory.leaving(with_gradients=without_grad is not None)
     chains = {node for storage in shared for node in memory.chain(storage)}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
+    own: set[Node] = set()
     if without_grad is not None:
         left = dict.fromkeys((*map(_before_hooks, read_results(module.graph)), *_hooked_results(module.graph)))
         makers |= dict.fromkeys(node for node in left if node not in chains and node not in without_grad)
-    if not makers and not chains:
+        own = {op for node in read_results_back(module.graph) if node not in without_grad for op in _op_of(node)}
+        makers = {maker: None for maker in makers if maker not in own}
+    if not makers and not chains and not own:
         return module
     copied, twin = copy(module)
+    for node in own - chains:
+        twin[node].meta[LEAVES] = READ_BACK
     for node in chains:
         twin[node].meta[LEAVES] = SHARED
     for maker in makers:
@@ -68,6 +78,24 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     copied.recompile()
     marked: torch.fx.GraphModule = copied
     return marked
+
+
+def read_results_back(graph: torch.fx.Graph) -> Iterator[Node]:
+    """Results that the backward of their own op reads; heavy ops have no second derivative, or do not read them."""
+    apart = _inside_transforms(graph)
+    for node in dict.fromkeys(map(_before_hooks, _results(graph))):
+        op = _op_of(node)[-1]
+        row = find_op(op_name(op.target))
+        heavy = row is not None and row.kind is OpKind.ALLOW
+        if differentiable(example_value(node)) and op not in apart and not heavy and reads_back(op):
+            yield node
+
+
+def _op_of(node: Node) -> tuple[Node, ...]:
+    """`node`, and the op that it picks a result of."""
+    source = node.args[0] if node.target is operator.getitem else None
+    picked = isinstance(source, Node) and not isinstance(example_value(source), torch.Tensor)
+    return (node, source) if picked and isinstance(source, Node) else (node,)
 
 
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
