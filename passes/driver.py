@@ -15,6 +15,7 @@ import torch.fx
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
+from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import magnitudes
@@ -68,6 +69,8 @@ def read_problem(
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
+    if policy.low is not FP32:
+        note_memory(module.graph)
     normalised = EditedGraph(module, {})
     run_passes(NORMALISE, Reading(lists, policy.low, training), normalised, name)
     module = normalised.module

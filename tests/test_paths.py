@@ -314,3 +314,60 @@ def test_the_gradient_of_what_a_transform_returns(options: dict[str, Any]) -> No
         found.append([each.grad for each in results])
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
+
+
+READ_BACK = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda x: x.softmax(-1),
+    "softmin": lambda x: nn.functional.softmin(x, -1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "exp": torch.exp,
+    "sqrt": lambda x: (x.square() + 1).sqrt(),
+    "norm": lambda x: x.norm(dim=-1),
+    "std_mean": lambda x: torch.std_mean(x, -1)[0],
+    "checkpointed tanh": lambda x: checkpoint(torch.tanh, x, use_reentrant=False),
+}
+"""Ops whose backward reads their result."""
+
+
+class Ends(nn.Module):
+    """Gives what each of these ops makes of its input, and of what a layer makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [op(each) for op in READ_BACK.values() for each in (x, self.a(x))]
+
+
+@pytest.mark.parametrize("lists", ["default", "tf", "o3"])
+@way
+def test_a_second_backward_gives_results_their_gradient(options: dict[str, Any], lists: str) -> None:
+    torch.manual_seed(0)
+    model, start = Ends(), torch.randn(4, 4)
+    gradients = []
+    for each in (model, amprewrite.rewrite(model, lists=lists, **options)):
+        x = start.clone().requires_grad_()
+        results = each(x)
+        for result in results:
+            result.retain_grad()
+        (slope,) = torch.autograd.grad(sum(result.square().sum() for result in results), x, create_graph=True)
+        slope.square().sum().backward()
+        gradients.append([result.grad for result in results])
+    for want, got in zip(*gradients, strict=True):
+        assert (got - want).norm() <= 0.05 * want.norm()
+
+
+CHOOSE = [torch.relu, torch.sgn, torch.amax, torch.amin, torch.max, torch.min, torch.median, torch.nanmedian]
+
+
+@pytest.mark.parametrize("op", CHOOSE, ids=lambda op: op.__name__)
+def test_ops_that_compare_their_result_give_it_no_gradient(op: Any) -> None:
+    x = torch.tensor([[1.0, 3.0, -2.0]], requires_grad=True)
+    result = op(x)
+    (slope,) = torch.autograd.grad(result, x, torch.ones_like(result, requires_grad=True), create_graph=True)
+    through = torch.autograd.grad(slope.sum(), result, allow_unused=True)[0] if slope.requires_grad else None
+    assert through is None or not through.any()

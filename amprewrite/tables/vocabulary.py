@@ -96,6 +96,7 @@ class Reason(Enum):
     SENSITIVE = "rounding it costs more accuracy than was asked for"
     RETURNED = "it is returned and read: one fp32 value for both"
     SHARED = "it shares memory with what is returned"
+    READ_BACK = "it is returned and its backward reads it: one fp32 value for both"
     TIED = "it shares memory with a node of that colour"
     WRITES_STATE = "it writes in place to a model input, parameter or buffer"
     ASKED = "an override asks for it"

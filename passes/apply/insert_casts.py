@@ -16,7 +16,16 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.node_facts import CONVERSIONS, GRAD_SWITCHES, LEAVES, TAKES_SHAPE_ONLY, example_value, tensors, transform_openings
+from amprewrite.graphs.fx.node_facts import (
+    CONVERSIONS,
+    GRAD_SWITCHES,
+    LEAVES,
+    MEMORY,
+    TAKES_SHAPE_ONLY,
+    example_value,
+    tensors,
+    transform_openings,
+)
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.errors import PlanError
@@ -59,10 +68,12 @@ def insert_cast(
             source = graph.call_function(saturate_value, (value, to.max))
             source.meta = dict(value.meta)
             source.meta.pop(LEAVES, None)
+            source.meta.pop(MEMORY, None)
         copy = graph.call_method("to", (source, to.dtype))
     copy.meta = {**value.meta, CAST: to.name, "weight": weight}
     copy.meta.pop("grapharg", None)
     copy.meta.pop(LEAVES, None)
+    copy.meta.pop(MEMORY, None)
     for user in users:
         if value not in user.all_input_nodes:
             raise PlanError(f"the plan casts {value.name} for {user.name}, which does not read it; make the plan anew")

@@ -35,7 +35,7 @@ from amprewrite.graphs.fx.node_facts import (
     hint,
     is_checkpoint,
     is_opaque,
-    storages,
+    memory_of,
     tensors,
     transformed_nodes,
     written,
@@ -85,7 +85,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
     _leave_by_casts(graph, crossed, inverse, like.device.type)
     readers = {node: [user for user in node.users if user not in outside and _crosses(user)] for node in crossed}
     memory = _written_memory(graph)
-    still = [node for node in sources if not storages(example_value(node)) & memory]
+    still = [node for node in sources if not memory_of(node) & memory]
     _leave_elsewhere(graph, {node: readers[node] for node in still}, weights, inverse)
     _leave_at_readers(graph, {node: readers[node] for node in crossed if node not in set(still)}, outside, inverse)
     return bool(results or sources)
@@ -244,7 +244,7 @@ def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], wei
 
 
 def _written_memory(graph: torch.fx.Graph) -> set[int]:
-    return {storage for node in graph.nodes for target in written(node) for storage in storages(example_value(target))}
+    return {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target
-from amprewrite.graphs.fx.node_facts import example_value, storages, written
+from amprewrite.graphs.fx.node_facts import memory_of, written
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_batches, cast_in, cast_in_many, kept_in_many
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
@@ -55,7 +55,7 @@ def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> 
     made: dict[Hoisted, torch.fx.Node] = {}
     for node in list(graph.nodes):
         source = _cast_weight(node, training)
-        if source is None or not changing.isdisjoint(storages(example_value(source))) or _goes_elsewhere(source):
+        if source is None or not changing.isdisjoint(memory_of(source)) or _goes_elsewhere(source):
             continue
         assert last is not None
         dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
@@ -96,10 +96,10 @@ def written_storages(module: torch.fx.GraphModule) -> set[int]:
     found: set[int] = set()
     for node in module.graph.nodes:
         for target in written(node):
-            found |= storages(example_value(target))
+            found |= memory_of(target)
         if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_writes, _bodies(module, node))):
             for source in node.all_input_nodes:
-                found |= storages(example_value(source))
+                found |= memory_of(source)
     return found
 
 

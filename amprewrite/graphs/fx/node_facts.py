@@ -32,8 +32,11 @@ ABSOLUTE = {"float"}
 BIT_VIEWS = {"view", "view_copy"}
 """Ops that read the bits of their operand as another dtype where they are told one."""
 LEAVES = "amprewrite_leaves"
-"""Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), or memory that does (SHARED)."""
-RETURNED, SHARED = "returned", "shared"
+"""Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), memory that does (SHARED), or the op of a result
+that its own backward reads (READ_BACK)."""
+RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
+MEMORY = "amprewrite_memory"
+"""Key in a node's meta: which memory its result really lies in, if capture says another."""
 NODE = "amprewrite_node"
 """Key in the meta of a node of an edited graph: its name in the plan; a cast has the name of the value it copies."""
 
@@ -96,6 +99,12 @@ def storages(value: Any) -> set[int]:
         if tensor.layout == torch.strided and not tensor.is_nested:
             found.add(tensor.untyped_storage()._cdata)
     return found
+
+
+def memory_of(node: torch.fx.Node) -> set[int]:
+    """Which memory a node's result lies in."""
+    known: set[int] | None = node.meta.get(MEMORY)
+    return storages(example_value(node)) if known is None else known
 
 
 def differentiable(value: Any) -> bool:

@@ -215,6 +215,7 @@ _CONDITIONS = {
     Reason.SENSITIVE: "with a looser tolerance ({detail})",
     Reason.RETURNED: "if it were returned only, or read only",
     Reason.SHARED: "if what is returned did not lie in its memory",
+    Reason.READ_BACK: "if it were not returned, or in inference",
     Reason.WRITES_STATE: "if it did not write to memory that outlives the graph",
     Reason.ASKED: "without overrides['{detail}']",
     Reason.IN_PLAN: "with another colour in the plan: plan.edit({{'{name}': ...}})",

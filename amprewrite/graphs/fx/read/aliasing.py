@@ -1,16 +1,45 @@
-"""Which fx nodes share memory that is written in place, and how many writes a reader comes after."""
+"""Which fx nodes share memory that is written in place, and how many writes a reader comes after.
+
+Capture runs some ops as Python code in place of torch's own. Their results share memory otherwise: `dropout(x, 0.0)` is `x` itself in
+torch, a copy in capture; `x @ y` is a view in capture alone. So torch is asked again where that matters.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from amprewrite.graphs.fx.node_facts import LEAVES, RETURNED, Fact, example_value, is_opaque, storages
+from amprewrite.graphs.fx.log_quiet import Quiet
+from amprewrite.graphs.fx.node_facts import (
+    LEAVES,
+    MEMORY,
+    RETURNED,
+    Fact,
+    bodies,
+    differentiable,
+    example_value,
+    is_checkpoint,
+    is_opaque,
+    memory_of,
+    storages,
+    tensors,
+    transformed_nodes,
+    written,
+)
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.tables.ops.op_lists import op_name
+
+_PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
+"""Where capture finds the Python code that it runs in place of torch's."""
+_CHOOSE = {"relu", "amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "sgn"}
+"""Ops whose backward compares their result with their operand, and has no derivative with respect to it."""
 
 
 class _Union:
@@ -37,16 +66,93 @@ class Ties:
     size: Counter[torch.fx.Node]
 
 
+def note_memory(graph: torch.fx.Graph) -> None:
+    """Note on every node where its result really lies, if capture says another memory."""
+    really: dict[int, set[int]] = {}
+    apart = transformed_nodes(graph)
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node not in apart and _runs_as_python(node):
+            given = storages(real_value(node))
+            for operand in node.all_input_nodes:
+                if given & storages(example_value(operand)):
+                    really |= dict.fromkeys(storages(example_value(node)) - given, memory_of(operand))
+        told = storages(example_value(node))
+        if not really.keys().isdisjoint(told):
+            node.meta[MEMORY] = {memory for storage in told for memory in really.get(storage, {storage})}
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether the tensor that a node gives is a view of another one, which may be none of the graph's."""
+    source = node.args[0] if node.args else None
+    if isinstance(source, torch.fx.Node) and is_checkpoint(source):
+        for body in bodies(source):
+            results, place = next(inner for inner in body.graph.nodes if inner.op == "output").args[0], node.args[1]
+            given = results[place] if isinstance(results, tuple | list) and isinstance(place, int) else results
+            return isinstance(given, torch.fx.Node) and is_view(given)
+    value = real_value(node)
+    return isinstance(value, torch.Tensor) and value._is_view()
+
+
+def reads_back(node: torch.fx.Node) -> bool:
+    """Whether the backward of an op reads its result, as that of `tanh` does: a second backward then gives the result a gradient."""
+    if op_name(node.target) in _CHOOSE:
+        return False
+    with torch.enable_grad():
+        given = tensors(real_value(node, _wanting))
+    return any(storages(saved) & storages(given) for each in given for saved in _saved(each.grad_fn))
+
+
+def _wanting(node: torch.fx.Node) -> Any:
+    """The example value of an operand, as one that wants a gradient."""
+    value = example_value(node)
+    return value.detach().requires_grad_() if differentiable(value) else value
+
+
+def _saved(backward: Any) -> Iterator[torch.Tensor]:
+    """The tensors that the last op of a value keeps for its backward."""
+    for name in dir(backward):
+        if name.startswith("_saved_") and isinstance(saved := getattr(backward, name), torch.Tensor):
+            yield saved
+
+
+def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
+    """What torch itself gives for the example operands of a node; what capture says where torch cannot be asked."""
+    said = example_value(node)
+    modes = [t.fake_mode for t in tensors(said) if isinstance(t, FakeTensor)]
+    asked = node.op in ("call_function", "call_method") and not is_opaque(node) and node.target is not hooked
+    if not asked or not modes or written(node) or free_unbacked_symbols(tensors(said)):
+        return said
+    try:
+        with modes[0], torch._C._DisablePythonDispatcher(), Quiet():
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
+            if isinstance(node.target, str):
+                return getattr(args[0], node.target)(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)
+    except Exception:  # some kernels take no symbolic sizes
+        return said
+
+
+def _runs_as_python(node: torch.fx.Node) -> bool:
+    packet = getattr(torch.ops.aten, op_name(node.target), None) if node.op in ("call_function", "call_method") else None
+    return packet is not None and any(_PYTHON in getattr(packet, name).py_kernels for name in packet.overloads())
+
+
 def _memory(fact: Fact) -> set[int]:
     """The memory that others see under a node's result; none where all read the copy that leaves instead."""
-    return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else storages(fact.value)
+    return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
+
+
+def _lies_in(fact: Fact) -> set[int]:
+    return memory_of(fact.writes[0] if example_value(fact.node) is None and fact.writes else fact.node)
 
 
 def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():
         for target in fact.writes:
-            for storage in storages(example_value(target)):
+            for storage in memory_of(target):
                 writes[storage].append(fact.position)
     union, state = _Union(), set()
     first: dict[int, torch.fx.Node] = {}
@@ -62,7 +168,7 @@ def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.N
             if fact.position <= max(writes.get(storage, (-1,))):  # made after the last write: nothing is shared any more
                 union.join(node, first.setdefault(storage, node))
     for node, fact in facts.items():
-        if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in storages(fact.value)):
+        if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _lies_in(fact)):
             state.add(union.find(node))
         if is_opaque(node):  # what is inside writes fp32
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from amprewrite.graphs.fx.node_facts import LEAVES, example_value, tensors, transformed_nodes, written
+from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format, is_far
@@ -102,13 +102,13 @@ def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> d
     sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         found_here = [] if node.op == "output" or node in transformed else tensors(example_value(node))
-        for tensor in found_here:
-            if tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor):
-                sharing[tensor.untyped_storage()._cdata].append(node)
+        if not any(is_traceable_wrapper_subclass(tensor) for tensor in found_here):
+            for storage in memory_of(node) if found_here else ():
+                sharing[storage].append(node)
     found: dict[torch.fx.Node, str] = {}
     for node in graph.nodes:
         for target in written(node) if node not in transformed else ():
-            peers = {peer for t in tensors(example_value(target)) for peer in sharing.get(t.untyped_storage()._cdata, ())}
+            peers = {peer for storage in memory_of(target) for peer in sharing.get(storage, ())}
             before = [peer for peer in peers if place[peer] < place[node]]
             outside = any(peer.op in ("placeholder", "get_attr") for peer in before)
             read_later = any(place[user] > place[node] for peer in before for user in peer.users)

@@ -9,13 +9,18 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
 1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
-   node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it.
+   node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it. If the
+   maker gives a view of a tensor that nobody sees, as `linear` does of more than two dims, so does the node: autograd takes a view
+   off the path of what is written beside it, and a base not.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
    graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
+3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as that of `tanh` does, a
+   second backward gives the result a gradient. So the op itself runs high, and what it gives is what leaves.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,18 +30,21 @@ import torch.fx
 
 from amprewrite.graphs.fx.node_facts import (
     LEAVES,
+    READ_BACK,
     RETURNED,
     SHARED,
     differentiable,
     example_value,
     is_opaque,
-    storages,
+    memory_of,
     tensors,
     transform_regions,
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
-from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.graphs.fx.read.aliasing import is_view, reads_back
+from amprewrite.tables.ops.op_lists import find_op, op_name
+from amprewrite.tables.vocabulary import OpKind
 
 Node = torch.fx.Node
 
@@ -50,19 +58,44 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     shared = memory.leaving(with_gradients=without_grad is not None)
     chains = {node for storage in shared for node in memory.chain(storage)}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
+    own: set[Node] = set()
     if without_grad is not None:
         left = dict.fromkeys((*map(_before_hooks, read_results(module.graph)), *_hooked_results(module.graph)))
         makers |= dict.fromkeys(node for node in left if node not in chains and node not in without_grad)
-    if not makers and not chains:
+        own = {op for node in read_results_back(module.graph) if node not in without_grad for op in _op_of(node)}
+        makers = {maker: None for maker in makers if maker not in own}
+    if not makers and not chains and not own:
         return module
     copied, twin = copy(module)
+    for node in own - chains:
+        twin[node].meta[LEAVES] = READ_BACK
     for node in chains:
         twin[node].meta[LEAVES] = SHARED
     for maker in makers:
-        _follow(copied.graph, twin[maker])
+        followed = _follow(copied.graph, twin[maker])
+        if without_grad is not None and memory_of(maker) & set(shared) and is_view(maker):
+            _view(copied.graph, followed)
     copied.recompile()
     marked: torch.fx.GraphModule = copied
     return marked
+
+
+def read_results_back(graph: torch.fx.Graph) -> Iterator[Node]:
+    """Results that the backward of their own op reads; heavy ops have no second derivative, or do not read them."""
+    apart = _inside_transforms(graph)
+    for node in dict.fromkeys(map(_before_hooks, _results(graph))):
+        op = _op_of(node)[-1]
+        row = find_op(op_name(op.target))
+        heavy = row is not None and row.kind is OpKind.ALLOW
+        if differentiable(example_value(node)) and op not in apart and not heavy and reads_back(op):
+            yield node
+
+
+def _op_of(node: Node) -> tuple[Node, ...]:
+    """`node`, and the op that it picks a result of."""
+    source = node.args[0] if node.target is operator.getitem else None
+    picked = isinstance(source, Node) and not isinstance(example_value(source), torch.Tensor)
+    return (node, source) if picked and isinstance(source, Node) else (node,)
 
 
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
@@ -71,8 +104,8 @@ def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
     return {node for node, region in regions.items() if all(regions.get(user) == region for user in node.users)}
 
 
-def _follow(graph: torch.fx.Graph, maker: Node) -> None:
-    """Put the idle conversion behind `maker`, or behind the transform that it leaves; all others read it."""
+def _follow(graph: torch.fx.Graph, maker: Node) -> Node:
+    """The idle conversion, put behind `maker` or behind the transform that it leaves; all others read it."""
     regions, place = transform_regions(graph), maker
     region = regions.get(maker)
     readers = [reader for reader in maker.users if region is None or regions.get(reader) != region]
@@ -84,6 +117,17 @@ def _follow(graph: torch.fx.Graph, maker: Node) -> None:
     maker.meta.pop(LEAVES, None)
     for reader in readers:
         reader.replace_input_with(maker, node)
+    return node
+
+
+def _view(graph: torch.fx.Graph, node: Node) -> None:
+    """Put a view of all of `node` behind it, which all others read."""
+    readers = list(node.users)
+    with graph.inserting_after(node):
+        whole = graph.call_method("view_as", (node, node))
+    whole.meta = {**node.meta, LEAVES: SHARED}
+    for reader in readers:
+        reader.replace_input_with(node, whole)
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
@@ -143,7 +187,7 @@ class Memory:
         apart = _inside_transforms(graph)
         for node in graph.nodes:
             for target in written(node):
-                for storage in storages(example_value(target)):
+                for storage in memory_of(target):
                     self.written.add(storage)
                     self.last_write[storage] = self.position[node]
                     if is_opaque(node):
@@ -151,7 +195,7 @@ class Memory:
                         self.sinks.add(target)
             if node.op == "output" or not any(differentiable(t) for t in tensors(example_value(node))):
                 continue
-            for storage in storages(example_value(node)):
+            for storage in memory_of(node):
                 if node.op in ("placeholder", "get_attr"):
                     self.inputs.add(storage)
                 if node not in apart:
@@ -160,7 +204,7 @@ class Memory:
         self.sinks |= set(found)
         counted: dict[int, int] = defaultdict(int)
         for result in found:
-            for storage in storages(example_value(result)):
+            for storage in memory_of(result):
                 self.results.add(storage)
                 counted[storage] += 1
                 counted[storage] += _overlaps(example_value(result))
@@ -184,8 +228,10 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """The nodes that lead to the results in this memory, and all that may write it."""
-        holders = set(self.holders[storage])
+        """The nodes that lead to the results in this memory, and all that may write it; its maker is none of them."""
+        maker = self.maker(storage)
+        made = -1 if maker is None else self.position[maker]
+        holders = {node for node in self.holders[storage] if self.position[node] > made}
         found: set[Node] = set()
         waiting = [node for node in holders if node in self.sinks]
         if storage in self.written:
@@ -195,8 +241,7 @@ class Memory:
             if node not in found and node.op not in ("placeholder", "get_attr"):
                 found.add(node)
                 waiting += [feeder for feeder in node.all_input_nodes if feeder in holders]
-        maker = self.maker(storage)
-        return found - {maker} if maker is not None else found
+        return found
 
 
 __all__ = ["mark_leaving", "read_results"]

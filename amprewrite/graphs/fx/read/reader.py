@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.node_facts import (
     ENTER_AUTOCAST,
     GRAD_SWITCHES,
     LEAVES,
+    READ_BACK,
     RETURNED,
     SHARED,
     TAKES_SHAPE_ONLY,
@@ -213,8 +214,8 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
-    if LEAVES in fact.node.meta:
-        reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED}[fact.node.meta[LEAVES]]
+    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # that is reason enough
+        reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)
     if f"{device}:{low.name}" in fact.row.no_kernel:
