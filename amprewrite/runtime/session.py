@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
@@ -111,6 +112,8 @@ class Session:
             self.cache.look(self.weight_names)
             self._look_for_new_modules()
             state.entry = entry
+            if torch.is_grad_enabled() and self.loss_scale.enabled:
+                self.gate.forward_began()
         if torch.is_grad_enabled() and self.options.cache_weights != "step":
             self.cache.clear_idle()
         state.ran, state.depth = [], state.depth + 1
@@ -133,6 +136,8 @@ class Session:
             state.captured -= captured
         if not nested and self.children is None:
             self._look_for_new_modules()
+        if not nested and torch.is_grad_enabled() and self.loss_scale.enabled:
+            self.gate.await_backward((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
         if nested:
             state.ran.extend(ran)
         elif ran != self.last:

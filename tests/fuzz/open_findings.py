@@ -17,7 +17,4 @@ OPEN = {
     ("programs", 101069): "gradient not finite",
     ("programs", 101162): "gradient not finite",
     ("programs", 101373): "result wrong: captured autograd.grad and a checkpoint",
-    ("states", 200154): "an optimizer made after an overflow steps on the clipped gradients",
-    ("states", 200262): "step taken after an overflow",
-    ("states", 200588): "step taken after an overflow",
 }
