@@ -382,7 +382,8 @@ class Session:
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         entry = graphs.entry
-        backend = lookup_backend(self.options.backend) if self.options.backend != "eager" and entry.compiles else None
+        compiled = self.options.backend != "eager" and entry.compiles
+        backend = dynamo.backward_apart(lookup_backend(self.options.backend)) if compiled else None
         try:
             program = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(program)
@@ -457,8 +458,9 @@ class Session:
                 self.note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
         elif low is not FP32 and low.name not in row.low_formats:
             self.note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
+        kept = options.cache_weights and ("step" if self.cache.block() else options.cache_weights)
         return Policy(
-            low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure,
+            low or FP32, options.lists, options.overrides, kept, options.strict, options.device, options.measure,
             memory=options.memory, may_decline=options.low is None and options.backend == "eager" and not options.overrides,
         )  # fmt: skip
 

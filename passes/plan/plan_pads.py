@@ -152,8 +152,9 @@ class _Chooser:
         modes = {_rule(program, name).mode for name in program.calls if name in program.graph.nodes}
         low = program.policy.low
         watch = stopwatch(program.device, low.dtype) if "measure" in modes else None
-        self.model = PadCost(row, low, program.training)
-        self.watch = PadCost(row, low, program.training, watch)
+        kept, together = program.costs.cached_weights, program.costs.together
+        self.model = PadCost(row, low, program.training, cached_weights=kept, together=together)
+        self.watch = PadCost(row, low, program.training, watch, cached_weights=kept, together=together)
         self.gains: dict[str, float] = {}
         self.why: dict[str, str] = {}
         self.prices = Prices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)

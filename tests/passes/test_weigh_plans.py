@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from chains import chain, decided
@@ -64,6 +65,17 @@ def test_other_lists_and_given_plans_are_not_weighed() -> None:
     again = Program(program.graph, program.policy, program.lists, given=program.region_plan())
     run_passes((*DECIDE, *WEIGH), again)
     assert again.candidates == ()
+
+
+def test_the_plan_says_whether_weights_are_copied_at_every_call() -> None:
+    def notes(training: bool, **policy: object) -> list[str]:
+        program = chain("matmul(x,w) gelu", "default", training=training)
+        program.policy = replace(program.policy, **policy)  # type: ignore[arg-type]
+        run_passes((*DECIDE, *WEIGH), program)
+        return [note for note in program.region_plan().notes if "copies of weights" in note]
+
+    assert len(notes(False)) == len(notes(False, cache_weights=False)) == 1
+    assert notes(False, cache_weights="step") == notes(True) == []
 
 
 def test_the_summary_shows_all_and_names_the_device() -> None:
