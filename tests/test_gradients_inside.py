@@ -84,7 +84,6 @@ def test_what_it_returns_and_its_gradients_are_right(kind, optimizer, dtype):
         assert amp.loss_scale.value == 65536.0 and "0 of" in str(amp.loss_scale.report())
 
 
-@pytest.mark.filterwarnings("ignore:Guided has code that runs as it is written")  # AOTAutograd, which compiles in the backward
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_gradient_that_is_a_number(backend):
     for model, other, (want, got), _ in trained(Guided, torch.optim.SGD, 2, dtype="fp16", backend=backend):
@@ -108,6 +107,23 @@ class Now(Energy):
         score = self.energy(x)
         torch._dynamo.graph_break()
         return score.abs() + torch.autograd.grad(score.sum(), x, create_graph=True)[0].sum() if now else score.abs()
+
+
+class Slope(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad(self.energy(x).sum(), x)[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_a_compiler_does_in_a_backward_is_no_code_of_the_model(dtype):
+    """It makes the backward then, with generators among others, which Dynamo cannot capture."""
+    amp = amprewrite.rewrite(Slope(), dtype=dtype, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", amprewrite.AmpRewriteWarning)
+        for _ in range(2):
+            amp(torch.randn(3, 4, requires_grad=True))
+    assert not [str(each.message) for each in heard if "generator" in str(each.message)]
+    assert [part.why.partition(":")[0] for part in amp.plan.skipped] == ["graph break"]
 
 
 def test_the_next_forward_has_its_scale_again():

@@ -190,6 +190,163 @@ def test_an_optimizer_with_parameters_outside_forgets_what_was_thrown_away():
     assert amp.loss_scale.report().skipped == 0
 
 
+def clipped(model: nn.Module) -> None:
+    """Clip gradients, NaN as well, to values that are finite and not zero."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.nan_to_num_(1.0)
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+def moves(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes any parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    return not all(map(torch.equal, before, params))
+
+
+@pytest.mark.parametrize("attach", [False, True], ids=["found", "attached"])
+@pytest.mark.parametrize("old", ["in use", "gone", "none"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_made_after_an_overflow_is_skipped(name, old, attach):
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)
+    first = OPTIMIZERS[name](ours.parameters()) if old != "none" else None
+    loss_of(amp, 2).backward()
+    if old == "gone":
+        first = None
+    elif first is not None:
+        assert not moves(first)
+    clipped(ours)
+    late = OPTIMIZERS[name](ours.parameters())
+    if attach:
+        amp.attach(late)
+    assert not moves(late)
+    late.zero_grad()
+    loss_of(amp, 0).backward()
+    assert moves(late)
+
+
+def test_an_optimizer_made_after_an_overflow_for_what_no_other_steps():
+    """The head alone has an optimizer when the backward overflows in the body, too."""
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)
+    head = torch.optim.SGD(ours.head.parameters(), lr=1e-3)
+    amp.attach(head)
+    loss_of(amp, 2).backward()
+    clipped(ours)
+    assert not moves(head)
+    assert not moves(torch.optim.SGD([*ours.up.parameters(), *ours.norm.parameters(), *ours.down.parameters()], lr=1e-3))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clip_first", [False, True])
+def test_steps_are_skipped_until_the_overflow_is_thrown_away(name, clip_first):
+    """GradScaler, told to unscale before each clip, finds the infinities at the second step as well."""
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)
+    optimizer = OPTIMIZERS[name](ours.parameters())
+    loss_of(amp, 1).backward()
+    assert moves(optimizer)
+    loss_of(amp, 2).backward()
+    for turn in range(3):
+        if turn or clip_first:
+            clipped(ours)
+        assert not moves(optimizer)
+    assert amp.loss_scale.report().skipped == 3
+    loss_of(amp, 0).backward()  # adds to what was clipped
+    assert not moves(optimizer)
+    optimizer.zero_grad()
+    loss_of(amp, 0).backward()
+    assert moves(optimizer)
+
+
+@pytest.mark.parametrize("moment", ["before the forward", "after the forward"])
+@pytest.mark.parametrize("granularity", ["model", ["up", "down"]], ids=["whole", "parts"])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_due_once_a_skipped_one_is_thrown_away(name, to_none, granularity, moment):
+    """In parts the norm and the head run outside the graphs, and have their gradients before a backward gets to one."""
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0, granularity=granularity)
+    optimizer = OPTIMIZERS[name](ours.parameters())
+    found = []
+    for step in (1, 2, 4, 9, 6):
+        if moment == "before the forward":
+            optimizer.zero_grad(set_to_none=to_none)
+        loss = loss_of(amp, step)
+        if moment == "after the forward":
+            optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
+        clipped(ours)
+        found.append(moves(optimizer))
+    assert found == [True, False, True, False, True]
+    assert amp.loss_scale.report().skipped == 2
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_penalty_on_the_weights_themselves_hides_no_zeros(name, to_none):
+    """Its gradients arrive before the backward gets to the model."""
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)
+    optimizer = OPTIMIZERS[name](ours.parameters())
+    found = []
+    for step in (1, 2, 4):
+        optimizer.zero_grad(set_to_none=to_none)
+        (loss_of(amp, step) + sum(p.square().sum() for p in ours.parameters())).backward()
+        clipped(ours)
+        found.append(moves(optimizer))
+    assert found == [True, False, True]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_put_there_by_hand_after_a_skipped_step_are_new(name):
+    """As meta-learning does: gradients of `autograd.grad`, or of another model."""
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)
+    optimizer = OPTIMIZERS[name](ours.parameters())
+    loss_of(amp, 2).backward()
+    clipped(ours)
+    assert not moves(optimizer)
+    for gradients in (torch.autograd.grad(loss_of(amp, 0), list(ours.parameters())), [torch.ones_like(p) for p in ours.parameters()]):
+        for p, g in zip(ours.parameters(), gradients, strict=True):
+            p.grad = g
+        assert moves(optimizer)
+
+
+def test_a_backward_of_another_model_throws_nothing_away():
+    first, second = net(), net()
+    amps = [amprewrite.rewrite(m, dtype="fp16", loss_scale=1024.0) for m in (first, second)]
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3)
+    for amp in amps:
+        amp.attach(optimizer)
+    loss_of(amps[0], 2).backward()
+    clipped(first)
+    loss_of(amps[1], 0).backward()
+    assert not moves(optimizer)
+
+
+def test_an_overflow_that_is_clipped_before_gradients_go_to_copies():
+    ours = net()
+    amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)
+    away = [nn.Parameter(p.detach().clone()) for p in ours.parameters()]
+    optimizer = torch.optim.SGD(away, lr=1e-3)
+    amp.attach(optimizer, copies=True)
+    for copied in away:
+        copied.grad = torch.zeros_like(copied)
+    found = []
+    for step in (1, 2, 4, 6):
+        ours.zero_grad()
+        loss_of(amp, step).backward()
+        clipped(ours)
+        for copied, p in zip(away, ours.parameters(), strict=True):
+            copied.grad.copy_(p.grad)
+        found.append(moves(optimizer))
+    assert found == [True, False, True, True]
+
+
 def test_an_overflow_in_one_micro_batch_counts_though_each_is_clipped():
     ours = net()
     amp = amprewrite.rewrite(ours, dtype="fp16", loss_scale=1024.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 
@@ -60,6 +61,31 @@ def test_a_frozen_weight_is_cast_at_the_first_call_only(context):
         assert ran_low(out, model(x))
     assert counts == [1, 0, 0]
     assert casts(amp, x) == 1
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(20_000, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        x = self.table(x)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_a_call_does_not_copy_a_table_to_look_up_some_rows():
+    """A table whose copy is kept may be low: it costs nothing at the next call."""
+    torch.manual_seed(0)
+    model, x = Table().eval(), torch.arange(16).view(2, 8)
+    found = {}
+    for kept in ("call", "block", "step"):
+        amp = amprewrite.rewrite(model, dtype="bf16", device="h100", cache_weights="step" if kept == "step" else True)
+        with torch.no_grad(), amp.frozen_weights() if kept == "block" else contextlib.nullcontext():
+            assert ran_low(amp(x), model(x))
+        told = any("every call" in note for note in amp.plan.regions[0].notes)
+        found[kept] = {cast.value for cast in amp.plan.casts if cast.weight}, told
+    layers = {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert found == {"call": (layers, True), "block": ({"table.weight", *layers}, False), "step": ({"table.weight", *layers}, False)}
 
 
 def test_copies_made_in_inference_mode_serve_elsewhere():

@@ -84,4 +84,5 @@ class Problem:
     def costs(self) -> CostModel:
         """The prices that this graph is planned with."""
         row = self.planned_for or device_row(self.device)
-        return CostModel(row, self.policy.low, self.training, bool(self.policy.cache_weights), self.timings, self.policy.memory)
+        kept, together = self.policy.cache_weights == "step", self.policy.cache_weights is True
+        return CostModel(row, self.policy.low, self.training, kept, self.timings, self.policy.memory, together)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import takes_gradients
@@ -111,6 +112,8 @@ class Session:
             self.cache.look(self.weight_names)
             self._look_for_new_modules()
             state.entry = entry
+            if torch.is_grad_enabled() and self.loss_scale.enabled:
+                self.gate.forward_began()
         if torch.is_grad_enabled() and self.options.cache_weights != "step":
             self.cache.clear_idle()
         state.ran, state.depth = [], state.depth + 1
@@ -133,6 +136,8 @@ class Session:
             state.captured -= captured
         if not nested and self.children is None:
             self._look_for_new_modules()
+        if not nested and torch.is_grad_enabled() and self.loss_scale.enabled:
+            self.gate.await_backward((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
         if nested:
             state.ran.extend(ran)
         elif ran != self.last:
@@ -377,7 +382,8 @@ class Session:
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         entry = graphs.entry
-        backend = lookup_backend(self.options.backend) if self.options.backend != "eager" and entry.compiles else None
+        compiled = self.options.backend != "eager" and entry.compiles
+        backend = dynamo.backward_apart(lookup_backend(self.options.backend)) if compiled else None
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
@@ -453,8 +459,9 @@ class Session:
                 self.note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
         elif low is not FP32 and low.name not in row.low_formats:
             self.note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
+        kept = options.cache_weights and ("step" if self.cache.block() else options.cache_weights)
         return Policy(
-            low or FP32, options.lists, options.overrides, options.cache_weights, options.strict, options.device, options.measure,
+            low or FP32, options.lists, options.overrides, kept, options.strict, options.device, options.measure,
             memory=options.memory, may_decline=options.low is None and options.backend == "eager" and not options.overrides,
         )  # fmt: skip
 

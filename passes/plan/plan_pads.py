@@ -154,8 +154,9 @@ class _Chooser:
         modes = {_rule(problem, name).mode for name in problem.calls if name in problem.graph.nodes}
         low = problem.policy.low
         watch = stopwatch(problem.device, low.dtype) if "measure" in modes else None
-        self.model = PadCost(row, low, problem.training)
-        self.watch = PadCost(row, low, problem.training, watch)
+        kept, together = problem.costs.cached_weights, problem.costs.together
+        self.model = PadCost(row, low, problem.training, cached_weights=kept, together=together)
+        self.watch = PadCost(row, low, problem.training, watch, cached_weights=kept, together=together)
         self.gains: dict[str, float] = {}
         self.why: dict[str, str] = {}
         self.prices = Prices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)

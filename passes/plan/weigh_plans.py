@@ -2,6 +2,7 @@
 
 1. TensorFlow's lists and rules, torch.autocast's, our lists painted by TensorFlow's rules, and everything fp32.
 2. Each is painted on the same graph, its casts planned the same way, and priced on the same device.
+3. Say in the plan if its prices have low copies of weights made at every call.
 
 None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
 may be; it is shown all the same. A given plan keeps what was weighed when it was made.
@@ -50,7 +51,16 @@ class WeighPlans(Pass[Problem, Decisions]):
             priced = prices.of(colours)
             found.append(Candidate(name, priced.total * TICK, priced.copies))
         decisions.candidates = tuple(found)
+        _tell_of_weights(problem, decisions)
         return decisions.candidates != before
+
+
+def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
+    """Say so where a call without gradients makes copies of weights anew."""
+    if problem.training or problem.costs.cached_weights:
+        return
+    if any(cast.weight for cast in decisions.casts):
+        decisions.note("low copies of weights are priced as made at every call; frozen_weights() and cache_weights='step' keep them")
 
 
 def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[str, Colour]]:

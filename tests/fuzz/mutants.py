@@ -74,8 +74,8 @@ MUTANTS = (
     ),
     Mutant(
         "clipping-hides-overflow", "what left the graph non-finite is forgotten once the loop clips it away", ("states",), ("'fp16'", "'value'", "net='Single'"),
-        (("amprewrite/runtime/training/overflow_control.py", "            guard_of(optimizer).backward_ended(number)\n        if self._guarded or not self.adopt:\n            return\n",
-          "            pass\n        return\n"),),
+        (("amprewrite/runtime/training/overflow_control.py", "                note.ended(share)\n        if self.adopt and",
+          "                pass\n        if False and"),),
     ),
     Mutant(
         "closure-unguarded", "the first step of a closure loop is not guarded", ("states",), ('closure', "'fp16'"),

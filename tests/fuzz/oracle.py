@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._higher_order_ops.map import map_dense
+from torch._higher_order_ops.scan import generic_scan
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -32,8 +34,8 @@ HEAVY = frozenset([
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
 ])  # fmt: skip
 """Ops that do most of the work. In the bodies of loops and conditions a dispatch mode sees composite ones whole, elsewhere their parts."""
-PRODUCTS = frozenset(["einsum", "linalg_matrix_power", "linalg_multi_dot", "kron", "tensordot", "cdist"])
-"""Ops that run products inside, of which a plan may not count the FLOPs."""
+PRODUCTS = frozenset(["linalg_matrix_power", "kron", "cdist"])
+"""Ops that run products inside, of which a plan does not count the FLOPs."""
 LIBRARY = Path(amprewrite.__file__).parent
 
 
@@ -103,7 +105,7 @@ class Rounded(TorchDispatchMode):
 
 
 class HeavyOps(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention by dtype, in the bodies of loops and conditions, too."""
+    """Counts matrix products, convolutions and attention by dtype, in the bodies of loops, scans, maps and conditions, too."""
 
     supports_higher_order_operators = True
 
@@ -129,6 +131,13 @@ class HeavyOps(TorchDispatchMode):
             predicate, yes, no, operands = args
             with self:
                 return (yes if predicate else no)(*operands)
+        if func.name() == "scan":
+            step, carried, over, extra = args
+            with self:
+                return generic_scan(step, carried, over, additional_inputs=tuple(extra))
+        if func.name() == "map_impl":
+            with self:
+                return map_dense(*args)
         return func(*args, **kwargs)
 
 

@@ -99,6 +99,11 @@ class Trial:
         self.known = False
         """Whether the library may know an optimizer: then it scales gradients, and an overflow is no fault."""
         self.overflowed = False
+        """Whether gradients that are there come from a backward that overflowed, whatever was done to them since."""
+        self.told = False
+        """Whether a step has heard of it."""
+        self.either = False
+        """Whether a step may be taken and may be skipped: zeros that no step has seen may be clamped infinities."""
         self.draws = torch.Generator().manual_seed(seed)
         self.losses: Callable[[Tensor], Tensor] = lambda out: out.square().mean()
 
@@ -138,7 +143,7 @@ class Trial:
             raise WrongError(Problem("differs", what, f"{what}: {want.dtype} {want.shape} in fp32, {got.dtype} {got.shape} here"))
         if not got.isfinite().all():
             if may_overflow:
-                self.overflowed = True
+                self.overflowed, self.told = True, False
             elif want.isfinite().all() and (beside is None or beside.isfinite().all()):
                 raise WrongError(Problem("not finite", what, f"{what} is not finite; it is in fp32 and under autocast"))
             return
@@ -184,6 +189,7 @@ class Trial:
     def backward(self, rows: int, hot: bool, inputs: bool) -> None:
         """Forward and backward; gradients add to those that are there. `inputs`: of the input and the result, too."""
         self._sync()
+        self._look_for_gradients()
         x = self._batch(rows, 200.0 if hot else 1.0)
         beside = self._beside()
         runs = []
@@ -246,12 +252,17 @@ class Trial:
         flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {}}[way]
         self.optimizer = getattr(torch.optim, kind)(learning, lr=0.1, **flags)
         self.known = True  # if it is not attached, it is found among the objects of the process
-        self.overflowed = any(p.grad is not None and not p.grad.isfinite().all() for p in learning)
         if attach:
             self.amp.attach(self.optimizer)
 
+    def _look_for_gradients(self) -> None:
+        """Where all gradients are gone, nothing is left of an overflow."""
+        if all(p.grad is None for p in self.amp.parameters()):
+            self.overflowed = self.either = False
+
     def zero_grad(self, to_none: bool) -> None:
         self.amp.zero_grad(set_to_none=to_none)
+        self.either = not to_none and not self.told and (self.either or self.overflowed)
         self.overflowed = False
 
     def step(self, clip: str) -> None:
@@ -259,6 +270,7 @@ class Trial:
         learning = [p for p in self.amp.parameters() if p.requires_grad and p.grad is not None]
         if self.optimizer is None or not learning or not all(p.isfinite().all() for p in learning):
             return
+        self._look_for_gradients()
         overflow = any(not p.grad.isfinite().all() for p in learning) or self.overflowed  # type: ignore[union-attr]
         if overflow and not self.scaled:
             return  # whoever wants no loss scale has nothing that skips steps
@@ -269,7 +281,9 @@ class Trial:
         before = [p.detach().clone() for p in learning]
         self.optimizer.step()
         self.known = True
-        self._check_step(before, learning, overflow)
+        self.told, self.overflowed = True, overflow
+        if overflow or not self.either:
+            self._check_step(before, learning, overflow)
 
     def _check_step(self, before: list[Tensor], learning: list[nn.Parameter], overflow: bool) -> None:
         moved = any(not torch.equal(old, p) for old, p in zip(before, learning, strict=True))

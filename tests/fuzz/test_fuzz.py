@@ -10,16 +10,21 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._higher_order_ops import map as hop_map
+from torch._higher_order_ops import scan
 
+import amprewrite
 from tests.fuzz import vocabulary
 from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.mutants import MUTANTS, Mutant, prove
 from tests.fuzz.open_findings import OPEN
-from tests.fuzz.oracle import Problem, Record, compare, start_clean
+from tests.fuzz.oracle import HeavyOps, Problem, Record, compare, start_clean, untold
 from tests.fuzz.program_case import run
 from tests.fuzz.programs import generate, initialised, smaller
 from tests.fuzz.proofs import PROOFS
@@ -110,6 +115,38 @@ def test_gradients_of_a_scaled_run_come_back_unscaled() -> None:
     plain, scaled = (run(program, initialised(program, plain=True), scale=scale) for scale in (1.0, 1024.0))
     assert compare(plain, scaled, None, None, False, "fp16") is None
     assert any("gradient" in name for name in plain.values)
+
+
+class InBodies(nn.Module):
+    """Four products in a scan, four in a map, one in an autograd Function."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return None, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        _, scanned = scan(lambda c, t: (c + t, (c + t) @ self.lin.weight), torch.zeros_like(x[0]), x)
+        return scanned, hop_map(lambda t: t @ self.lin.weight, x), self.Product.apply(x, self.lin.weight)
+
+
+def test_products_in_bodies_are_counted() -> None:
+    for overrides, dtype in (({}, torch.bfloat16), ({"matmul": "deny"}, torch.float32)):
+        amp, ops = amprewrite.rewrite(InBodies(), dtype="bf16", overrides=overrides), HeavyOps()
+        with torch.no_grad():
+            amp(torch.randn(4, 8))
+            with ops:
+                amp(torch.randn(4, 8))
+        assert ops.ran == {dtype: 9}
+        assert untold(amp, ops.ran, []) is None
 
 
 def test_shrinking_keeps_what_fails() -> None:

@@ -66,6 +66,16 @@ def test_other_lists_and_given_plans_are_not_weighed() -> None:
     assert again.decisions.candidates == ()
 
 
+def test_the_plan_says_whether_weights_are_copied_at_every_call() -> None:
+    def notes(training: bool, **policy: object) -> list[str]:
+        case = chain("matmul(x,w) gelu", "default", training=training)
+        case.know(policy=replace(case.problem.policy, **policy)).decide().run(*WEIGH)  # type: ignore[arg-type]
+        return [note for note in case.plan.notes if "copies of weights" in note]
+
+    assert len(notes(False)) == len(notes(False, cache_weights=False)) == 1
+    assert notes(False, cache_weights="step") == notes(True) == []
+
+
 def test_the_summary_shows_all_and_names_the_device() -> None:
     case = chain(BLOCK, "default")
     case.know(planned_for=H100)

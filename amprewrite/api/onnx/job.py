@@ -136,7 +136,8 @@ class Job:
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
     ) -> None:
         self.name = name
-        self.policy, self.low, self.keep_io = policy, policy.low, keep_io
+        self.policy = replace(policy, cache_weights="step")  # a file keeps its weights as they are read
+        self.low, self.keep_io = policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)

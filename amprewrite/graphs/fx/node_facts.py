@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -361,24 +360,3 @@ def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
 def device_of(value: Any) -> str:
     found = tensors(value)
     return found[0].device.type if found else "cpu"
-
-
-def flops(op: str, node: torch.fx.Node) -> int:
-    """Multiply-adds times two of a matmul, convolution or attention, from shapes; 0 for anything else."""
-    shapes = [tuple(hint(s) for s in t.shape) for a in node.all_input_nodes for t in tensors(example_value(a))[:1]]
-    out = [math.prod(hint(s) for s in t.shape) for t in tensors(example_value(node))[:1]]
-    if not out or not shapes or not shapes[0]:
-        return 0
-    if op in ("linear", "matmul", "bmm", "mm", "mv", "dot"):
-        return 2 * out[0] * shapes[0][-1]
-    if op in ("addmm", "baddbmm", "addbmm", "addmv") and len(shapes) > 1 and shapes[1]:
-        return 2 * out[0] * shapes[1][-1]
-    if op == "scaled_dot_product_attention" and len(shapes) > 1:
-        return 4 * math.prod(shapes[0]) * shapes[1][-2]
-    if op.startswith("conv") and len(shapes) > 1 and len(shapes[1]) > 1:
-        moved = math.prod(shapes[0]) if "transpose" in op else out[0]
-        return 2 * moved * math.prod(shapes[1]) // max(shapes[1][0], 1)
-    if op in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        steps = math.prod(shapes[0][:-1])
-        return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
-    return 0

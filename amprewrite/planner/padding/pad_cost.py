@@ -36,6 +36,10 @@ class PadCost:
     training: bool
     measure: Callable[[Product, Product], tuple[float, float] | None] | None = None
     measured: dict[Product, float] = field(default_factory=dict)
+    cached_weights: bool = True
+    """Whether copies of parameters outlive a call without gradients."""
+    together: bool = False
+    """Whether one launch makes all of them, where they do not."""
 
     @property
     def itemsize(self) -> int:
@@ -56,8 +60,11 @@ class PadCost:
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """A padded copy of an fp32 parameter that no cast reads: made every training step, and at inference once."""
-        return self.device.launch + 8 * numel / self.device.bandwidth if self.training else 0.01 * self.device.launch
+        """A padded copy of an fp32 parameter that no cast reads: made at every call, or once where copies are kept."""
+        moved = 8 * numel / self.device.bandwidth
+        if self.training or not (self.cached_weights or self.together):
+            return self.device.launch + moved
+        return 0.01 * self.device.launch + (0.0 if self.cached_weights else moved)
 
     def slice(self, numel: int) -> float:
         """One slice forward, which may need a dense copy, and in training the pad of its gradient."""

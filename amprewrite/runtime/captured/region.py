@@ -83,7 +83,7 @@ class Region:
         if scaled is not None:
             watched = results if isinstance(results, tuple | list) else (results,)
             forward.watch(watched)
-            self.session.gate.await_backward(watched)
+            self.session.gate.await_backward(watched, scaled.learning)
         return results
 
     def _watched(self, *inputs: Any) -> Any:

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen, unseen
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason, traced
 from amprewrite.tables.errors import CaptureError
@@ -252,21 +254,66 @@ def why_switched_off() -> str:
     return ""
 
 
+_FRAMES = "frames"
+_APART: Counter[str] = Counter()
+"""What was counted while backwards of compiled graphs ran: frames given up, and each reason."""
+
+
 def frames_given_up() -> int:
     """How many frames Dynamo has given up in this process: they ran as they were written."""
     frames = counters["frames"]
-    return frames["total"] - frames["ok"]
+    return int(frames["total"] - frames["ok"] - _APART[_FRAMES])
 
 
 def reasons() -> dict[str, int]:
     """What Dynamo has said so far about code it cannot capture, with counts."""
-    return dict(counters["unimplemented"])
+    return {text: count - _APART[text] for text, count in counters["unimplemented"].items()}
 
 
 def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
     """First lines of what it has said since."""
-    new = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
+    new = [text for text, count in reasons().items() if count > before.get(text, 0)]
     return tuple(dict.fromkeys(first_line(text) for text in new))
+
+
+def backward_apart(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`backend`; what is counted while backwards of its graphs run is not.
+
+    A compiler makes the backward when it is first wanted. In a forward that takes gradients itself Dynamo looks on, and gives up
+    code of the compiler that is none of the model's.
+    """
+
+    def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        run = backend(module, example_inputs)
+
+        def call(*inputs: Any) -> Any:
+            results = run(*inputs)
+            tensors = (each for each in results if isinstance(each, torch.Tensor)) if isinstance(results, tuple | list) else ()
+            for node in {each.grad_fn for each in tensors} - {None}:
+                _count_apart(node)
+            return results
+
+        return call
+
+    return compile_graph
+
+
+def _count_apart(node: Any) -> None:
+    """Take what is counted while a node of autograd runs out of the counts."""
+    began: list[tuple[int, dict[str, int]]] = []
+
+    @uncaptured
+    def before(gradients: Any) -> None:
+        began.append((frames_given_up(), reasons()))
+
+    @uncaptured
+    def after(given: Any, taken: Any) -> None:
+        frames, said = began.pop()
+        _APART[_FRAMES] += frames_given_up() - frames
+        _APART.update({text: count - said.get(text, 0) for text, count in reasons().items()})
+
+    node.register_prehook(before)
+    node.register_hook(after)
 
 
 def first_line(text: object) -> str:

@@ -11,6 +11,7 @@ A flag is a 0-dim fp32 tensor, 0 or above 0. Two moments ask for one:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -88,6 +89,20 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(where, non_blocking=True) for flag in flags]).amax()
 
 
+def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
+    """1 if one of the gradients holds anything but zeros on this rank, else 0: a 0-dim fp32 tensor on the first one's device."""
+    with torch.inference_mode(False), torch.no_grad():
+        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        where = None
+        for gradient in gradients:
+            values = local_values(gradient.detach())
+            where = where or values.device
+            if values.numel():
+                by_device[values.device].append(values)
+        flags = [torch.stack([n.float() for n in torch._foreach_norm(g, math.inf)]).ne(0).any().float() for g in by_device.values()]
+        return any_of(flags) if flags else _flag(0.0, where or torch.device("cpu"))
+
+
 def _flags(gradients: Iterable[Tensor]) -> list[Tensor]:
     """Flags that together tell of all the gradients."""
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -143,4 +158,6 @@ def local_values(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-__all__ = ["any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "local_values", "several_ranks", "sharing"]
+__all__ = [
+    "any_nonzero", "any_of", "find_nonfinite", "found_after_backward", "infinities_to_nan", "local_values", "several_ranks", "sharing",
+]  # fmt: skip

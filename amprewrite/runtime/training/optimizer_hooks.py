@@ -1,12 +1,10 @@
 """What is done to one optimizer so that its overflowing steps are skipped: hooks on its `step`, and nothing else.
 
-At the end of each backward, note whether gradients hold inf or NaN: the loop may hide it before the step.
-
 Before each step:
 
 1. Look for inf and NaN in the gradients of all the optimizer's parameters, as torch.amp.GradScaler does
-   (torch/amp/grad_scaler.py), with the same multi-tensor kernel; add what was noted since the last step; agree with the
-   ranks that hold the other shards (nonfinite.py).
+   (torch/amp/grad_scaler.py), with the same multi-tensor kernel; add what backwards left in them that still counts
+   (backwards.py); agree with the ranks that hold the other shards (nonfinite.py).
 2. Tell the gates, whose loss scales move once per set of steps (loss_scale.py). A scale that was not used does not move.
 3. A fused optimizer gets the answer as its `found_inf` tensor and skips by itself: no host sync.
 4. For any other optimizer read the answer.  To skip, step a stand-in: a hook may replace the arguments of
@@ -32,23 +30,22 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.runtime.training.backwards import Noted
 from amprewrite.runtime.training.find_optimizers import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale, LossScaleError
-from amprewrite.runtime.training.nonfinite import any_of, find_nonfinite, found_after_backward
+from amprewrite.runtime.training.nonfinite import find_nonfinite
 
 _FRAMES = 12
 """How far up the stack to look for who called `step`."""
-
-
-_MOST_FLAGS = 16
-"""Backwards whose flags are kept apart before they become one."""
 
 
 class Gate(Protocol):
     """What a guard needs of a StepGate."""
 
     loss_scale: LossScale
+    parameters: Callable[[], Iterable[Tensor]]
+
+    def noted(self, optimizer: Optimizer) -> Noted: ...
 
     @property
     def ran_unscaled(self) -> bool: ...
@@ -64,58 +61,21 @@ def guard_of(optimizer: Optimizer) -> Guard:
     return guard
 
 
-class Noted:
-    """Flags of backwards that no step has heard of yet. Inside a CUDA graph they gather in one place, which replays write, too."""
-
-    def __init__(self) -> None:
-        self._flags: list[Tensor] = []
-        self._place: Tensor | None = None
-        self._recorded = False
-
-    def add(self, flag: Tensor) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            if recording(flag.device) and self._place is not None:
-                self._recorded = True
-                self._place.copy_(torch.maximum(self._place, flag))
-                return
-            if self._place is None:
-                self._place = torch.zeros_like(flag)
-            self._flags.append(flag)
-            if len(self._flags) > _MOST_FLAGS:
-                self._flags = [any_of(self._flags)]
-
-    def take(self) -> list[Tensor]:
-        """All flags; none is left."""
-        flags, self._flags = self._flags, []
-        if self._recorded and self._place is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                flags.append(self._place.clone())
-                self._place.zero_()
-        return flags
-
-    def __bool__(self) -> bool:
-        return self._recorded or bool(self._flags)
-
-
 class Guard:
     """The hooks on one optimizer; several gates share them, so that gradients are checked once and all gates agree."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._refs: list[weakref.ref[Gate]] = []
-        self._noted = Noted()
-        self._backward = -1
         self._found: Tensor | None = None
         self._closure: _Closure | None = None
         self._warm: tuple[int, int, int] | None = None
         self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
-    def add(self, gate: Gate, flags: Iterable[Tensor] = ()) -> None:
-        """Guard the optimizer for `gate`, too; `flags` tell of gradients that it left before this optimizer was known."""
+    def add(self, gate: Gate) -> None:
+        """Guard the optimizer for `gate`, too."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
-        for flag in flags:
-            self._noted.add(flag)
 
     def drop(self, ref: weakref.ref[Gate]) -> None:
         """Forget a gate that died; with the last one the hooks go."""
@@ -128,30 +88,20 @@ class Guard:
         if optimizer is not None:
             _GUARDS.pop(optimizer, None)
 
-    def backward_began(self, own: Iterable[Tensor]) -> None:
-        """Forget flags of gradients that the loop threw away: those that `own`, parameters of one model, got are None now."""
+    def share(self, gate: Gate) -> list[Tensor]:
+        """The parameters of this optimizer that `gate` looks after: its model's own, and those of no other gate's model."""
         optimizer = self._optimizer()
-        if not self._noted or optimizer is None:
-            return
-        ids = {id(p) for p in own}
-        params = list(params_of(optimizer))
-        params = [p for p in params if id(p) in ids] or params
-        if all(p.grad is None for p in params):
-            self._noted.take()
-
-    def backward_ended(self, number: int) -> None:
-        """Note whether backward `number` left gradients that are not finite."""
-        optimizer = self._optimizer()
-        if optimizer is None or number == self._backward:
-            return
-        self._backward = number
-        found = found_after_backward(params_of(optimizer))
-        if found is not None:
-            self._noted.add(found)
+        params = [] if optimizer is None else list(params_of(optimizer))
+        others = {id(p) for other in self.gates() if other is not gate for p in other.parameters()}
+        if not others:
+            return params
+        own = {id(p) for p in gate.parameters()}
+        return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer) -> Tensor | None:
-        """A flag for the gradients as they are and as backwards left them since the last look; None without gradients."""
-        return find_nonfinite(params_of(optimizer), self._noted.take())
+        """A flag for the gradients as they are and for what backwards left before; None without gradients."""
+        params = list(params_of(optimizer))
+        return find_nonfinite(params, [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)])
 
     def gates(self) -> list[Gate]:
         """The gates that still live and scale anything."""
@@ -204,6 +154,9 @@ class Guard:
         self._tell(self.gates(), optimizer, closure.found, closure.overflow)
 
     def _tell(self, gates: list[Gate], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
+        params = list(params_of(optimizer))
+        for gate in gates:
+            gate.noted(optimizer).heard(found, overflow, params)
         unused = {id(gate.loss_scale) for gate in gates if gate.ran_unscaled}
         for scale in {id(gate.loss_scale): gate.loss_scale for gate in gates}.values():
             if id(scale) not in unused:

@@ -17,13 +17,15 @@ step on infinities in silence. It goes with the last gate. `StepGate(adopt=False
 at the first backward that nothing guards.
 
 Training cannot get stuck: after `max_consecutive_skips` an error says what the skips are a sign of.
+
+One file because every method reads or writes the state of one gate.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +34,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.runtime.training.backward_end import BackwardEnd
+from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
-from amprewrite.runtime.training.nonfinite import found_after_backward, local_values
-from amprewrite.runtime.training.optimizer_hooks import Noted, guard_of, params_of
+from amprewrite.runtime.training.nonfinite import local_values
+from amprewrite.runtime.training.optimizer_hooks import guard_of, params_of
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
 MAX_CONSECUTIVE_SKIPS = 50
@@ -137,6 +139,8 @@ class StepGate:
                 f"this {type(optimizer).__name__} owns none of the model's parameters, so there is nothing to guard; build it "
                 "from amp.parameters() or leave it out, or say attach(optimizer, copies=True) if it steps copies of them"
             )
+        if copies:
+            self._copies.add(optimizer)
         self._guard(optimizer)
         self._attached.add(optimizer)
 
@@ -185,25 +189,71 @@ class StepGate:
                     self._adopt(optimizer)
         return len(self._guarded) > 0
 
-    def await_backward(self, results: Iterable[Any]) -> None:
-        """Look at the gradients at the end of each backward that enters one of these results of a scaled graph."""
+    def await_backward(self, results: Iterable[Any], learning: Sequence[int] = ()) -> None:
+        """Look at the gradients at the end of each backward that enters one of these results.
+
+        `learning` has ids of parameters that the results depend on and that take gradients.
+        """
+        if learning and self._guarded and not self._stray:
+            if self._known is None:
+                self._known = {id(p) for optimizer in self._guarded for p in params_of(optimizer)}
+            self._stray = not self._known.issuperset(learning)
         self._backwards.watch(results)
 
+    def forward_began(self) -> None:
+        """A training forward begins: forget what was in gradients that the loop threw away."""
+        self._known = None
+        for note in self._notes:
+            note.began(self._share(note))
+
     def _backward_began(self) -> None:
-        for optimizer in tuple(self._guarded):
-            guard_of(optimizer).backward_began(self.parameters())
-        if self._early and all(p.grad is None for p in self.parameters()):
-            self._early.take()
+        """The same for a backward. Parameters outside this model, as those of a head, may have their new gradients already."""
+        for note in self._notes:
+            if note:
+                share = self._share(note)
+                note.began(share if all(p.grad is None for p in share) else self._own_among(share))
 
     def _backward_ended(self, number: int) -> None:
-        """Note what the backward left non-finite: at the optimizers, or here while none is known."""
-        for optimizer in tuple(self._guarded):
-            guard_of(optimizer).backward_ended(number)
-        if self._guarded or not self.adopt:
-            return
-        found = found_after_backward(self.parameters())
-        if found is not None:
-            self._early.add(found)
+        """Note what the backward left non-finite, for each optimizer, and for parameters that none of them owns."""
+        known: set[int] = set()
+        for note in self._notes:
+            optimizer = note.optimizer
+            if optimizer is not None:
+                share = guard_of(optimizer).share(self)
+                known.update(map(id, share))
+                note.ended(share)
+        if self.adopt and (self._stray or not self._guarded):
+            rest = [p for p in self.parameters() if id(p) not in known]
+            self._stray = any(p.requires_grad for p in rest)
+            moved = all(p.grad is None for p in rest)
+            self._rest.ended([*rest, *self._copied()] if moved else rest)
+
+    def _share(self, note: Noted) -> list[Tensor]:
+        """The parameters whose gradients a note is about."""
+        optimizer = note.optimizer if note else None
+        if optimizer is not None:
+            return guard_of(optimizer).share(self)
+        return [*self.parameters(), *self._copied()] if note else []
+
+    def _copied(self) -> list[Tensor]:
+        """Copies of this model's parameters, kept elsewhere."""
+        return [p for optimizer in self._copies for p in params_of(optimizer)]
+
+    def _own_among(self, params: list[Tensor]) -> list[Tensor]:
+        own = self._own()
+        return [p for p in params if id(p) in own] or params
+
+    def noted(self, optimizer: Optimizer) -> Noted:
+        """What backwards of this model left in gradients of `optimizer`. Of a new one: all that is noted now, for it may own any."""
+        if optimizer in self._copies:
+            return self._rest
+        found = next((note for note in self._notes if note.optimizer is optimizer), None)
+        if found is None:
+            self.forward_began()
+            found = Noted(optimizer)
+            found.inherit(self._notes)
+            self._notes = [note for note in self._notes if note is self._rest or note.optimizer is not None] + [found]
+        return found
 
     def watch(self, output: Tensor) -> None:
         """Warn, once, when a backward reaches `output` while no step is guarded (and none will be adopted)."""
@@ -237,7 +287,8 @@ class StepGate:
                     f"a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; keep the "
                     "model in fp32 (model.float()): the rewrite runs it in fp16 and its parameters are the master weights"
                 )
-        guard_of(optimizer).add(self, self._early.take())
+        guard_of(optimizer).add(self)
+        self.noted(optimizer)
         self._guarded.add(optimizer)
         self._unguarded = 0
 
@@ -341,8 +392,14 @@ class StepGate:
         self._stepped = False
         """Whether an optimizer stepped since."""
         self._ones: dict[torch.device, Tensor] = {}
-        self._early: Noted = Noted()
-        """What backwards left before an optimizer was known."""
+        self._rest = Noted()
+        """What backwards left in gradients of parameters that no known optimizer owns."""
+        self._notes = [self._rest]
+        self._stray = False
+        """Whether there may be such a parameter beside known optimizers."""
+        self._known: set[int] | None = None
+        """Ids of all parameters of known optimizers, where this forward has asked."""
+        self._copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:
             _listen(self)
@@ -350,8 +407,8 @@ class StepGate:
     def __getstate__(self) -> dict[str, Any]:
         """Without the optimizers: a copy belongs to a copied model, whose optimizers it will find."""
         mine = (
-            "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_unscaled", "_stepped", "_ones", "_early", "_backwards",
-            "_first",
+            "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_unscaled", "_stepped", "_ones", "_rest", "_notes",
+            "_stray", "_known", "_copies", "_backwards", "_first",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in mine} | {"_facts": {}}
 

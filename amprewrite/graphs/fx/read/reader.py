@@ -33,7 +33,6 @@ from amprewrite.graphs.fx.node_facts import (
     arguments,
     device_of,
     example_value,
-    flops,
     hint,
     is_opaque,
     note_autocast,
@@ -45,6 +44,7 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.read.aliasing import Ties, memory
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, location
+from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists, op_name

@@ -1,1 +1,1 @@
-"""Captured graphs run op by op: with an eye on every value, and to see how long each op takes."""
+"""What captured graphs do and cost: every value watched, FLOPs from shapes, prices measured on the device at hand."""

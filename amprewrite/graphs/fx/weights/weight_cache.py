@@ -119,7 +119,7 @@ class WeightCache:
         if streams and recording(_CUDA):
             self._replayed = True  # a replay steps weights and tells nobody
             return [_made_alone(*each) for each in zip(weights, dtypes, layouts, strict=True)]
-        block = self._block()
+        block = self.block()
         if block is None:
             return self._make(weights, dtypes, layouts, streams, graph)
         keys = [
@@ -226,7 +226,7 @@ class WeightCache:
         return list(memories.values())
 
     # -- blocks --------------------------------------------------------------------------
-    def _block(self) -> Block | None:
+    def block(self) -> Block | None:
         """The block that keeps the copies of a call made here and now."""
         if self._until_step is not None:
             return None if self._replayed else self._until_step
@@ -241,7 +241,7 @@ class WeightCache:
         every copy is.
         """
         with self._lock:
-            block = self._until_step or (self._shared if everywhere else self._block())
+            block = self._until_step or (self._shared if everywhere else self.block())
             if block is None:
                 block = Block(cause)
                 if everywhere:
@@ -343,7 +343,7 @@ class WeightCache:
         On a CPU at once, before the copies are read. An accelerator answers at a later call, so that the host does not wait.
         A `generate()` is looked at once, at its end: each token would pay for a look.
         """
-        block = self._block()
+        block = self.block()
         if block is None or not block.copies or not (block.lasting or block.whole):
             return
         answered, block.asked = block.asked, None

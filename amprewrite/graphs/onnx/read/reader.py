@@ -29,6 +29,7 @@ from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.op_lists import OpLists, find_op
+from amprewrite.tables.ops.products import einsum_flops
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 Pin = tuple[Colour, Reason, str]
@@ -407,6 +408,8 @@ def flops(node: ir.Node) -> int:
     if node.op_type in ("Gemm", "FusedGemm"):
         transposed = "transA" in node.attributes and node.attributes["transA"].as_int()
         return 2 * result * shapes[0][0 if transposed else -1]
+    if node.op_type == "Einsum" and "equation" in node.attributes:
+        return einsum_flops(node.attributes["equation"].as_string(), shapes)
     weight = node.inputs[1]
     if node.op_type in ("Conv", "ConvTranspose", "FusedConv") and weight is not None and node.inputs[0] is not None:
         moved = elements(node.inputs[0]) if node.op_type == "ConvTranspose" else result

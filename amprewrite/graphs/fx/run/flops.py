@@ -1,0 +1,72 @@
+"""How many multiply-adds an fx node does, from the shapes of what it reads and gives."""
+
+from __future__ import annotations
+
+import math
+import string
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.node_facts import example_value, hint, tensors
+from amprewrite.tables.ops.products import chain_flops, einsum_flops, pair_flops
+
+Shape = tuple[int, ...]
+
+
+def flops(op: str, node: torch.fx.Node) -> int:
+    """Multiply-adds times two of a matmul, convolution or attention, from shapes; 0 for anything else."""
+    shapes = [_shape(t) for a in node.all_input_nodes for t in tensors(example_value(a))[:1]]
+    out = [math.prod(_shape(t)) for t in tensors(example_value(node))[:1]]
+    if not out or not shapes or not shapes[0]:
+        return 0
+    if op in ("linear", "matmul", "bmm", "mm", "mv", "dot", "vdot", "inner"):
+        return 2 * out[0] * shapes[0][-1]
+    if op in ("addmm", "baddbmm", "addbmm", "addmv") and len(shapes) > 1 and shapes[1]:
+        return 2 * out[0] * shapes[1][-1]
+    if op == "scaled_dot_product_attention" and len(shapes) > 1:
+        return 4 * math.prod(shapes[0]) * shapes[1][-2]
+    if op.startswith("conv") and len(shapes) > 1 and len(shapes[1]) > 1:
+        moved = math.prod(shapes[0]) if "transpose" in op else out[0]
+        return 2 * moved * math.prod(shapes[1]) // max(shapes[1][0], 1)
+    if op in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        steps = math.prod(shapes[0][:-1])
+        return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
+    return _product_flops(op, node)
+
+
+def _product_flops(op: str, node: torch.fx.Node) -> int:
+    """FLOPs of products whose operands are counted as they stand there: one may be there twice."""
+    operands = [leaf for leaf in tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, torch.fx.Node)]
+    shapes = [_shape(t) for operand in operands for t in tensors(example_value(operand))[:1]]
+    if op == "einsum":
+        return einsum_flops(_equation(node), shapes)
+    if op == "tensordot":
+        return pair_flops(shapes[0], shapes[1], _shape(tensors(example_value(node))[0]))
+    if op == "bilinear" and len(shapes) > 2:
+        return 2 * math.prod(shapes[0][:-1]) * math.prod(shapes[2])
+    if op in ("chain_matmul", "linalg_multi_dot"):
+        return chain_flops(shapes)
+    return 0
+
+
+def _equation(node: torch.fx.Node) -> str:
+    """The equation of an einsum, also of one that gives with each operand a list of the numbers of its dims."""
+    first = node.kwargs.get("equation", node.args[0] if node.args else "")
+    if isinstance(first, str):
+        return first
+    written = [_letters(each) for each in node.args[1::2]]
+    return ",".join(written) + (f"->{_letters(node.args[-1])}" if len(node.args) % 2 else "")
+
+
+def _letters(dims: Any) -> str:
+    return "".join("..." if each is Ellipsis else string.ascii_letters[each] for each in dims)
+
+
+def _shape(value: torch.Tensor) -> Shape:
+    return tuple(hint(size) for size in value.shape)
+
+
+__all__ = ["flops"]

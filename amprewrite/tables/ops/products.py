@@ -1,0 +1,71 @@
+"""How much work products of tensors are, from their shapes alone: multiply-adds times two.
+
+A product of two operands multiplies as often as there are values of all their dims together, and adds as often. Where no dim is
+summed, as in an outer product, nothing is added: that is no matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+Shape = Sequence[int]
+
+
+def einsum_flops(equation: str, shapes: Sequence[Shape]) -> int:
+    """FLOPs of an einsum whose operands are multiplied from left to right; 0 if the equation does not fit the shapes."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = [_spelled(term, len(shape)) for term, shape in zip(inputs.split(","), shapes, strict=False)]
+    if len(terms) != len(shapes) or any(len(term) != len(shape) for term, shape in zip(terms, shapes, strict=True)):
+        return 0
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        for letter, size in zip(term, shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    letters = [letter for term in terms for letter in term]
+    # without an arrow the result has what is written once, and all that an ellipsis stands for
+    wanted = set(output) if arrow else {letter for letter in letters if letters.count(letter) == 1}
+    if "..." in output or not arrow:
+        wanted |= {letter for letter in letters if letter.isdigit()}
+    return sum(_pair(left, right, later, sizes) for left, right, later in _steps([set(term) for term in terms], wanted))
+
+
+def pair_flops(left: Shape, right: Shape, result: Shape) -> int:
+    """FLOPs of a product of two operands that share no dim but those that are summed."""
+    summed = math.isqrt(math.prod(left) * math.prod(right) // max(math.prod(result), 1))
+    return 2 * math.prod(result) * summed
+
+
+def chain_flops(shapes: Sequence[Shape]) -> int:
+    """FLOPs of a chain of matrices, multiplied from left to right; a vector at either end is a row or a column."""
+    dims = [tuple(shape) for shape in shapes]
+    if len(dims) < 2 or not all(dims):
+        return 0
+    rows = dims[0][0] if len(dims[0]) > 1 else 1
+    return sum(2 * rows * shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in dims[1:])
+
+
+def _spelled(term: str, rank: int) -> str:
+    """The term with a digit for each dim that its ellipsis stands for, the last of them "0"."""
+    before, dots, after = term.partition("...")
+    missing = rank - len(before) - len(after)
+    return before + "".join(map(str, range(missing - 1, -1, -1))) + after if dots and 0 <= missing <= 10 else term
+
+
+def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
+    """(what is there, what comes to it, letters that are read later) of each product."""
+    there = terms[0]
+    for place, term in enumerate(terms[1:], 1):
+        later = wanted.union(*terms[place + 1 :])
+        yield there, term, later
+        there = (there | term) & later
+
+
+def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int]) -> int:
+    """A letter of one operand alone that nobody reads later is summed before the product."""
+    shared, summed = left & right, (left & right) - later
+    multiplied = math.prod(sizes[letter] for letter in shared | ((left | right) & later))
+    return 2 * multiplied if summed else 0
+
+
+__all__ = ["chain_flops", "einsum_flops", "pair_flops"]

@@ -1,0 +1,96 @@
+"""FLOPs of products as a plan counts them, beside those of the products that PyTorch runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import amprewrite
+from amprewrite.tables.ops.products import einsum_flops
+
+EINSUMS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "ij,jk->ik": ((3, 4), (4, 5)),
+    "bi,ij->bj": ((2, 4), (4, 5)),
+    "ij,jk": ((3, 4), (4, 5)),
+    "bhqd,bhkd->bhqk": ((2, 3, 4, 5), (2, 3, 6, 5)),
+    "...ij,jk->...ik": ((2, 3, 4, 5), (5, 6)),
+    "...ij,...jk": ((2, 3, 4, 5), (2, 3, 5, 6)),
+    "bi,i->b": ((3, 4), (4,)),
+    "i,ij->j": ((4,), (4, 5)),
+    "i,i->": ((4,), (4,)),
+    "bi, bi -> b": ((3, 4), (3, 4)),
+    "bi,bj->ij": ((3, 4), (3, 5)),
+    "bij,kj->bk": ((2, 3, 4), (5, 4)),
+}
+NO_PRODUCTS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "i,j->ij": ((4,), (5,)),
+    "bi,bi->bi": ((3, 4), (3, 4)),
+    "ii->i": ((4, 4),),
+    "ij->": ((3, 4),),
+    "bi,j->b": ((3, 4), (5,)),
+}
+
+
+def counted(run: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as mode:
+        run()
+    return int(mode.get_total_flops())
+
+
+@pytest.mark.parametrize("equation", [*EINSUMS, *NO_PRODUCTS])
+def test_an_einsum_has_the_flops_of_the_products_that_it_runs(equation: str) -> None:
+    shapes = (EINSUMS | NO_PRODUCTS)[equation]
+    found = einsum_flops(equation, shapes)
+    assert found == counted(lambda: torch.einsum(equation, *(torch.ones(shape) for shape in shapes)))
+    assert (found > 0) == (equation in EINSUMS)
+
+
+def test_several_operands_are_multiplied_from_left_to_right() -> None:
+    shapes = ((2, 3), (3, 4), (4, 5))
+    pairs = counted(lambda: torch.ones(2, 3) @ torch.ones(3, 4) @ torch.ones(4, 5))
+    assert einsum_flops("ab,bc,cd->ad", shapes) == einsum_flops("ab,bc,cd", shapes) == pairs
+
+
+@pytest.mark.parametrize("equation", ["ij,jk->ik", "ijk->i", "->", "ij,jk,kl->il"])
+def test_an_equation_that_does_not_fit_has_none(equation: str) -> None:
+    assert einsum_flops(equation, ((3, 4), (4,))) == 0
+
+
+class Runs(nn.Module):
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.run(*given)
+
+
+OPS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "einsum": (functools.partial(torch.einsum, "bi,i->b"), ((3, 4), (4,))),
+    "einsum, numbers": (lambda x, y: torch.einsum(x, [0, 1], y, [1, 2], [0, 2]), ((3, 4), (4, 5))),
+    "einsum, one operand twice": (lambda x: torch.einsum("ij,ik->jk", x, x), ((3, 4),)),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, dims=([1, 2], [0, 1])), ((3, 4, 5), (4, 5, 6))),
+    "inner": (torch.inner, ((3, 4), (5, 4))),
+    "multi_dot": (lambda x, y, z: torch.linalg.multi_dot([x, y, z]), ((2, 3), (3, 4), (4, 5))),
+    "chain_matmul": (lambda x, y: torch.chain_matmul(x, y), ((2, 3), (3, 4))),
+    "vdot": (torch.vdot, ((4,), (4,))),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_product_in_fp32_is_named(name: str) -> None:
+    run, shapes = OPS[name]
+    given = [torch.randn(shape) for shape in shapes]
+    deny = dict.fromkeys(("einsum", "tensordot", "inner", "linalg_multi_dot", "chain_matmul"), "deny")
+    amp = amprewrite.rewrite(Runs(run), dtype="bf16", overrides=deny, example_inputs=tuple(given))
+    flops = sum(node.flops for node in amp.plan.nodes)
+    with torch.no_grad():
+        assert flops == (counted(lambda: run(*given)) or 8)  # PyTorch's counter does not know vdot
+    assert amp.plan.counts().startswith("heavy op left high: ")
+    assert "low does 0.0 % of matmul and convolution FLOPs" in amp.plan.counts()
