@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite.graphs.fx.read.magnitudes import Fit, fit
+from amprewrite.ir.evidence.range_rules import Fit, fit
 from amprewrite.runtime.captured.weight_watch import Known, Schedule, moved
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import FP16

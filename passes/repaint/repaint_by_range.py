@@ -1,6 +1,6 @@
 """Keep high what the range of a narrow low format (fp16) cannot hold: what calibration saw, and what weights are.
 
-1. *Overflow.* A value is at risk where its largest magnitude comes within HEADROOM of the format's end, or where the fit to
+1. *Overflow.* A value is at risk where its largest magnitude comes near the format's end, or where the fit to
    its tail gives a forward pass that overflows a probability above RISK. Masks that saturate by design are not.
 2. *Underflow.* A value is at risk where all of it lies below the normal range and it does not drown in larger summands, or
    where it would be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from amprewrite.graphs.fx.read.magnitudes import NARROW, Fit, fit
+from amprewrite.ir.evidence.range_rules import NARROW, POLES, SUMS_SMALL, Fit, drowns_in, fit, hands_on_small, near_the_end, thinned_out
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
@@ -26,16 +26,10 @@ from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
-HEADROOM = 4
-"""How many times larger than in the sample batches a value may get before it leaves the range."""
 RISK = 1e-3
 """Probability of an overflow in a forward pass from which on a value counts as at risk."""
 FLUSHED = 1e-3
 """Share of the values of an operand that may be flushed, or lose bits, before an op with a pole at zero."""
-POLE = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt", "logit"})
-"""Ops with a pole at zero."""
-HANDS_ON = frozenset({"add", "sqrt", "clamp", "clamp_min", "maximum", "square", "sum", "mean"})
-"""Ops, beside the clear ones, through which small values reach a pole."""
 
 
 class RepaintByRange(Pass[Problem, Decisions]):
@@ -109,9 +103,9 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
     if seen is None or not seen.nonzero:
         return ""
     chance = seen.overflow_in_pass(low)
-    if seen.amax * HEADROOM > low.max or chance > RISK:
+    if near_the_end(seen.amax, low) or chance > RISK:
         return f"{node.name} reaches {seen.amax:.3g}, {low.name} ends at {low.max:g}: P(overflow) is {chance:.2g} a pass"
-    if seen.amax < low.smallest_normal and not _drowned(problem, node, values):
+    if thinned_out(seen.amax, low) and not _drowned(problem, node, values):
         return f"{node.name} stays within {seen.amax:.3g}, {low.name} thins out at {low.smallest_normal:.3g}"
     return ""
 
@@ -133,7 +127,7 @@ def _drowned(problem: Problem, node: OpNode, values: Mapping[str, ValueRange], d
     for reader in readers:
         seen = values.get(reader.name)
         if reader.op in ("add", "sub"):
-            if seen is None or seen.amax * low.eps < HEADROOM * low.smallest_subnormal:
+            if seen is None or not drowns_in(seen.amax, low):
                 return False
         elif not (reader.kind is OpKind.CLEAR or reader.op == "mul") or not depth or not _drowned(problem, reader, values, depth - 1):
             return False
@@ -143,7 +137,7 @@ def _drowned(problem: Problem, node: OpNode, values: Mapping[str, ValueRange], d
 # -- underflow ------------------------------------------------------------------------------
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
     """Operands of `node` at which it has a pole at zero."""
-    if node.op in POLE:
+    if node.op in POLES:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
@@ -163,6 +157,6 @@ def _keep_exact(
         return
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
     risks.makers[name] = f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"
-    if depth and (node.kind is OpKind.CLEAR or node.op in HANDS_ON):
+    if depth and (node.kind is OpKind.CLEAR or hands_on_small(node.op) or node.op in SUMS_SMALL):
         for operand in node.operands:
             _keep_exact(problem, operand.value, pole, values, risks, low, depth - 1)

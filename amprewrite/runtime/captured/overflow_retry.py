@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.read.magnitudes import NARROW
 from amprewrite.graphs.fx.run.observer import Watch
+from amprewrite.ir.evidence.range_rules import NARROW
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.formats import FP32

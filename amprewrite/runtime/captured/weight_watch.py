@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.read.magnitudes import Fit, fit, largest, weights_among
+from amprewrite.graphs.fx.read.magnitudes import largest, weights_among
+from amprewrite.ir.evidence.range_rules import Fit, fit
 from amprewrite.tables.formats import Format
 
 FIRST_LOOK, LAST_DOUBLING = 16, 1024

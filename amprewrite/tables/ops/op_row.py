@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from amprewrite.tables.vocabulary import OpKind
 
@@ -46,6 +46,8 @@ class Op:
     """Devices whose backward adds up gradients in the low format, term by term: there it wants fp32 in training."""
     no_kernel: tuple[str, ...] = ()
     """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
+    small: Literal["", "pole", "passes", "sums"] = ""
+    """What small values do to it. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are."""
     view: bool = False
     """Moves no bytes: its result is, as a rule, the memory of its operand."""
 

@@ -1,8 +1,7 @@
-"""How large the weights of a captured graph are, and whether a narrow format holds them: known without any data."""
+"""How large the weights of a captured graph are: known without any data."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,26 +10,7 @@ from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import held_value
-from amprewrite.tables.formats import Format
-
-NARROW = 1e30
-"""A format that ends below this has a range that matters: fp16 does, bf16 ends where fp32 does."""
-
-
-class Fit(enum.Enum):
-    """Whether a low copy of a weight says what the weight says."""
-
-    FITS = "fits"
-    TOO_LARGE = "too large"
-    FLUSHED = "flushed"
-    """All of it is below the smallest number of the format."""
-
-
-def fit(size: float, low: Format) -> Fit:
-    """The fit of a weight whose largest magnitude is `size`. A weight is what it is: no tail, no headroom."""
-    if size > low.max:
-        return Fit.TOO_LARGE
-    return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
+from amprewrite.ir.evidence.range_rules import NARROW
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
@@ -72,4 +52,4 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
     return sizes
 
 
-__all__ = ["NARROW", "Fit", "fit", "largest", "magnitudes", "weights_among"]
+__all__ = ["largest", "magnitudes", "weights_among"]

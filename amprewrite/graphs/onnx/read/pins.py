@@ -17,6 +17,7 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.ops import SIDE_FOLLOWS, Signature, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.weights import MASK, Facts, Loss, facts, loss_of
 from amprewrite.graphs.onnx.run.samples import Range, Samples
+from amprewrite.ir.evidence.range_rules import HEADROOM, POLES, drowns_in, hands_on_small, near_a_pole, near_the_end, thinned_out
 from amprewrite.ir.op_graph import Demand, Operand
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists, find_op
@@ -27,16 +28,12 @@ MAGNIFIES = 16
 """Ratio of operand to difference, at the largest, from which on rounding counts as magnified: four bits are lost then."""
 EXP_MOST = 8.0
 """An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
-HEADROOM = 4
-"""How many times larger than in the sample run a value may get before it leaves the range."""
 FILLS = {"where", "clamp", "maximum", "minimum", "constant_pad_nd"}
 """Ops whose constants may be any bound or fill value: beyond the range they become its ends."""
-NEEDS_SMALL = {"reciprocal", "rsqrt", "log", "log2", "log10"}
-"""Ops that a flushed operand blows up."""
-PASSES_SMALL = {"sqrt", "rsqrt", "reciprocal", "clamp", "maximum", "square"}
-"""Ops whose result still hangs on a value that must not be flushed."""
+INVERSE = {"rsqrt", "reciprocal"}
+"""Poles whose result is finite on a small value, and hangs on it."""
 USES_SMALL = {"div", "mul", "log"}
-"""Ops that magnify such a value."""
+"""Ops that magnify a small value."""
 
 
 class Facing:
@@ -72,8 +69,7 @@ class Facing:
             self.small.add(name)
 
     def _passes_small(self, op: str) -> bool:
-        row = find_op(op)
-        return op in PASSES_SMALL or (row is not None and row.kind is OpKind.CLEAR)
+        return op in INVERSE or hands_on_small(op)
 
     # -- ranges ---------------------------------------------------------------------------
     def too_far(self, value: ir.Value) -> str:
@@ -81,9 +77,9 @@ class Facing:
         seen = self.ranges.get(str(value.name))
         if seen is None:
             return ""
-        if seen.largest * HEADROOM > self.low.max:
+        if near_the_end(seen.largest, self.low):
             return f"{value.name} reaches {seen.largest:.3g} in a sample run, {self.low.name} ends at {self.low.max:g}"
-        if 0 < seen.largest < self.low.smallest_normal and not self._drowned(value):
+        if thinned_out(seen.largest, self.low) and not self._drowned(value):
             thin = f"{self.low.name} thins out at {self.low.smallest_normal:.3g}"
             return f"{value.name} stays within {seen.largest:.3g} in a sample run, {thin}"
         return ""
@@ -95,7 +91,7 @@ class Facing:
             seen = self.ranges.get(str(result.name))
             row = find_op(op_of(use.node))
             if op_of(use.node) in ("add", "sub"):
-                if seen is None or seen.largest * self.low.eps < HEADROOM * self.low.smallest_subnormal:
+                if seen is None or not drowns_in(seen.largest, self.low):
                     return False
             elif row is None or row.kind is not OpKind.CLEAR or not depth or not self._drowned(result, depth - 1):
                 return False
@@ -174,7 +170,7 @@ class Facing:
             seen = self.ranges.get(str(value.name))
             if seen is None or self.too_far(value):
                 return False
-            if op in NEEDS_SMALL and value in read and seen.smallest < HEADROOM * self.low.smallest_normal:
+            if op in POLES and value in read and near_a_pole(seen.smallest, self.low):
                 return False
         return bool(read)
 

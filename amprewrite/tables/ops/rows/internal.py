@@ -42,11 +42,17 @@ ROWS = (
         INTERNAL,
         "accumulates in fp32; the sum itself can exceed fp16's 65504",
         "sum sum_to_size",
+        fp16=DENY,
+        small="sums",
+    ),
+    *rows(
+        INTERNAL,
+        "accumulates in fp32; the sum itself can exceed fp16's 65504",
         "nansum",
         "nanmean",
         fp16=DENY,
     ),
-    *rows(INTERNAL, "accumulates in fp32, and a mean is no larger than its terms", "mean"),
+    *rows(INTERNAL, "accumulates in fp32, and a mean is no larger than its terms", "mean", small="sums"),
     *rows(INTERNAL, "accumulates in fp32; a variance can exceed fp16's 65504", "var", "var_mean", fp16=DENY),
     *rows(
         INTERNAL,

@@ -1,0 +1,71 @@
+"""When a format's range cannot hold a value: the one set of rules, for PyTorch graphs and ONNX files, whatever the evidence.
+
+Evidence is the largest and the smallest magnitude of a value: of a weight, on sample batches, or in a sample run.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import OPS, find_op
+from amprewrite.tables.vocabulary import OpKind
+
+NARROW = 1e30
+"""A format that ends below this has a range that matters: fp16 does, bf16 ends where fp32 does."""
+HEADROOM = 4
+"""How many times larger or smaller than in the samples a value may get."""
+POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
+"""Ops that make an infinity of a flushed operand."""
+PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
+"""Ops, beside the clear ones, whose result is small if their operand is."""
+SUMS_SMALL = frozenset(name for name, row in OPS.items() if row.small == "sums")
+"""Ops whose result is small only if all that they add up is."""
+
+
+class Fit(enum.Enum):
+    """Whether a low copy of a weight says what the weight says."""
+
+    FITS = "fits"
+    TOO_LARGE = "too large"
+    FLUSHED = "flushed"
+    """All of it is below the smallest number of the format."""
+
+
+def fit(size: float, low: Format) -> Fit:
+    """The fit of a weight whose largest magnitude is `size`. A weight is what it is: no tail, no headroom."""
+    if size > low.max:
+        return Fit.TOO_LARGE
+    return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
+
+
+def near_the_end(largest: float, low: Format) -> bool:
+    """Whether a value that reached `largest` in samples may leave the range of `low`."""
+    return largest * HEADROOM > low.max
+
+
+def thinned_out(largest: float, low: Format) -> bool:
+    """Whether all of a value lies below the normal range of `low`, where bits are lost."""
+    return 0 < largest < low.smallest_normal
+
+
+def drowns_in(largest_sum: float, low: Format) -> bool:
+    """Whether the rounding of a small summand is nothing beside that of a sum that reaches `largest_sum`."""
+    return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
+
+
+def near_a_pole(smallest: float, low: Format) -> bool:
+    """Whether an operand that comes down to `smallest` may be flushed before an op of `POLES`."""
+    return smallest < HEADROOM * low.smallest_normal
+
+
+def hands_on_small(op: str) -> bool:
+    """Whether the result of `op` is small if its operand is: it moves values, or shrinks or grows them by themselves."""
+    row = find_op(op)
+    return row is not None and (row.kind is OpKind.CLEAR or row.name in PASSES_SMALL)
+
+
+__all__ = [
+    "HEADROOM", "NARROW", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "drowns_in", "fit", "hands_on_small", "near_a_pole", "near_the_end",
+    "thinned_out",
+]  # fmt: skip
