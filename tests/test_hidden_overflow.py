@@ -499,6 +499,30 @@ def test_a_recorded_backward_is_looked_at_by_its_replays(monkeypatch, recorded):
     assert training.amp.loss_scale.report().skipped == 2
 
 
+@pytest.mark.parametrize("before", [1.0, float("inf")])
+def test_a_recorded_step_over_gradients_that_stay_does_not_remember_one_before(monkeypatch, before):
+    training = Training(block(), loss_scale=DynamicLossScale(init=2.0**10))
+
+    def step() -> None:
+        training.optimizer.zero_grad(set_to_none=False)
+        training.forward_backward()
+        HIDE["nan_to_num_"](list(training.model.parameters()))
+        training.optimizer.step()
+
+    for factor in (1.0, 1.0, 1.0, before):
+        training.factor.fill_(factor)
+        step()
+    with recording(monkeypatch) as graph:
+        step()
+    moved = []
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        training.factor.fill_(factor)
+        old = training.parameters()
+        graph.replay()
+        moved.append(not all(map(torch.equal, old, training.parameters())))
+    assert moved == [True, False, True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_infinities_become_nan_and_nothing_else_changes(dtype):
     special = torch.tensor([1.0, -2.5, 3e38, 1e-30, 0.0, float("inf"), -float("inf"), float("nan")], dtype=torch.float64).to(dtype)

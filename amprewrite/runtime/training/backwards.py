@@ -135,7 +135,7 @@ class Noted:
         if not gradients:
             self._unheard()
             self._heard = None
-        elif self._heard is not None and not self._still_there(gradients):
+        elif self._heard is not None and (recording(self._heard.device) or not self._still_there(gradients)):
             self._heard = None
         elif self._heard is not None:
             self._heard = self._heard * any_nonzero(gradients).to(self._heard.device, non_blocking=True)
@@ -144,7 +144,8 @@ class Noted:
         """All flags that count at a step of `params`."""
         flags = self._unheard()
         if self._heard is not None:
-            if self._still_there([p.grad for p in params if p.grad is not None]):
+            recorded = recording(self._heard.device)
+            if not recorded and self._still_there([p.grad for p in params if p.grad is not None]):
                 flags.append(self._heard)
             else:
                 self._heard = None

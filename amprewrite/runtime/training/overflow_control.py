@@ -92,6 +92,13 @@ class Stuck:
 class StepGate:
     """Guards the optimizers of one model.  `parameters` gives the model's parameters as they are now (FSDP swaps them)."""
 
+    _backwards: BackwardEnd
+    _notes: list[Noted]
+    _stray: bool
+    """Whether there may be a parameter that no known optimizer owns."""
+    _known: set[int] | None
+    """Ids of all parameters of known optimizers, where this forward has asked."""
+
     def __init__(
         self,
         loss_scale: LossScale,
@@ -396,9 +403,7 @@ class StepGate:
         """What backwards left in gradients of parameters that no known optimizer owns."""
         self._notes = [self._rest]
         self._stray = False
-        """Whether there may be such a parameter beside known optimizers."""
-        self._known: set[int] | None = None
-        """Ids of all parameters of known optimizers, where this forward has asked."""
+        self._known = None
         self._copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:
