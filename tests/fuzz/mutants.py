@@ -90,12 +90,12 @@ MUTANTS = (
     ),
     Mutant(
         "bodies-untold", "products in loops, conditions and autograd Functions stay fp32 without a word", ("programs",), ('while_loop', "'bf16'", 'heavy'),
-        (("passes/driver.py", "    for node, name in inner_graphs(program.module):\n        if name in bodies:\n            continue\n",
+        (("passes/driver.py", "    for node, name in inner_graphs(captured.module):\n        if name in bodies:\n            continue\n",
           "    for node, name in ():\n"),),
     ),
     Mutant(
         "returned-beside-path", "what is returned and read is an fp32 copy beside the path", ("programs",), (),
-        (("passes/driver.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", ""),),
+        (("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves"),),
     ),
     Mutant(
         "results-lose-memory", "results that share memory leave by a cast each", ("programs",), (".view", "linear"),
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "gradients-taken-inside", "torch.autograd.grad that is captured inside forward sees one of two copies, and is scaled", ("programs",), ('autograd_grad', "traced=True"),
         (("amprewrite/graphs/fx/read/leaving.py", "for node in dict.fromkeys((*_results(graph), *asked)):", "for node in dict.fromkeys(_results(graph)):"),
-         ("amprewrite/runtime/session.py", "if program.scale_loss and takes_gradients(module.graph):", "if False:")),
+         ("amprewrite/runtime/session.py", "if captured.problem.scale_loss and takes_gradients(module.graph):", "if False:")),
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
@@ -134,8 +134,8 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
-        (("passes/driver.py", "    if not _written_outside(program, _results_of(program, node)):\n", "    if True:\n"),
-         ("passes/driver.py", "        module = mark_leaving(module, _copy, without_grad(module.graph) if training else None)\n", "")),
+        (("passes/driver.py", "    if not _written_outside(captured, _results_of(captured, node)):\n", "    if True:\n"),
+         ("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves")),
     ),
     Mutant(
         "export-other-graph", "export_program does not learn how large weights are", ("programs",), ('export', 'huge=True'),
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "verify-without-hooks", "verify reads a graph whose tensor hooks stand as they were captured", ("programs",), ('verify', 'hook'),
-        (("passes/driver.py", "    restore_hooks(module)\n", "    if pad is not None:\n        restore_hooks(module)\n"),),
+        (("passes/driver.py", "    run_passes(NORMALISE, Reading(", "    run_passes(NORMALISE if pad is not None else NORMALISE[1:], Reading("),),
     ),
     Mutant(
         "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),
