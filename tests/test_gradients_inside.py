@@ -238,3 +238,5 @@ def test_verify_sees_what_such_a_model_gives(kind, captured):
 def test_sensitivity_says_that_it_cannot_cut_such_a_model_apart(kind):
     with pytest.raises(amprewrite.CalibrationError, match="takes gradients itself"):
         amprewrite.sensitivity(kind(), [torch.randn(8, 4).requires_grad_()])
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # no transform is left open
+    assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None

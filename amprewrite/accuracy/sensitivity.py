@@ -104,10 +104,14 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tup
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
     for batch in batches:
+        depth, hooks_barred = _transforms_open()
         with torch.enable_grad():
             try:
                 outputs = [t for t in output_floats(trial.run(batch, probe)) if t.requires_grad]
             except RuntimeError as error:
+                torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # a graph that stops in a transform leaves it open
+                if not hooks_barred:
+                    torch._C._autograd._saved_tensors_hooks_enable()
                 said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
                 raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
         trial.check_captured()
@@ -121,6 +125,12 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tup
             torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
         probe.leaves.clear()
     return list(probe.edges.values())
+
+
+def _transforms_open() -> tuple[int, bool]:
+    """How many torch.func transforms are open, and whether one bars hooks on what is saved for backward."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return torch._C._functorch.get_dynamic_layer_stack_depth(), message is not None
 
 
 __all__ = ["Cause", "Sensitivity", "measure_edges", "sensitivity"]
