@@ -164,7 +164,7 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
         given_low = _low_outputs(part, bodies[name][1])
         for vertex in _results_of(captured, node):
             if vertex.carries_fp32 and captured.nodes[vertex.name].args[1] in given_low:
-                pinned[vertex.name] = replace(vertex, pinned=(Colour.LOW, Reason.BODY, name), tie="")
+                pinned[vertex.name] = replace(vertex, pinned=(Colour.LOW, Reason.BODY, name), precision_group="")
     if pinned:
         captured.know(graph=captured.problem.graph.exchanged(pinned))
     return bodies
@@ -249,8 +249,8 @@ def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
 
 def _written_outside(captured: Captured, results: list[OpNode]) -> bool:
     """Whether the graph around a body writes its results in place: they leave it in fp32, as those writes find it."""
-    names, ties = {vertex.name for vertex in results}, {vertex.tie for vertex in results if vertex.tie}
-    return any(other.tie in ties and other.name not in names for other in captured.problem.graph)
+    names, ties = {vertex.name for vertex in results}, {vertex.precision_group for vertex in results if vertex.precision_group}
+    return any(other.precision_group in ties and other.name not in names for other in captured.problem.graph)
 
 
 def read_parts(captured: Captured) -> None:

@@ -50,7 +50,7 @@ def low(model: nn.Module, **options: object) -> nn.Module:
     return amprewrite.rewrite(model, **{"dtype": "bf16", **options})
 
 
-class Watch(TorchDispatchMode):
+class Observer(TorchDispatchMode):
     """Every op that runs, with the dtype of its first tensor."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Watch(TorchDispatchMode):
 
 def matmul_dtypes(function, *args, **kwargs) -> set[torch.dtype | None]:
     """The dtypes in which the matmuls of one call ran."""
-    with Watch() as watch:
+    with Observer() as watch:
         function(*args, **kwargs)
     return set(watch.matmuls)
 

@@ -60,9 +60,9 @@ def programs(draw: st.DrawFn) -> Case:
 
 def arrives(case: Case, reader: str, value: str) -> Colour:
     """The colour in which `reader` gets `value`, casts of the plan counted in."""
-    epoch = next(o.epoch for o in case.graph[reader].operands if o.value == value)
+    epoch = next(o.write_version for o in case.graph[reader].operands if o.value == value)
     for cast in case.casts:
-        if cast.value == value and reader in cast.users and cast.epoch == epoch:
+        if cast.value == value and reader in cast.users and cast.write_version == epoch:
             return LOW if cast.to == case.problem.policy.low.name else HIGH
     return case.paints[value].colour
 
@@ -106,7 +106,7 @@ def test_inputs_parameters_and_outputs_keep_their_dtype(case: Case) -> None:
 @FAST
 @given(programs())
 def test_one_cast_at_most_for_a_value_a_format_and_an_epoch(case: Case) -> None:
-    assert max(Counter((c.value, c.to, c.epoch) for c in case.casts).values(), default=1) == 1
+    assert max(Counter((c.value, c.to, c.write_version) for c in case.casts).values(), default=1) == 1
     assert all(len(set(cast.users)) == len(cast.users) > 0 for cast in case.casts)
 
 
@@ -131,14 +131,14 @@ def test_denied_and_unknown_ops_are_never_low(case: Case) -> None:
 @given(programs())
 def test_allowed_ops_are_low_unless_pinned_or_tied(case: Case) -> None:
     for node in case.graph:
-        if node.kind is OpKind.ALLOW and node.pinned is None and not node.tie:
+        if node.kind is OpKind.ALLOW and node.pinned is None and not node.precision_group:
             assert case.paints[node.name].colour is LOW
 
 
 @FAST
 @given(programs())
 def test_ties_have_one_colour(case: Case) -> None:
-    for members in case.graph.ties().values():
+    for members in case.graph.precision_groups().values():
         assert len({case.paints[name].colour for name in members if case.graph[name].carries_fp32}) <= 1
 
 
@@ -262,14 +262,14 @@ def test_a_rewritten_graph_runs_in_the_planned_dtypes(seed: int, lists: str) -> 
     rewritten, plan = rewrite_graph(read_problem(module, Policy(BF16, lists)))
     got: Counter[tuple[str, torch.dtype]] = Counter()
 
-    class Watch(torch.fx.Interpreter):
+    class Observer(torch.fx.Interpreter):
         def call_function(self, target, args, kwargs):  # type: ignore[no-untyped-def]
             value = super().call_function(target, args, kwargs)
             if isinstance(value, torch.Tensor):
                 got[getattr(target, "__name__", ""), value.dtype] += 1
             return value
 
-    for out, want in zip(Watch(rewritten).run(*inputs), module(*inputs), strict=True):
+    for out, want in zip(Observer(rewritten).run(*inputs), module(*inputs), strict=True):
         assert (out.dtype, out.shape) == (want.dtype, want.shape)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     planned = Counter((node.op, dtypes[node.dtype]) for node in plan.nodes if node.role == "op" and node.op != "chunk")

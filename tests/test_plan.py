@@ -52,7 +52,7 @@ def pair() -> CastPlan:
     """Two hand-made regions with a node of one name, and everything a plan can hold."""
     node = NodePlan("exp", "exp", Colour.HIGH, Reason.ON_DENYLIST, dtype="fp32", shape=("s0", 4), module="head", source="m.py:3")
     low = NodePlan("linear", "linear", Colour.LOW, Reason.TIED, "exp", "a word", dtype="fp16", flops=7, inputs=("exp",))
-    cast = Cast("exp", "fp16", ("linear",), saturate=True, weight=True, epoch=2)
+    cast = Cast("exp", "fp16", ("linear",), saturate=True, weight=True, write_version=2)
     graphs = (RegionPlan("graph0", (node, low), (cast,), True, ("a note",), "head"), RegionPlan("graph1", (node,), ()))
     return CastPlan("fp16", graphs, (Skipped("m.py:9 in forward", "graph break: print"),), ("the device gains nothing",), "tf")
 
@@ -171,7 +171,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         pytest.param("{}", "has no 'regions'; write one with plan.to_json()", id="another object"),
         pytest.param(
             damaged(lambda d: d.update(version=99)),
-            "version 99, this amprewrite reads 1; make the plan anew",
+            "version 99, this amprewrite reads 1 to 2; make the plan anew",
             id="a later version",
         ),
         pytest.param(damaged(lambda d: d.pop("version")), "version None", id="no version"),
@@ -343,3 +343,16 @@ def test_a_0_dim_divisor_of_a_weight_is_not_cast():
     model = nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
     plan = amprewrite.plan(model, (torch.randn(4, 8),), dtype="bf16")
     assert not [cast for cast in plan.casts if cast.to == "bf16" and not plan.find(cast.value)[0].shape]
+
+
+def test_a_plan_of_version_one_is_migrated() -> None:
+    """It called the write version of a cast its epoch."""
+    plan = amprewrite.plan(torch.nn.Linear(8, 8), (torch.randn(2, 8),), dtype="bf16")
+    old = json.loads(plan.to_json()) | {"version": 1}
+    for region in old["regions"]:
+        for cast in region["casts"]:
+            cast["epoch"] = cast.pop("write_version")
+    assert amprewrite.CastPlan.from_json(json.dumps(old)) == plan
+    for damage in ({"regions": 3}, {"regions": [4]}, {"regions": [{"casts": [5]}]}):
+        with pytest.raises(PlanError):
+            amprewrite.CastPlan.from_json(json.dumps(old | damage))

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from runtime_help import MLP, Watch, data, low, matmul_dtypes, mlp, ran_low
+from runtime_help import MLP, Observer, data, low, matmul_dtypes, mlp, ran_low
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -382,7 +382,7 @@ def test_accelerate_style_forward_on_the_instance():
 
 def test_watch_counts_nothing_twice():
     amp, x = low(mlp()), data()
-    with Watch() as watch:
+    with Observer() as watch:
         amp(x)
     assert len(watch.matmuls) == 2
 

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from runtime_help import MLP, Broken, Watch, data, low, matmul_dtypes, mlp, ran_low
+from runtime_help import MLP, Broken, Observer, data, low, matmul_dtypes, mlp, ran_low
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -65,7 +65,7 @@ def test_a_new_flop_counter_for_every_call_captures_once():
 def test_dispatch_mode_first_call_does_not_spoil_later_calls():
     model, x = mlp(), data()
     amp = low(model)
-    with Watch() as watch:
+    with Observer() as watch:
         first = amp(x)
     assert set(watch.matmuls) == {torch.bfloat16}
     assert torch.equal(first, amp(x))
@@ -74,7 +74,7 @@ def test_dispatch_mode_first_call_does_not_spoil_later_calls():
 
 def test_two_dispatch_modes_and_the_backward():
     amp, x = low(mlp()), data()
-    with Watch() as outer, Watch() as inner:
+    with Observer() as outer, Observer() as inner:
         amp(x).sum().backward()
     assert len(inner.matmuls) == len(outer.matmuls) == 5
     assert set(inner.matmuls) == {torch.bfloat16}

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from amprewrite.runtime.model.clone import twin_of
+from amprewrite.runtime.model.clone import clone_of
 
 
 class Odd(nn.Module):
@@ -32,7 +32,7 @@ class Odd(nn.Module):
 
 def test_modules_are_new_and_tensors_the_same():
     model = Odd()
-    twin = twin_of(model)
+    twin = clone_of(model)
     assert type(twin) is Odd and list(twin.state_dict()) == list(model.state_dict())
     assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
     for (name, mine), (other, theirs) in zip(twin.named_modules(), model.named_modules(), strict=True):
@@ -42,7 +42,7 @@ def test_modules_are_new_and_tensors_the_same():
 
 def test_every_way_back_to_a_module_leads_to_the_twin():
     model = Odd()
-    twin = twin_of(model)
+    twin = clone_of(model)
     assert twin.same is twin.fc and twin.parent is twin
     assert twin.hidden[0] is not model.hidden[0] and twin.hidden[1]["deep"] == (twin.fc, 3)
     assert twin.table["run"].__self__ is twin and twin.table["half"].func.__self__ is twin
@@ -53,7 +53,7 @@ def test_every_way_back_to_a_module_leads_to_the_twin():
 def test_flags_hooks_and_attributes_are_apart():
     model = Odd()
     model.fc.register_forward_hook(lambda *_: None)
-    twin = twin_of(model)
+    twin = clone_of(model)
     assert len(twin.fc._forward_hooks) == 1
     twin.eval()
     twin.fc.register_forward_pre_hook(lambda *_: None)
@@ -66,13 +66,13 @@ def test_flags_hooks_and_attributes_are_apart():
 def test_compiled_calls_are_left_behind():
     model = nn.Linear(2, 2)
     model.compile(backend="eager")
-    assert twin_of(model).__dict__.get("_compiled_call_impl") is None
+    assert clone_of(model).__dict__.get("_compiled_call_impl") is None
 
 
 def test_lazy_modules_and_graph_modules():
     lazy = nn.Sequential(nn.LazyLinear(3))
-    twin = twin_of(lazy)
+    twin = clone_of(lazy)
     assert twin(torch.ones(1, 2)).shape == (1, 3)
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     x = torch.randn(1, 2)
-    assert torch.equal(twin_of(graph)(x), graph(x))
+    assert torch.equal(clone_of(graph)(x), graph(x))

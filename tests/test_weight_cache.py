@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from runtime_help import Watch, data, low, mlp, ran_low
+from runtime_help import Observer, data, low, mlp, ran_low
 from torch import nn
 
 import amprewrite
@@ -18,7 +18,7 @@ from amprewrite.runtime.model.rewritten import session_of
 
 def casts(amp, x) -> int:
     """Weights copied by one call without gradients."""
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), Observer() as watch:
         amp(x)
     return watch.count("_foreach_copy_")
 
@@ -41,7 +41,7 @@ def test_a_call_copies_all_weights_in_one_launch(context):
     amp = low(model)
     counts = []
     for _ in range(3):
-        with context(), Watch() as watch:
+        with context(), Observer() as watch:
             out = amp(x)
         counts.append((watch.count("_foreach_copy_"), watch.count("_to_copy") + watch.count("to")))
     assert counts == [(1, 2)] * 3  # the two are activations
@@ -55,7 +55,7 @@ def test_a_frozen_weight_is_cast_at_the_first_call_only(context):
     counts = []
     with amp.frozen_weights(), context():
         for _ in range(3):
-            with Watch() as watch:
+            with Observer() as watch:
                 out = amp(x)
             counts.append(watch.count("_foreach_copy_"))
         assert ran_low(out, model(x))
@@ -183,7 +183,7 @@ def test_training_gives_the_memory_back():
 
 def test_switched_off():
     _, amp, x = warm(cache_weights=False)
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), Observer() as watch:
         amp(x)
     assert watch.count("_foreach_copy_") == 0 and watch.count("_to_copy") == 6 and len(cache_of(amp)) == 0
 
@@ -390,7 +390,7 @@ def test_generate_casts_each_weight_once():
     amp, x = low(Decoder().eval()), data()
     assert amp.generate.__doc__ == "Call the model again and again."
     amp.generate(x)
-    with Watch() as watch:
+    with Observer() as watch:
         amp.generate(x, steps=5)
     assert watch.count("_foreach_copy_") == 1
     amp.net.first.weight.data.mul_(2)
@@ -476,9 +476,9 @@ def test_a_copied_weight_takes_the_matmul_kernel_that_the_weight_itself_would(co
     amp = low(model)
     with context():
         amp(x)
-    with context(), Watch() as watch:
+    with context(), Observer() as watch:
         amp(x)
-    with context(), Watch() as plain:
+    with context(), Observer() as plain:
         model(x)
     assert watch.count("bmm") == plain.count("bmm")
     assert watch.count("addmm") + watch.count("mm") == plain.count("addmm") + plain.count("mm")
@@ -507,7 +507,7 @@ def micro(seed: int) -> torch.Tensor:
 
 def weight_copies(amp, x) -> int:
     """Weights copied by one forward and backward; a `_foreach_copy_` counts as the tensors it is given."""
-    with Watch() as watch:
+    with Observer() as watch:
         amp(x).square().mean().backward()
     return watch.count("_foreach_copy_")
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from amprewrite.accuracy.trial import Batches, Forward, Trial
-from amprewrite.graphs.fx.run.observer import Watch
+from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
@@ -53,7 +53,7 @@ def calibrate(
     """
     module = module_of(model)
     trial = Trial(module, Options(LOW_FORMATS[0]), forward)
-    watch = Watch(gradients=loss is not None)
+    watch = Observer(gradients=loss is not None)
     checked = Batches(batches, module, forward is not None)
     count = 0
     console = Console(stderr=True)

@@ -59,8 +59,8 @@ class Graph:
         run_passes((PaintLists(), PaintAfterDeny(), PaintTies(), RepaintByRange()), problem, decisions)
         paints = decisions.paints
         fixed = {name: paint.colour for name, paint in paints.items() if paint.reason is not Reason.ON_ALLOWLIST}
-        tied = {node.tie for node in self.graph if node.tie and node.name in fixed}
-        self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.tie not in tied}
+        tied = {node.precision_group for node in self.graph if node.precision_group and node.name in fixed}
+        self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.precision_group not in tied}
         self.low = {name for name, paint in paints.items() if name not in self.open and paint.colour is Colour.LOW}
         self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
@@ -79,9 +79,9 @@ class Graph:
             if (name in self.heavy) != heavies:
                 vertices[name] = SINK if heavies else SOURCE
                 continue
-            if node.tie not in by_tie:
-                by_tie[node.tie or name] = network.vertex()
-            vertices[name] = by_tie[node.tie or name]
+            if node.precision_group not in by_tie:
+                by_tie[node.precision_group or name] = network.vertex()
+            vertices[name] = by_tie[node.precision_group or name]
         for name in self.low:
             vertices[name] = SOURCE
 
@@ -102,7 +102,7 @@ class Graph:
         return {name for name in self.open if not low[end(name)]}
 
     def _copy(self, node: OpNode) -> int:
-        return self.model.cast(node) + (self.model.crossing(node) if self.model.training else 0)
+        return self.model.cast(node) + (self.model.gradient_cast(node) if self.model.training else 0)
 
     def _copies(self, network: Network, node: OpNode, end: Callable[[str], int]) -> None:
         maker, cost = end(node.name), self._copy(node)

@@ -23,7 +23,7 @@ from torch import nn
 
 from amprewrite.accuracy.error_cut import Chain
 from amprewrite.accuracy.sensitivity import measure_edges
-from amprewrite.accuracy.strict.score import Strictly, exactly, planned, reference, strict_error
+from amprewrite.accuracy.strict.score import RoundedRunner, planned, reference, run_fp32, strict_error
 from amprewrite.accuracy.trial import Forward, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import TICK, price
@@ -132,7 +132,7 @@ def search(
     tried: list[Candidate] = []
 
     def run(name: str, prepare: Callable[[Captured], Captured]) -> float:
-        manner = Strictly(prepare)
+        manner = RoundedRunner(prepare)
         error = strict_error(trial, batches, exact, manner)
         tried.append(_candidate(name, error, manner))
         return error
@@ -208,7 +208,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch
 
     def manner(captured: Captured, inputs: tuple[Any, ...]) -> Any:
         with torch.no_grad():
-            return exactly(captured, tuple(nudged(value) for value in inputs))
+            return run_fp32(captured, tuple(nudged(value) for value in inputs))
 
     floor = strict_error(trial, batches, exact, manner)
     if tolerance < floor:
@@ -235,7 +235,7 @@ def _keeping(captured: Captured, keep_high: KeepHigh) -> Captured:
     return captured
 
 
-def _candidate(name: str, error: float, manner: Strictly) -> Candidate:
+def _candidate(name: str, error: float, manner: RoundedRunner) -> Candidate:
     casts = [cast for plan in manner.plans for cast in plan.casts]
     low = sum(node.role == "op" and node.colour is Colour.LOW for plan in manner.plans for node in plan.nodes)
     seconds = sum(predicted_seconds(region.captured.problem, region.plan) for region in manner.regions.values())

@@ -24,7 +24,7 @@ from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Graphs, Region, Session
 from amprewrite.tables.errors import CalibrationError
 
-Manner = Callable[[Captured, tuple[Any, ...]], Any]
+GraphRunner = Callable[[Captured, tuple[Any, ...]], Any]
 """Runs a captured graph on real inputs, and gives its results."""
 Forward = Callable[[nn.Module, Any], Any]
 """Calls the model on a batch."""
@@ -33,7 +33,7 @@ Forward = Callable[[nn.Module, Any], Any]
 class _TrialSession(Session):
     """Captures as any rewritten model does, and leaves the running of each graph to the trial's manner of the moment."""
 
-    manner: Manner | None = None
+    manner: GraphRunner | None = None
 
     def _rewritten(self, graphs: Graphs, module: CapturedGraph, example_inputs: list[Any]) -> Region:
         captured = self.read_region(graphs, module, example_inputs)
@@ -76,7 +76,7 @@ class Trial:
         self.graphs: dict[int, Captured] = {}
         """Every graph that has run so far, in order."""
 
-    def run(self, batch: Any, manner: Manner) -> Any:
+    def run(self, batch: Any, manner: GraphRunner) -> Any:
         """The model's result on one batch, its graphs run in this manner."""
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
@@ -178,7 +178,7 @@ MOST_KEPT = 8
 """Batches that are kept to measure errors on: of more the first are taken."""
 
 
-def kept(batches: Any, into: list[Any]) -> Any:
+def tee(batches: Any, into: list[Any]) -> Any:
     """`batches` as they are, of which the first MOST_KEPT end up in `into` too once they are gone through."""
     if _is_no_list(batches):
         return batches  # whoever goes through them says what is wrong
@@ -201,4 +201,4 @@ def _outline(spec: TreeSpec, kinds: list[str]) -> str:
     return f"{spec.type.__name__ if spec.type else 'a tensor'} of ({text})" if spec.num_children else text
 
 
-__all__ = ["Batches", "Call", "Forward", "Manner", "Trial", "call_on", "kept"]
+__all__ = ["Batches", "Call", "Forward", "GraphRunner", "Trial", "call_on", "tee"]

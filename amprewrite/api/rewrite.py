@@ -125,7 +125,7 @@ def rewrite(
     _check_high(high)
     refuse_ambient_autocast()
     module = plain_of(module) if is_rewritten(module) else module
-    options = replace(options, **evidence(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
+    options = replace(options, **measured_options(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
     amp = wrap(module, options, Rewritten)
     for each in optimizers_of(optimizer):
         amp.attach(each)
@@ -134,7 +134,7 @@ def rewrite(
     return amp  # type: ignore[no-any-return]
 
 
-def evidence(
+def measured_options(
     module: nn.Module,
     options: Options,
     calibration: Calibration | Iterable[Any] | None,
@@ -146,7 +146,7 @@ def evidence(
     """What sample batches say of the model: the options `calibration` and `keep_high`."""
     from amprewrite.accuracy.calibrate import calibrate
     from amprewrite.accuracy.frontier import check_target, search
-    from amprewrite.accuracy.trial import Call, kept
+    from amprewrite.accuracy.trial import Call, tee
 
     found: dict[str, Any] = {}
     batches: list[Any] = [] if args is None and kwargs is None else [Call(tuple(args or ()), dict(kwargs or {}))]
@@ -154,7 +154,7 @@ def evidence(
         found["calibration"] = calibration
     elif calibration is not None:
         batches = []
-        found["calibration"] = calibrate(module, kept(calibration, batches), progress=False)
+        found["calibration"] = calibrate(module, tee(calibration, batches), progress=False)
     if calibration is not None:
         found["calibration"].check(module)
     check_target(tolerance, accuracy)

@@ -105,7 +105,7 @@ class CostModel:
         kept = 0.0 if node.role == "parameter" else self._kept(node.numel * self.low.bytes)
         return _ticks((self.device.launch + moved if measured is None else measured) + kept)
 
-    def crossing(self, node: OpNode) -> int:
+    def gradient_cast(self, node: OpNode) -> int:
         """What a value pays once, besides copies, for readers of the other format: its gradient's cast, or slower kernels."""
         if not self.training:
             return round(MIXING * self.cast(node))
@@ -170,7 +170,7 @@ class Prices:
             mixing = node.promoted
             cast = anchor(node, graph.nodes) if mixing else None
             for operand, want in wanted(node, Colour.LOW):
-                key = keys.setdefault((operand.value, operand.epoch), len(keys))
+                key = keys.setdefault((operand.value, operand.write_version), len(keys))
                 edges.append((
                     place, self.places[operand.value], key, want is Colour.HIGH, operand in mixing, operand is cast,
                     model.crosses(node, operand, Colour.LOW), model.crosses(node, operand, Colour.HIGH),
@@ -179,7 +179,7 @@ class Prices:
         self.reader, self.maker, self.key = columns[:3]
         self.always_high, self.promoted, self.anchors, self.crosses_low, self.crosses_high = columns[3:].astype(bool)
         self.cast = np.array([model.cast(graph[value]) for value, _ in keys], np.int64)
-        self.crossing = np.array([model.crossing(graph[value]) for value, _ in keys], np.int64)
+        self.gradient_cast = np.array([model.gradient_cast(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
         """The price of a colouring, from the casts that it really needs."""
@@ -191,7 +191,7 @@ class Prices:
         copied = np.unique(self.key[differs & ~fits])
         crossed = np.unique(self.key[differs & np.where(runs_low, self.crosses_low, self.crosses_high)])
         ops = int(self.low[low].sum() + self.high[~low].sum())
-        return Price(ops, int(self.cast[copied].sum() + self.crossing[crossed].sum()), len(copied))
+        return Price(ops, int(self.cast[copied].sum() + self.gradient_cast[crossed].sum()), len(copied))
 
 
 def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:

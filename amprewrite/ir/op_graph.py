@@ -40,8 +40,8 @@ class Operand:
     demand: Demand
     scalar: bool = False
     """A 0-dim tensor: it takes no part in promotion beside tensors with dims."""
-    epoch: int = 0
-    """How many in-place writes its memory had seen when it was read: copies are shared within an epoch only."""
+    write_version: int = 0
+    """How many in-place writes its memory had seen when it was read: copies are shared within a write version only."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class OpNode:
     role: str = "op"
     pinned: tuple[Colour, Reason, str] | None = None
     """Colour that facts force, with reason and detail; None where lists and passes decide."""
-    tie: str = ""
+    precision_group: str = ""
     """Nodes with the same non-empty tie share memory or come out of one kernel: one colour for all."""
     relative: bool = False
     """A cast to a dtype that the model computes from another tensor: it may go low even behind a denied op."""
-    huge: bool = False
+    may_saturate: bool = False
     """Holds finite constants beyond the low format's range, such as a finite-minimum mask."""
 
     @property
@@ -132,12 +132,12 @@ class OpGraph:
         """Ops whose results `name` reads."""
         return (self.nodes[feeder] for feeder in self.digraph.predecessors(name))
 
-    def ties(self) -> dict[str, list[str]]:
+    def precision_groups(self) -> dict[str, list[str]]:
         """Groups of nodes that must share a colour, by tie name."""
         groups: dict[str, list[str]] = {}
         for node in self:
-            if node.tie:
-                groups.setdefault(node.tie, []).append(node.name)
+            if node.precision_group:
+                groups.setdefault(node.precision_group, []).append(node.name)
         return groups
 
 

@@ -33,7 +33,7 @@ from amprewrite.tables.vocabulary import Colour
 
 Side = npt.NDArray[np.bool_]
 Key = tuple[str, int]
-"""A value and the epoch in which it is read."""
+"""A value and the write version in which it is read."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Copies:
 
     low: list[int] = field(default_factory=list)
     high: list[int] = field(default_factory=list)
-    crossing: list[int] = field(default_factory=list)
+    mixed_readers: list[int] = field(default_factory=list)
     """Readers that make the value pay for `CostModel.crossing` when they run high; those that promote among them."""
 
 
@@ -98,10 +98,10 @@ class _Search:
     def _name_vertices(self, open_nodes: list[OpNode]) -> None:
         by_tie: dict[str, int] = {}
         for node in open_nodes:
-            vertex = by_tie.get(node.tie) if node.tie else None
+            vertex = by_tie.get(node.precision_group) if node.precision_group else None
             vertex = self.network.vertex() if vertex is None else vertex
-            if node.tie:
-                by_tie[node.tie] = vertex
+            if node.precision_group:
+                by_tie[node.precision_group] = vertex
             self.vertices[node.name] = vertex
 
     def _end(self, name: str) -> int:
@@ -124,7 +124,7 @@ class _Search:
         mixer = self._mixer(node, own) if mixing else None
         for operand, want in wanted(node, Colour.LOW):
             end = SINK if want is Colour.HIGH else own
-            key = (operand.value, operand.epoch)
+            key = (operand.value, operand.write_version)
             copies = self.copies.get(key)
             if copies is None:
                 copies = self.copies[key] = _Copies()
@@ -133,7 +133,7 @@ class _Search:
             if end == SOURCE:
                 continue
             if self.model.crosses(node, operand, Colour.HIGH):
-                copies.crossing.append(end)
+                copies.mixed_readers.append(end)
             if operand not in mixing or (mixer is not None and not mixer.others and mixer.anchor == key):
                 copies.high.append(end)
         if mixer is not None and mixer.others:
@@ -147,21 +147,21 @@ class _Search:
         cast = anchor(node, self.graph.nodes)
         assert cast is not None
         others = tuple(dict.fromkeys(end for end in ends if end not in (SOURCE, self._end(cast.value))))
-        return _Mixer(own, (cast.value, cast.epoch), others)
+        return _Mixer(own, (cast.value, cast.write_version), others)
 
     def _price_copies(self, key: Key, copies: _Copies, is_anchor: bool) -> None:
         maker = self._end(key[0])
         low = {reader for reader in copies.low if reader != maker} if maker != SOURCE else set()
         high = {reader for reader in copies.high if reader != maker} if maker != SINK else set()
-        crossing = {reader for reader in copies.crossing if reader != maker} if maker != SINK else set()
-        if not (low or high or crossing or is_anchor):
+        mixed_readers = {reader for reader in copies.mixed_readers if reader != maker} if maker != SINK else set()
+        if not (low or high or mixed_readers or is_anchor):
             return
         node = self.graph[key[0]]
-        forward, beyond = self.model.cast(node), self.model.crossing(node)
+        forward, beyond = self.model.cast(node), self.model.gradient_cast(node)
         self._low_copy(maker, low, forward + (beyond if self.model.training else 0))
-        if is_anchor or high != crossing:
+        if is_anchor or high != mixed_readers:
             self.high_copies[key] = self._high_copy(maker, high, forward, is_anchor)
-            self._high_copy(maker, crossing, beyond)
+            self._high_copy(maker, mixed_readers, beyond)
         else:
             self._high_copy(maker, high, forward + beyond)
 

@@ -59,7 +59,7 @@ MEANING = {
     "users": "nodes that read the copy",
     "saturate": "whether values are clamped to the range first",
     "weight": "whether it copies a parameter",
-    "epoch": "in-place writes that the value had seen",
+    "write_version": "in-place writes that the value had seen",
     "pads": "what is padded",
     "pads.regions": "groups of dims that were considered, padded or not",
     "pads.values": "results that come out padded",

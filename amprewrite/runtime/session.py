@@ -34,7 +34,7 @@ from amprewrite.passes.lower.emit import emit
 from amprewrite.runtime.ambient.suspend_modes import modes_aside
 from amprewrite.runtime.captured.entries import Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
-from amprewrite.runtime.captured.overflow_retry import FirstCalls, worth_watching
+from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
 from amprewrite.runtime.captured.region import Region, scale_device
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
@@ -102,7 +102,7 @@ class Session:
         if self.state.depth == 0 and self.schedule.look_now(self.root.training):
             self.look_at_weights()
         if entry.hooks.changed() or entry.graphs.stale:
-            entry.start_afresh()
+            entry.recapture()
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
         state = self.state
@@ -127,7 +127,7 @@ class Session:
             ran = tuple(state.ran)
         except Exception:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
-                entry.start_afresh()  # what made the call fail, such as a wrong input, may be what Dynamo failed on
+                entry.recapture()  # what made the call fail, such as a wrong input, may be what Dynamo failed on
             raise
         finally:
             (state.ran, state.failures), state.depth = outer, state.depth - 1
@@ -182,7 +182,7 @@ class Session:
             if failed and self.options.strict and entry.graphs.full:
                 raise CaptureError(past_the_limit(entry)) from error
             if failed or isinstance(error, AmpRewriteError):
-                entry.start_afresh()
+                entry.recapture()
             if not failed or (type(error).__name__ in dynamo.ASKED_FOR and not self.options.strict):
                 raise
             if self.options.strict:
@@ -194,12 +194,12 @@ class Session:
 
     def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
         """Run an entry of which nothing ran before capture failed; if its own code fails too, that error is the caller's."""
-        entry.start_afresh(as_written=True)
+        entry.recapture(as_written=True)
         self.state.captured -= 1
         try:
             result = entry.function(*args, **kwargs)
         except BaseException:
-            entry.start_afresh()
+            entry.recapture()
             raise
         finally:
             self.state.captured += 1
@@ -302,7 +302,7 @@ class Session:
         message = f"{entry.place} {what}: {why}{sharded}"
         if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
-            entry.start_afresh()
+            entry.recapture()
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
         self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
 
@@ -348,7 +348,7 @@ class Session:
         place = f"{where.filename}:{where.lineno} in {where.name}" if where else graphs.entry.place
         why = dynamo.first_line(reason.reason)
         graphs.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and OUR_DOOR not in reason.reason:  # after other breaks capture goes on with the next line
+        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after other breaks capture goes on with the next line
             self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
@@ -416,7 +416,7 @@ class Session:
                     region.become(plan, run, rewritten if problem.scale_loss else None)
 
             read_parts(captured)
-            region.first_calls = FirstCalls(captured, self.learn, again, self.warn_fp32)
+            region.overflow_retry = OverflowRetry(captured, self.learn, again, self.warn_fp32)
         return region
 
     def _scales(self, scaled: torch.fx.GraphModule) -> tuple[torch.Tensor, torch.Tensor]:
@@ -498,7 +498,7 @@ class Session:
 _FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
 
 
-OUR_DOOR = "a rewritten model compiles its own graphs"
+DISABLE_REASON = "a rewritten model compiles its own graphs"
 
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -509,11 +509,11 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @torch._dynamo.disable(  # type: ignore[misc]
-    reason=f"{OUR_DOOR}: pass backend='inductor' to amprewrite.rewrite instead of wrapping it in "
+    reason=f"{DISABLE_REASON}: pass backend='inductor' to amprewrite.rewrite instead of wrapping it in "
     "torch.compile, and use amp.export_program(args) instead of torch.export"
 )
 def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return session.call(session.entries[path], args, kwargs)
 
 
-__all__ = ["OUR_DOOR", "Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]
+__all__ = ["DISABLE_REASON", "Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]

@@ -26,7 +26,7 @@ LISTS = op_lists("default", BF16, "cuda")
 
 def vertex(name: str, op: str, *reads: str, numel: int = 1 << 18, tie: str = "") -> OpNode:
     demand = Demand.PROMOTE if OPS[op].promotes else Demand.COLOUR
-    return OpNode(name, op, LISTS.kind(op), tuple(Operand(read, demand) for read in reads), "fp32", numel=numel, tie=tie)
+    return OpNode(name, op, LISTS.kind(op), tuple(Operand(read, demand) for read in reads), "fp32", numel=numel, precision_group=tie)
 
 
 def source(name: str, role: str) -> OpNode:
@@ -43,9 +43,9 @@ def block(index: int, stream: str) -> Iterator[OpNode]:
     yield from (source(weight, "parameter") for weight in weights)
     yield vertex(n("norm"), "layer_norm", stream)
     yield vertex(n("qkv"), "linear", n("norm"), weights[0])
-    yield vertex(n("split"), "chunk", n("qkv"), tie=n("split"))
+    yield vertex(n("split"), "chunk", n("qkv"), precision_group=n("split"))
     for part in "qkv":
-        yield vertex(n(part), "getitem", n("split"), tie=n("split"))
+        yield vertex(n(part), "getitem", n("split"), precision_group=n("split"))
         yield vertex(n(f"{part}_heads"), "transpose", n(part))
     yield vertex(n("scores"), "matmul", n("q_heads"), n("k_heads"))
     yield vertex(n("scaled"), "div", n("scores"))

@@ -35,7 +35,7 @@ Node = torch.fx.Node
 
 
 @dataclass
-class Unit:
+class Pattern:
     """One hand-written op: its last node, the nodes inside, and the call that replaces them."""
 
     end: Node
@@ -62,7 +62,7 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
     names = {op_name(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")}
     if lists.rule != "cost" or ENTER_AUTOCAST in names or any(name.endswith(FUNCTORCH) for name in names):
         return module
-    units = list(find_units(module.graph, lists))
+    units = list(find_patterns(module.graph, lists))
     if not units:
         return module
     copied, twin = copy_graph(module)
@@ -80,7 +80,7 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
     return gathered
 
 
-def find_units(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Unit]:
+def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
     """Units of a graph, none within another; from its end, so that a bias or weight is taken along."""
     taken: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -94,7 +94,7 @@ def find_units(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Unit]:
                 break
 
 
-def _closed(unit: Unit) -> bool:
+def _closed(unit: Pattern) -> bool:
     """Whether nobody outside reads what is inside, and nothing inside writes in place."""
     unit.inside.discard(unit.end)
     members = unit.inside | {unit.end}
@@ -102,7 +102,7 @@ def _closed(unit: Unit) -> bool:
     return not own and all(user in members for node in unit.inside for user in node.users)
 
 
-def _allowed(unit: Unit, lists: OpLists) -> bool:
+def _allowed(unit: Pattern, lists: OpLists) -> bool:
     ops = {op_name(node.target) for node in (*unit.inside, unit.end)}
     return lists.kind(unit.op) is OpKind.INTERNAL and not ops & lists.asked
 
@@ -197,7 +197,7 @@ def _same(a: Any, b: Any, inside: set[Node]) -> bool:
 
 
 # -- the units ----------------------------------------------------------------------------------
-def _gelu(end: Node) -> Unit | None:
+def _gelu(end: Node) -> Pattern | None:
     inside: set[Node] = set()
     factors = _factors(end, inside)
     nodes = _nodes(factors)
@@ -209,7 +209,7 @@ def _gelu(end: Node) -> Unit | None:
             continue
         inside.add(one[1])
         if _is_tanh_argument(one[1].args[0], x, inside):
-            return Unit(end, "gelu", F.gelu, (x,), {"approximate": "tanh"}, inside)
+            return Pattern(end, "gelu", F.gelu, (x,), {"approximate": "tanh"}, inside)
     return None
 
 
@@ -233,7 +233,7 @@ def _is_tanh_argument(node: Any, x: Node, inside: set[Node]) -> bool:
     return _number(square, 0.044715) and len(_nodes(square)) == 2 and all(_same(n, x, inside) for n in _nodes(square))
 
 
-def _softmax(end: Node) -> Unit | None:
+def _softmax(end: Node) -> Pattern | None:
     pair = _two(end, "div")
     if pair is None or _op(pair[0]) != "exp" or _op(pair[1]) != "sum" or pair[1].args[0] is not pair[0]:
         return None
@@ -248,7 +248,7 @@ def _softmax(end: Node) -> Unit | None:
     if shifted is not None and largest is not None and largest[-1].args[0] is shifted[0]:
         inside |= {x, *largest}
         x = shifted[0]
-    return Unit(end, "softmax", F.softmax, (x, dim), {}, inside) if _is_fp32(x) else None
+    return Pattern(end, "softmax", F.softmax, (x, dim), {}, inside) if _is_fp32(x) else None
 
 
 def _largest(node: Any, dim: int) -> list[Node] | None:
@@ -277,7 +277,7 @@ def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
     return values[0], roots[0], wide[0] if wide else None
 
 
-def _layer_norm(end: Node) -> Unit | None:
+def _layer_norm(end: Node) -> Pattern | None:
     inside: set[Node] = set()
     width = _width(end)
     pair, bias, product = _two(end, "add"), None, end
@@ -297,7 +297,7 @@ def _layer_norm(end: Node) -> Unit | None:
     x = _bare(difference[0], inside)
     if not _is_variance(spread[1], x, centred, inside) or (bias is not None and weight is None):
         return None
-    return Unit(end, "layer_norm", F.layer_norm, (x, (width,), weight, bias, spread[0]), {}, inside)
+    return Pattern(end, "layer_norm", F.layer_norm, (x, (width,), weight, bias, spread[0]), {}, inside)
 
 
 def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
@@ -312,7 +312,7 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
     return len(factors) == 2 and all(_same(f, centred, inside) for f in factors)
 
 
-def _rms_norm(end: Node) -> Unit | None:
+def _rms_norm(end: Node) -> Pattern | None:
     inside: set[Node] = set()
     width = _width(end)
     if device_of(example_value(end)) == "cpu":
@@ -325,7 +325,7 @@ def _rms_norm(end: Node) -> Unit | None:
     x, factors = _bare(parts[0], inside), _factors(squares, inside)
     if len(factors) != 2 or not all(_same(f, x, inside) for f in factors) or not _is_fp32(x):
         return None
-    return Unit(end, "rms_norm", F.rms_norm, (x, (width,), parts[2], spread[0]), {}, inside)
+    return Pattern(end, "rms_norm", F.rms_norm, (x, (width,), parts[2], spread[0]), {}, inside)
 
 
 def _width(node: Node) -> Any:

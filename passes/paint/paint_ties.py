@@ -22,7 +22,7 @@ class PaintTies(Pass[Problem, Decisions]):
 
 def paint_ties(problem: Problem, decisions: Decisions) -> None:
     """One colour for every tie: high where one member is high, else low where one is low, else left open."""
-    for members in problem.graph.ties().values():
+    for members in problem.graph.precision_groups().values():
         painted = [name for name in members if name in decisions.paints]
         high = next((name for name in painted if decisions.paints[name].colour is Colour.HIGH), None)
         low = next((name for name in painted if decisions.paints[name].colour is Colour.LOW), None)

@@ -1,7 +1,7 @@
 """One cast wherever two colours meet, shared by all readers of the same value in the same format.
 
 1. For each operand, in canonical order, ask in which format it must arrive.
-2. Where that is not the maker's format, its reader joins the one copy of (value, format, epoch).
+2. Where that is not the maker's format, its reader joins the one copy of (value, format, write version).
 3. Promoting ops keep mixed operands; where a copy exists all the same they join it in training: autograd then casts
    the value's gradient once. Copies are never shared across an in-place write.
 """
@@ -37,7 +37,7 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
     users: dict[tuple[str, str, int], list[str]] = {}
     for node in problem.graph:
         for operand, want in resolved(node, colours[node.name], colours, problem.graph.nodes):
-            key = (operand.value, low if want is Colour.LOW else FP32.name, operand.epoch)
+            key = (operand.value, low if want is Colour.LOW else FP32.name, operand.write_version)
             users.setdefault(key, []).append(node.name)
     if problem.training:
         _join_copies(problem, colours, users)
@@ -46,11 +46,11 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
             value,
             to,
             tuple(readers),
-            saturate=to == low and problem.graph[value].huge,
+            saturate=to == low and problem.graph[value].may_saturate,
             weight=problem.graph[value].role == "parameter",
-            epoch=epoch,
+            write_version=write_version,
         )
-        for (value, to, epoch), readers in users.items()
+        for (value, to, write_version), readers in users.items()
     )
 
 
@@ -58,7 +58,7 @@ def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple
     """Let promoting ops that run high read the high copy of a low operand, where there is one."""
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
-            readers = users.get((operand.value, FP32.name, operand.epoch))
+            readers = users.get((operand.value, FP32.name, operand.write_version))
             if colours[operand.value] is Colour.LOW and readers is not None and node.name not in readers:
                 readers.append(node.name)
                 readers.sort(key=problem.graph.rank.__getitem__)

@@ -68,7 +68,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
 # -- 1. calls --------------------------------------------------------------------------------
 def cast_name(cast: Cast) -> str:
     """What a cast copy is called among the values."""
-    return f"{cast.value} -> {cast.to}" + (f" ({cast.epoch})" if cast.epoch else "")
+    return f"{cast.value} -> {cast.to}" + (f" ({cast.write_version})" if cast.write_version else "")
 
 
 def calls_with_casts(calls: Mapping[str, Call], casts: Iterable[Cast]) -> dict[str, Call]:

@@ -65,7 +65,7 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
     """What is at risk, by node, with the evidence. `values` are the ranges seen, by node; {} where there are none."""
     low, risks = problem.policy.low, Risks()
     for node in problem.graph:
-        if not node.carries_fp32 or node.huge:
+        if not node.carries_fp32 or node.may_saturate:
             continue
         weight = node.role in ("parameter", "buffer")
         text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)

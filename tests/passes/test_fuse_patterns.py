@@ -115,7 +115,7 @@ def test_the_call_computes_what_was_written(body: Body) -> None:
     torch._dynamo.reset()
     torch.compile(model, backend=lambda module, inputs: captured.append(module) or module.forward)(x)
     lists = amprewrite.tables.ops.op_lists.op_lists("default", amprewrite.tables.formats.BF16, "cuda")
-    (unit,) = fuse_patterns.find_units(captured[0].graph, lists)
+    (unit,) = fuse_patterns.find_patterns(captured[0].graph, lists)
     reads = {node: node.meta["example_value"] for node in (*unit.inside, unit.end)}
     assert all(value is not None for value in reads.values())
     h, w, b = model.first(x), model.weight, model.bias
@@ -158,7 +158,7 @@ def test_a_unit_rounds_no_more_than_its_parts(body: Body, monkeypatch: pytest.Mo
     torch.manual_seed(0)
     model, x = Between(body).eval(), torch.randn(64, 24)
     errors = []
-    for find in (fuse_patterns.find_units, lambda graph, lists: iter(())):
+    for find in (fuse_patterns.find_patterns, lambda graph, lists: iter(())):
         monkeypatch.setattr(fuse_patterns, "find_units", find)
         torch._dynamo.reset()
         with torch.no_grad():

@@ -87,7 +87,7 @@ def test_copies_are_not_shared_across_an_in_place_write() -> None:
 
 def test_epochs_are_kept_in_the_plan() -> None:
     case = decided("a=matmul(x) b=matmul(x@1)", LISTS)
-    assert [(cast.users, cast.epoch) for cast in case.casts if cast.value == "x"] == [(("a",), 0), (("b",), 1)]
+    assert [(cast.users, cast.write_version) for cast in case.casts if cast.value == "x"] == [(("a",), 0), (("b",), 1)]
 
 
 def test_low_copies_of_huge_values_saturate_and_high_ones_do_not() -> None:

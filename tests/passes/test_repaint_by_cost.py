@@ -120,11 +120,11 @@ class Exhaustive:
 
     def __post_init__(self) -> None:
         graph, fixed = self.case.graph, self.case.decisions.colours
-        self.groups = list(dict.fromkeys(graph[name].tie or name for name in self.open_names))
+        self.groups = list(dict.fromkeys(graph[name].precision_group or name for name in self.open_names))
         number = np.arange(2 ** len(self.groups))
         self.low = {name: np.full(len(number), colour is Colour.LOW) for name, colour in fixed.items()}
         for name in self.open_names:
-            self.low[name] = (number >> self.groups.index(graph[name].tie or name)) & 1 == 1
+            self.low[name] = (number >> self.groups.index(graph[name].precision_group or name)) & 1 == 1
         self.count = sum(self.low[name].astype(int) for name in self.open_names)
         self.prices = sum(self.op(node) for node in graph if node.role == "op") + sum(self.copies(node) for node in graph)
 
@@ -135,10 +135,10 @@ class Exhaustive:
     def copies(self, value: OpNode) -> np.ndarray:
         """One copy a format and epoch; in training one gradient cast, in inference a share for operands that are promoted."""
         model, total = self.case.problem.costs, np.zeros(len(self.count), np.int64)
-        for epoch in {o.epoch for node in self.case.graph for o in node.operands if o.value == value.name}:
+        for epoch in {o.write_version for node in self.case.graph for o in node.operands if o.value == value.name}:
             copied, crossed = np.zeros((2, len(self.count)), bool)
             for reader in self.case.graph:
-                operand = next((o for o in reader.operands if (o.value, o.epoch) == (value.name, epoch)), None)
+                operand = next((o for o in reader.operands if (o.value, o.write_version) == (value.name, epoch)), None)
                 if operand is not None:
                     differs, needs = self.needs(reader, operand)
                     copied |= needs
@@ -146,7 +146,7 @@ class Exhaustive:
                         crossed |= differs & (reader.carries_fp32 or reader.role == "output")
                     elif operand.demand is Demand.PROMOTE and not operand.scalar:
                         crossed |= differs & self.low[value.name]
-            total += copied * model.cast(value) + crossed * model.crossing(value)
+            total += copied * model.cast(value) + crossed * model.gradient_cast(value)
         return total
 
     def needs(self, reader: OpNode, operand: Operand) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +168,7 @@ class Exhaustive:
         return int(self.prices[at]), int(self.count[at])
 
     def member(self, group: str) -> str:
-        return next(name for name in self.open_names if (self.case.graph[name].tie or name) == group)
+        return next(name for name in self.open_names if (self.case.graph[name].precision_group or name) == group)
 
     @property
     def best(self) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def cases(seed: int, count: int, most: int) -> Iterator[tuple[str, Exhaustive]]:
         case.know(planned_for=rng.choice((CPU, CPU_BF16, V100, T4, H100)))
         case.run(PaintLists())
         open_names = [node.name for node in case.graph if node.name not in case.paints]
-        if 2 <= len({case.graph[name].tie or name for name in open_names}) <= most:
+        if 2 <= len({case.graph[name].precision_group or name for name in open_names}) <= most:
             yield text, Exhaustive(case, open_names)
             count -= 1
 
@@ -216,7 +216,7 @@ def test_prices_of_the_planner_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_ties_take_one_colour(seed: int) -> None:
     case = decided(random_text(random.Random(seed)), LISTS)
-    for members in case.graph.ties().values():
+    for members in case.graph.precision_groups().values():
         assert len({case.paints[name].colour for name in members}) == 1
 
 
@@ -226,8 +226,8 @@ def test_ties_take_one_colour(seed: int) -> None:
 def test_training_prices_gradients_too() -> None:
     node = chain("relu", LISTS).graph["relu"]
     run, train = CostModel(CPU, FP16, False), CostModel(CPU, FP16, True)
-    assert (train.crossing(node), train.cast(node)) == (run.cast(node), run.cast(node))
-    assert run.crossing(node) == round(MIXING * run.cast(node))
+    assert (train.gradient_cast(node), train.cast(node)) == (run.cast(node), run.cast(node))
+    assert run.gradient_cast(node) == round(MIXING * run.cast(node))
     assert train.op(node, FP16, 64) == pytest.approx(3 * run.op(node, FP16, 64), abs=2)
 
 

@@ -121,7 +121,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
     def _unweighed(self, node: torch.fx.Node) -> bool:
         """Masks saturate, and what they hide causes no error; what is inside a torch.func transform is never rounded."""
         vertex = self.captured.problem.graph.nodes.get(self.names.get(node, ""))
-        return vertex is not None and (vertex.huge or inside_transform(vertex))
+        return vertex is not None and (vertex.may_saturate or inside_transform(vertex))
 
 
 def _copy(value: Any) -> Any:

@@ -119,15 +119,15 @@ class StrictRegion:
     captured: Captured
     plan: RegionPlan
     nodes: dict[torch.fx.Node, NodePlan]
-    huge: frozenset[str]
+    may_saturate: frozenset[str]
 
     @classmethod
     def of(cls, captured: Captured, plan: RegionPlan) -> StrictRegion:
         """Nodes are matched by their place, for the reader's order is canonical. `captured.parts` has the bodies of checkpoints."""
         pairs = list(zip(captured.problem.graph, plan.nodes, strict=True))
         nodes = {captured.nodes[vertex.name]: planned for vertex, planned in pairs}
-        huge = frozenset(planned.name for vertex, planned in pairs if vertex.huge)
-        return cls(captured=captured, plan=plan, nodes=nodes, huge=huge)
+        may_saturate = frozenset(planned.name for vertex, planned in pairs if vertex.may_saturate)
+        return cls(captured=captured, plan=plan, nodes=nodes, may_saturate=may_saturate)
 
 
 @dataclass
@@ -207,7 +207,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             result = None if result is None else rounded
             shown = rounded
         if before:
-            limit = self.low.max if low and planned.name in self.region.huge else math.inf
+            limit = self.low.max if low and planned.name in self.region.may_saturate else math.inf
             row = self._row(planned, floats(shown), before, limit)
             self.recording.rows.append(replace(row, inputs=tuple(self._read(planned, value) for value in planned.inputs)))
         return result

@@ -10,7 +10,7 @@ import torch
 
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, relative_error
 from amprewrite.accuracy.strict.run import output_floats
-from amprewrite.accuracy.trial import Manner, Trial
+from amprewrite.accuracy.trial import GraphRunner, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes import plan_region
@@ -28,13 +28,13 @@ class _Unmeasured(StrictInterpreter):
         return _NOTHING
 
 
-def exactly(captured: Captured, inputs: tuple[Any, ...]) -> Any:
+def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
     """A manner of running graphs: as they were captured, in fp32."""
     with torch.no_grad():
         return captured.module(*inputs)
 
 
-class Strictly:
+class RoundedRunner:
     """A manner of running graphs: in fp32, rounded wherever the plan says low. Each graph is planned when it first runs.
 
     `prepare` gives the graph to decide: the same one told what to keep high, or one read by other lists.
@@ -68,7 +68,7 @@ def planned(captured: Captured) -> RegionPlan:
 
 def reference(trial: Trial, batches: Sequence[Any]) -> list[list[torch.Tensor]]:
     """The floating outputs of the fp32 model on each batch. CalibrationError where some are not finite or there are none."""
-    results = [[t.detach().clone() for t in output_floats(trial.run(batch, exactly))] for batch in batches]
+    results = [[t.detach().clone() for t in output_floats(trial.run(batch, run_fp32))] for batch in batches]
     trial.check_captured()
     for index, outputs in enumerate(results):
         if not outputs:
@@ -78,7 +78,7 @@ def reference(trial: Trial, batches: Sequence[Any]) -> list[list[torch.Tensor]]:
     return results
 
 
-def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch.Tensor]], manner: Manner) -> float:
+def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch.Tensor]], manner: GraphRunner) -> float:
     """Root mean square, over the batches, of the relative L2 error of the outputs; inf where they overflow or change shape."""
     squares = []
     for batch, wanted in zip(batches, exact, strict=True):

@@ -63,7 +63,7 @@ class Fact:
     relative: bool = False
     free_source: bool = False
     kind: OpKind | None = None
-    huge: bool = False
+    may_saturate: bool = False
     name: str = ""
     rank: int = 0
     operands: list[Operand] = field(default_factory=list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -17,8 +17,8 @@ from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
-SCHEMA = 1
-"""Version of the JSON form; a file of another version is refused."""
+SCHEMA = 2
+"""Version of the JSON form. Older forms are migrated by MIGRATIONS; a newer one is refused."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Cast:
     """Clamp to the format's range first: the value holds a finite-minimum mask."""
     weight: bool = False
     """The value is a parameter: without gradients one launch copies it with the other weights of its graph."""
-    epoch: int = 0
+    write_version: int = 0
 
     def __str__(self) -> str:
         users = ", ".join(self.users[:4]) + (f" and {len(self.users) - 4} more" if len(self.users) > 4 else "")
@@ -221,8 +221,9 @@ class ModelPlan:
             raise PlanError(f"this is no cast plan: {error}") from error
         if not isinstance(data, dict) or "regions" not in data:
             raise PlanError("this is no cast plan: the JSON has no 'regions'; write one with plan.to_json()")
+        migrate(data)
         if data.get("version") != SCHEMA:
-            raise PlanError(f"the plan has version {shown(data.get('version'))}, this amprewrite reads {SCHEMA}; make the plan anew")
+            raise PlanError(f"the plan has version {shown(data.get('version'))}, this amprewrite reads 1 to {SCHEMA}; make the plan anew")
         try:
             return _decode_plan(cls, data)
         except BadData as error:
@@ -339,6 +340,26 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Colour | Edit | Reason | OpKind):
         return value.name if isinstance(value, Reason) else value.value
     raise TypeError(f"cannot write {type(value).__name__} into a plan")
+
+
+def _epochs_are_write_versions(data: dict[str, Any]) -> None:
+    """Version 1 called the write version of a cast its epoch."""
+    for region in data["regions"] if isinstance(data["regions"], list) else ():
+        casts = region.get("casts") if isinstance(region, dict) else None
+        for cast in casts if isinstance(casts, list) else ():
+            if isinstance(cast, dict) and "epoch" in cast:
+                cast["write_version"] = cast.pop("epoch")
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions}
+"""What turns a parsed plan of each older version into one of the next, in place."""
+
+
+def migrate(data: dict[str, Any]) -> None:
+    """Bring a parsed plan of an older version up to date, step by step; what is damaged is left for the reader to find."""
+    while type(data.get("version")) is int and data["version"] in MIGRATIONS:
+        MIGRATIONS[data["version"]](data)
+        data["version"] += 1
 
 
 P = TypeVar("P", bound=ModelPlan)

@@ -22,19 +22,19 @@ class _Aside(threading.local):
         self.modes: list[Any] = []
 
 
-put_aside = _Aside()
+suspend_dispatch_modes = _Aside()
 
 
 @contextmanager
 def modes_aside() -> Iterator[None]:
     """Take the user's dispatch modes off, for the regions to put back."""
-    outer = put_aside.modes
-    put_aside.modes = outer + dynamo.user_modes()
+    outer = suspend_dispatch_modes.modes
+    suspend_dispatch_modes.modes = outer + dynamo.user_modes()
     try:
         with _disable_current_modes():
             yield
     finally:
-        put_aside.modes = outer
+        suspend_dispatch_modes.modes = outer
 
 
 @contextmanager

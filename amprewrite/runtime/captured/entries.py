@@ -128,7 +128,7 @@ class Entry:
         self.fresh_starts = 0
         self.graphs = Graphs(self)
 
-    def start_afresh(self, as_written: bool = False) -> None:
+    def recapture(self, as_written: bool = False) -> None:
         """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are forgotten.
 
         One that capture fails on runs `as_written`, around its parts, until it starts afresh again.

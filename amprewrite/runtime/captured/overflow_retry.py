@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.run.observer import Watch
+from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.ir.evidence.range_rules import NARROW
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.problem import Problem
@@ -40,7 +40,7 @@ def worth_watching(problem: Problem) -> bool:
     return problem.policy.low.max <= NARROW and problem.policy.low is not FP32 and problem.given is None
 
 
-class FirstCalls:
+class OverflowRetry:
     """The first calls of one graph.
 
     `learn` adds ranges to what the calibration says, `again` decides and emits the graph anew for such inputs, `warn` tells the user.
@@ -69,7 +69,7 @@ class FirstCalls:
         result = run(inputs)
         if all_finite(result):
             return result
-        watch = Watch()
+        watch = Observer()
         with self._aside():
             exact = watch(self.captured, before.copies())
         if not _broken(result, exact):
@@ -96,7 +96,7 @@ class FirstCalls:
         """
         with self._aside():
             result = run(before.copies())
-            watch = Watch()
+            watch = Observer()
             exact = None if all_finite(result) else watch(self.captured, before.copies())
         before.undo(inputs)
         if exact is not None and _broken(result, exact):
@@ -115,7 +115,7 @@ class FirstCalls:
     def _low(self) -> str:
         return self.captured.problem.policy.low.name
 
-    def _decide_anew(self, watch: Watch, inputs: tuple[Any, ...]) -> None:
+    def _decide_anew(self, watch: Observer, inputs: tuple[Any, ...]) -> None:
         captured, calibration = self.captured, self.learn(tuple(watch.regions.values()))
         for each in (captured, *captured.parts.values()):
             each.know(calibration=calibration)
@@ -194,4 +194,4 @@ def _broken(got: Any, exact: Any) -> bool:
     return any(a.shape != b.shape or bool((b.isfinite() & ~a.isfinite()).any()) for a, b in pairs)
 
 
-__all__ = ["FirstCalls", "all_finite", "worth_watching"]
+__all__ = ["OverflowRetry", "all_finite", "worth_watching"]

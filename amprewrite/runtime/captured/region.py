@@ -10,9 +10,9 @@ import torch.fx
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.ir.plans.plan import RegionPlan
-from amprewrite.runtime.ambient.suspend_modes import pushed, put_aside
+from amprewrite.runtime.ambient.suspend_modes import pushed, suspend_dispatch_modes
 from amprewrite.runtime.captured.forward_scale import ForwardScale
-from amprewrite.runtime.captured.overflow_retry import FirstCalls
+from amprewrite.runtime.captured.overflow_retry import OverflowRetry
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
 
@@ -49,7 +49,7 @@ class Region:
         self.entry, self.session, self.state = entry, entry.session, entry.session.state
         self.become(plan, run, module)
         self.latest = None if module is None else LatestInputs(self)
-        self.first_calls: FirstCalls | None = None
+        self.overflow_retry: OverflowRetry | None = None
 
     def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None) -> None:
         """Run this from now on."""
@@ -58,12 +58,12 @@ class Region:
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
-        first = self.first_calls
+        first = self.overflow_retry
         if first is None:
             return self._call(inputs)
         result = first.call(self._call, inputs)
         if first.left <= 0:
-            self.first_calls = None
+            self.overflow_retry = None
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
@@ -74,7 +74,7 @@ class Region:
             scaled.keep(inputs)
             if self.session.probe.armed and not recording(self.device):
                 run = self._watched
-        modes = put_aside.modes
+        modes = suspend_dispatch_modes.modes
         if not modes:
             results = run(*inputs)
         else:

@@ -51,7 +51,7 @@ def compile_afresh(
     """
     filtered: dict[str, Any] = {"options": {"guard_filter_fn": _without_global_hooks}} if beside_hooks else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
-    compiled: Callable[..., Any] = torch.compile(fresh_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
+    compiled: Callable[..., Any] = torch.compile(clone_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
     if not whole:
         settings["suppress_errors"] = True
@@ -117,7 +117,7 @@ def _has_logger(module: str) -> bool:
     return found is not None and any(isinstance(value, logging.Logger) for value in list(vars(found).values()))
 
 
-def fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with a code object of its own: Dynamo's caches and skips hang on code objects.
 
     PyTorch's own modules stand in files that Dynamo skips; theirs get a frame of ours around them, which it does not.

@@ -19,7 +19,7 @@ from torch import nn
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
-def twin_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
+def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
     """A twin of `module`; its root gets `root_class` where one is given."""
     twins: dict[int, nn.Module] = {}
     _make_all(module, twins)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from amprewrite.runtime.ambient.hook_watch import call_with_own_hooks
-from amprewrite.runtime.compiler.dynamo import fresh_code, kept_out, never_read
-from amprewrite.runtime.session import OUR_DOOR, Entry, Session, enter
+from amprewrite.runtime.compiler.dynamo import clone_code, kept_out, never_read
+from amprewrite.runtime.session import DISABLE_REASON, Entry, Session, enter
 from amprewrite.tables.errors import CaptureError
 
 REPLICATE = "_replicate_for_data_parallel"
@@ -62,7 +62,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     never_read(inside)
     recurrent = isinstance(module, nn.RNNBase)
-    @torch._dynamo.disable(recursive=False, reason=OUR_DOOR)  # type: ignore[misc]
+    @torch._dynamo.disable(recursive=False, reason=DISABLE_REASON)  # type: ignore[misc]
     def call_unread(why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ran = len(session.state.ran)
         result = module._call_impl(*args, **kwargs)
@@ -89,5 +89,5 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
         return call_alone(*args, **kwargs)
 
     if recurrent and session.recurrent_apart:
-        return torch._dynamo.disable(call_alone, reason=OUR_DOOR)  # type: ignore[no-any-return]
-    return fresh_code(call)
+        return torch._dynamo.disable(call_alone, reason=DISABLE_REASON)  # type: ignore[no-any-return]
+    return clone_code(call)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amprewrite.runtime.ambient.kept_state import state_kept
-from amprewrite.runtime.model.clone import twin_of
+from amprewrite.runtime.model.clone import clone_of
 from amprewrite.runtime.model.half_parameters import lost_masters
 from amprewrite.runtime.model.part_calls import NO_REPLICAS, REPLICATE, PartForward, PartReplicas, call_as_part
 from amprewrite.runtime.model.parts import part_paths
@@ -188,7 +188,7 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 def plain_of(model: nn.Module) -> nn.Module:
     """A twin of the model as it was before the rewrite, around the same parameters."""
-    plain = twin_of(model)
+    plain = clone_of(model)
     _unwrap(plain)
     return plain
 
@@ -234,7 +234,7 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError("a TorchScript module hides its Python code from capture; rewrite the model it was made from")
-    amp = twin_of(model, subclass_of(face, cls))
+    amp = clone_of(model, subclass_of(face, cls))
     session = kind(options, amp)
     amp.__dict__[_SESSION] = session
     parts = part_paths(model, options.granularity)

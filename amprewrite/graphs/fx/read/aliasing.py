@@ -174,9 +174,9 @@ def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.N
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}
     group = {node: union.find(node) for node in list(union.parent)}
 
-    def epoch(value: torch.fx.Node, reader: Fact) -> int:
+    def write_version(value: torch.fx.Node, reader: Fact) -> int:
         if not writes:
             return 0
         return sum(position < reader.position for storage in _memory(facts[value]) for position in writes.get(storage, ()))
 
-    return Ties(group, state, Counter(group.values())), epoch
+    return Ties(group, state, Counter(group.values())), write_version

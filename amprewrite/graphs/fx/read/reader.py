@@ -76,14 +76,14 @@ def read_graph(
     note_autocast(facts)
     for node in transformed_nodes(module.graph):
         facts[node].transformed = True
-    ties, epochs = memory(facts)
+    ties, write_versions = memory(facts)
     name_all(facts, entry, names)
     no_grad = without_grad(module.graph) if training else set()
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
-        fact.operands = _operands(fact, facts, kind, epochs, no_grad)
+        fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
         fact.pinned = _pin(fact, kind, low, ties, training)
-        fact.huge = _is_huge(fact, facts, low)
+        fact.may_saturate = _may_saturate(fact, facts, low)
     _absorb_explicit_internal(facts, lists)
     order = canonical_order(facts)
     graph = OpGraph.of(_vertex(facts[node], lists, ties, entry) for node in order)
@@ -149,10 +149,10 @@ def _operands(
     fact: Fact,
     facts: dict[torch.fx.Node, Fact],
     kind: OpKind | None,
-    epochs: Callable[[torch.fx.Node, Fact], int],
+    write_versions: Callable[[torch.fx.Node, Fact], int],
     no_grad: set[torch.fx.Node],
 ) -> list[Operand]:
-    """The fp32 tensors an op reads. Copies are shared within an epoch, and never between no_grad code and the rest.
+    """The fp32 tensors an op reads. Copies are shared within a write version, and never between no_grad code and the rest.
 
     A result leaves in the grad mode that made it, whatever mode the graph ends in.
     """
@@ -162,8 +162,8 @@ def _operands(
         if feeder.dtype != "fp32" or node in found:
             continue
         scalar = isinstance(feeder.value, torch.Tensor) and feeder.value.dim() == 0
-        epoch = 2 * epochs(node, fact) + ((node if fact.role == "output" else fact.node) in no_grad)
-        found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, epoch)
+        write_version = 2 * write_versions(node, fact) + ((node if fact.role == "output" else fact.node) in no_grad)
+        found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, write_version)
     if sum(operand.demand is Demand.PROMOTE and not operand.scalar for operand in found.values()) < 2:
         return [replace(o, demand=Demand.COLOUR) if o.demand is Demand.PROMOTE and not o.scalar else o for o in found.values()]
     return list(found.values())
@@ -280,7 +280,7 @@ def _pin_constant(fact: Fact, low: Format) -> tuple[Colour, Reason, str] | None:
     return None
 
 
-def _is_huge(fact: Fact, facts: dict[torch.fx.Node, Fact], low: Format) -> bool:
+def _may_saturate(fact: Fact, facts: dict[torch.fx.Node, Fact], low: Format) -> bool:
     if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
         return _may_be_mask(fact.node)
     if fact.role != "op" or fact.dtype != "fp32" or fact.row is None:
@@ -289,7 +289,7 @@ def _is_huge(fact: Fact, facts: dict[torch.fx.Node, Fact], low: Format) -> bool:
         return False
     if any(abs(constant) > low.max for constant in _constants(fact.node)):
         return True
-    return any(facts[node].huge for _, node in arguments(fact.node))
+    return any(facts[node].may_saturate for _, node in arguments(fact.node))
 
 
 def _may_be_mask(node: torch.fx.Node) -> bool:
@@ -372,5 +372,5 @@ def _vertex(fact: Fact, lists: OpLists, ties: Ties, entry: str) -> OpNode:
         fact.pinned,
         tie,
         fact.relative,
-        fact.huge,
+        fact.may_saturate,
     )

@@ -14,7 +14,7 @@ from amprewrite.ir.op_graph import OpNode
 from amprewrite.tables.vocabulary import Reason
 
 
-class Watch:
+class Observer:
     """A manner of running graphs: op by op in fp32, with an eye on every value."""
 
     def __init__(self, gradients: bool = False) -> None:
@@ -27,7 +27,7 @@ class Watch:
             self._fingerprints[id(captured)] = (captured, fingerprint(captured.problem.graph))
         graph = self._fingerprints[id(captured)][1]
         region = self.regions.setdefault(graph, RegionRanges(graph, captured.problem.name))
-        return _Watcher(captured, region, self).run(*inputs)
+        return _ObservingInterpreter(captured, region, self).run(*inputs)
 
 
 def inside_transform(vertex: OpNode) -> bool:
@@ -35,10 +35,10 @@ def inside_transform(vertex: OpNode) -> bool:
     return vertex.pinned is not None and vertex.pinned[1] is Reason.OPAQUE
 
 
-class _Watcher(torch.fx.Interpreter):
+class _ObservingInterpreter(torch.fx.Interpreter):
     """Runs a captured graph as it is, and adds to `region` what it sees."""
 
-    def __init__(self, captured: Captured, region: RegionRanges, watch: Watch) -> None:
+    def __init__(self, captured: Captured, region: RegionRanges, watch: Observer) -> None:
         super().__init__(captured.module, garbage_collect_values=True)
         self.captured, self.region, self.watch = captured, region, watch
         self.vertices = {node: captured.problem.graph[name] for name, node in captured.nodes.items()}

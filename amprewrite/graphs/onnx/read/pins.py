@@ -36,37 +36,37 @@ USES_SMALL = {"div", "mul", "log"}
 """Ops that magnify a small value."""
 
 
-class Facing:
+class RangeFacts:
     """Facts gathered while the graph is read, in the order in which it is read."""
 
     def __init__(self, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str]) -> None:
         self.low, self.lists, self.asked_ops = low, lists, asked_ops
         self.ranges: Mapping[str, Range] = samples.ranges
         self.losses: dict[str, Loss] = {}
-        self.far: dict[str, str] = {}
+        self.out_of_range: dict[str, str] = {}
         """Vertices whose values do not fit the low format, with the reason."""
-        self.huge: set[str] = set()
-        self.small: set[str] = set()
+        self.saturating: set[str] = set()
+        self.flush_sensitive: set[str] = set()
         """Vertices whose value hangs on a constant that the low format would flush."""
         self.looked_at: dict[ir.Value, Facts] = {}
         self.cancels: dict[ir.Value, str] = {}
         """Values that a difference is made of, and the difference, with the reason why they must not be low."""
 
     # -- vertices as they are met -----------------------------------------------------
-    def meet(self, name: str, value: ir.Value, huge: bool) -> None:
-        text = "" if huge or constant_tensor(value) is not None else self.too_far(value)
+    def observe(self, name: str, value: ir.Value, saturates: bool) -> None:
+        text = "" if saturates or constant_tensor(value) is not None else self.too_far(value)
         if text:
-            self.far[name] = text
-        if huge:
-            self.huge.add(name)
+            self.out_of_range[name] = text
+        if saturates:
+            self.saturating.add(name)
 
     def settle(self, name: str, op: str, pinned: Pin | None, operands: tuple[Operand, ...]) -> None:
         """Note whether the result hangs on a constant that would be flushed."""
         if pinned is None or pinned[1] is not Reason.CONSTANT:
             return
-        inherited = any(o.value in self.small for o in operands)
+        inherited = any(o.value in self.flush_sensitive for o in operands)
         if not inherited or self._passes_small(op):
-            self.small.add(name)
+            self.flush_sensitive.add(name)
 
     def _passes_small(self, op: str) -> bool:
         return op in INVERSE or hands_on_small(op)
@@ -140,12 +140,12 @@ class Facing:
 
     def pin_far(self, operands: tuple[Operand, ...]) -> Pin | None:
         for operand in operands:
-            if operand.demand is Demand.COLOUR and operand.value in self.far:
-                return Colour.HIGH, Reason.OUT_OF_RANGE, f"its input {self.far[operand.value]}"
+            if operand.demand is Demand.COLOUR and operand.value in self.out_of_range:
+                return Colour.HIGH, Reason.OUT_OF_RANGE, f"its input {self.out_of_range[operand.value]}"
         return None
 
-    def pin_ranges(self, node: ir.Node, floats: list[ir.Value], operands: tuple[Operand, ...], huge: bool) -> Pin | None:
-        for value in () if huge else floats:
+    def pin_ranges(self, node: ir.Node, floats: list[ir.Value], operands: tuple[Operand, ...], saturates: bool) -> Pin | None:
+        for value in () if saturates else floats:
             pinned = self.pin_value(value)
             if pinned is not None:
                 return pinned
@@ -205,11 +205,11 @@ class Facing:
             if value is not None and format_of(value) == "fp32" and constant_tensor(value) is not None
         ]
 
-    def is_huge(self, node: ir.Node, op: str, kind: OpKind | None, operands: tuple[Operand, ...]) -> bool:
+    def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, operands: tuple[Operand, ...]) -> bool:
         """Whether the result may hold what a mask's constant became."""
         if kind not in (OpKind.CLEAR, OpKind.INFER):
             return False
-        if any(operand.value in self.huge for operand in operands):
+        if any(operand.value in self.saturating for operand in operands):
             return True
         found = (self.facts(value) for _, value in self.constants_of(node))
         return any(f.overflow and (f.mask or op in FILLS) for f in found)
@@ -230,7 +230,7 @@ class Facing:
 
     def pin_constants(self, node: ir.Node, op: str, sig: Signature, group: str, operands: tuple[Operand, ...]) -> Pin | None:
         for operand in operands:
-            if operand.value in self.small and (op in USES_SMALL or self._passes_small(op)):
+            if operand.value in self.flush_sensitive and (op in USES_SMALL or self._passes_small(op)):
                 return Colour.HIGH, Reason.CONSTANT, f"{operand.value} hangs on a value that {self.low.name} would flush"
         for index, value in self.constants_of(node):
             if sig.input(index) != group:

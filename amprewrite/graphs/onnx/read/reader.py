@@ -1,7 +1,7 @@
 """ONNX graph → op graph: one vertex a node, bodies of If, Loop and Scan laid open in the same graph.
 
 1. Walk the nodes in order; a body is walked where its node stands, so that values may cross its border in either format.
-2. What enters and leaves a body has a vertex of its own: a loop's state enters and leaves in one colour, by a tie.
+2. What enters and leaves a body has a vertex of its own: a loop's state enters and leaves in one colour, by a precision_group.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
 4. Constants cost nothing: whoever reads one low gets it stored low, and no cast is ever made of it.
 5. Pin what facts decide: unlisted ops, types that the opset does not take, quantised neighbours, constants that would be lost,
@@ -22,7 +22,7 @@ from pathlib import PurePath
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import FLOW, QUANTISED, Signature, constant_tensor, fill_types, format_of, op_of, signature
-from amprewrite.graphs.onnx.read.pins import Facing
+from amprewrite.graphs.onnx.read.pins import RangeFacts
 from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
@@ -81,17 +81,17 @@ def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> Reading:
     """Read `model`. `samples` are what sample runs showed, `asked_ops` the ops whose list an override names."""
-    reader = _Reader(model, low, lists, Facing(low, lists, samples, asked_ops), keep_io)
+    reader = _Reader(model, low, lists, RangeFacts(low, lists, samples, asked_ops), keep_io)
     reader.read_top()
     return reader.reading
 
 
 class _Reader:
-    def __init__(self, model: ir.Model, low: Format, lists: OpLists, facing: Facing, keep_io: bool) -> None:
-        self.model, self.low, self.lists, self.facing, self.keep_io = model, low, lists, facing, keep_io
+    def __init__(self, model: ir.Model, low: Format, lists: OpLists, ranges: RangeFacts, keep_io: bool) -> None:
+        self.model, self.low, self.lists, self.ranges, self.keep_io = model, low, lists, ranges, keep_io
         self.opset = model.opset_imports.get("", 1)
         self.reading = Reading()
-        self.facing.losses = self.reading.losses
+        self.ranges.losses = self.reading.losses
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1
@@ -100,10 +100,10 @@ class _Reader:
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
         graph = self.model.graph
-        self.facing.find_cancelling(graph)
+        self.ranges.find_cancelling(graph)
         for value in graph.inputs:
             pinned = (Colour.HIGH, Reason.BOUNDARY, "input") if self.keep_io or not _is_fp32(value) else None
-            self.add_value(value, "input", pinned=pinned or self.facing.pin_value(value), kind=OpKind.CLEAR)
+            self.add_value(value, "input", pinned=pinned or self.ranges.pin_value(value), kind=OpKind.CLEAR)
         self.read_nodes(graph)
         for index, value in enumerate(graph.outputs):
             if _is_fp32(value):
@@ -150,8 +150,8 @@ class _Reader:
         name: str = "",
         kind: OpKind | None = None,
         operands: tuple[Operand, ...] = (),
-        tie: str = "",
-        huge: bool = False,
+        precision_group: str = "",
+        may_saturate: bool = False,
     ) -> str:
         """A vertex for a value that is no node's only result: inputs, constants, what crosses the border of a body."""
         name = name or self.unique(str(value.name))
@@ -159,11 +159,16 @@ class _Reader:
         pinned = pinned if dtype == "fp32" else _PLAIN
         shape = _shape(value)
         numel = 0 if role in ("constant", "parameter") else elements(value) * self.turns
-        self.reading.graph.add(OpNode(name, op or role, kind, operands, dtype, shape, numel, role=role, pinned=pinned, tie=tie, huge=huge))
+        self.reading.graph.add(
+            OpNode(
+                name, op or role, kind, operands, dtype, shape, numel, role=role, pinned=pinned, precision_group=precision_group,
+                may_saturate=may_saturate,
+            )
+        )  # fmt: skip
         self.reading.values[name] = value
         if dtype == "fp32":
             self.of[value] = name
-            self.facing.meet(name, value, huge)
+            self.ranges.observe(name, value, may_saturate)
         return name
 
     def read(self, reader: str, value: ir.Value, slot: Slot) -> str:
@@ -184,7 +189,7 @@ class _Reader:
         bodies = [graph for attribute in node.attributes.values() for graph in _graphs(attribute)]
         typed = all(value is None or value.type is not None for value in node.inputs)
         listed = typed and row is not None and sig is not None and self.lists.kind(row.name) is not None and not bodies
-        kind = self.facing.kind(op, node) if listed else None
+        kind = self.ranges.kind(op, node) if listed else None
         if listed and sig is not None:
             operands = self.operands(name, node, sig, group, bool(floats))
         else:
@@ -192,9 +197,9 @@ class _Reader:
             if operands or floats:
                 self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
         pinned = self.pin(node, op, listed, sig, group, operands) if floats else _PLAIN
-        huge = bool(floats) and self.facing.is_huge(node, op, kind, operands)
+        may_saturate = bool(floats) and self.ranges.may_saturate(node, op, kind, operands)
         if pinned is None:
-            pinned = self.facing.pin_ranges(node, floats, operands, huge)
+            pinned = self.ranges.pin_ranges(node, floats, operands, may_saturate)
         module, source = provenance(node)
         shown = floats[0] if floats else results[0] if results else None
         numel = sum(map(elements, floats)) * self.turns
@@ -202,34 +207,34 @@ class _Reader:
         self.reading.graph.add(
             OpNode(
                 name, op, kind, operands, dtype, _shape(shown) if shown else (), numel, flops(node),
-                "", module, source, "op", pinned, name if len(floats) > 1 else "", op == "to", huge,
+                "", module, source, "op", pinned, name if len(floats) > 1 else "", op == "to", may_saturate,
             )
         )  # fmt: skip
         self.reading.nodes[name] = node
-        self.facing.settle(name, op, pinned, operands)
+        self.ranges.settle(name, op, pinned, operands)
         if len(floats) == 1:
             self.of[floats[0]], self.reading.values[name] = name, floats[0]
-            self.facing.meet(name, floats[0], huge)
+            self.ranges.observe(name, floats[0], may_saturate)
         elif floats and sig is not None:
             for value in floats:
-                self.add_result(name, value, sig.output(value.index() or 0) == group, pinned, huge)
+                self.add_result(name, value, sig.output(value.index() or 0) == group, pinned, may_saturate)
         else:
             for value in floats:
-                self.add_result(name, value, True, pinned, huge)
+                self.add_result(name, value, True, pinned, may_saturate)
 
-    def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, huge: bool) -> None:
+    def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
         """One of several results of a node."""
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
         self.add_value(
             value, "op", own, op="getitem", name=self.unique(f"{node}.{value.index()}"), kind=OpKind.CLEAR, operands=(operand,),
-            tie=node if grouped else "", huge=huge,
+            precision_group=node if grouped else "", may_saturate=may_saturate,
         )  # fmt: skip
 
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
-        fixed = self.facing.fixed_groups(node, sig, group)
+        fixed = self.ranges.fixed_groups(node, sig, group)
         for index, value in enumerate(node.inputs):
             if value is None or not _is_fp32(value):
                 continue
@@ -275,12 +280,12 @@ class _Reader:
         if any(v is not None and (v.producer() or node).op_type == "DequantizeLinear" for v in node.inputs):
             return Colour.HIGH, Reason.EXPLICIT_DTYPE, "quantised: it reads a DequantizeLinear"
         if node.op_type == "Cast":
-            return self.facing.pin_cast(node)
+            return self.ranges.pin_cast(node)
         if "dtype" in node.attributes:
             return Colour.HIGH, Reason.EXPLICIT_DTYPE, "dtype attribute"
         if not operands and node.op_type != "ConstantOfShape":
             return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
-        return self.facing.pin_constants(node, op, sig, group, operands)
+        return self.ranges.pin_constants(node, op, sig, group, operands)
 
     # -- bodies --------------------------------------------------------------------------------
     def read_if(self, node: ir.Node) -> None:
@@ -299,8 +304,8 @@ class _Reader:
             self.enter(name, node, index + 2, body.inputs[index + 2], tied=True)
         self.read_turns(body)
         for index, value in enumerate(node.outputs):
-            tie = f"{name}.state{index}" if index < states else ""
-            self.leave(name, node, value, [(Slot(body, index + 1), body.outputs[index + 1])], tie)
+            precision_group = f"{name}.state{index}" if index < states else ""
+            self.leave(name, node, value, [(Slot(body, index + 1), body.outputs[index + 1])], precision_group)
 
     def read_scan(self, node: ir.Node) -> None:
         body = node.attributes["body"].as_graph()
@@ -310,8 +315,8 @@ class _Reader:
             self.enter(name, node, index, body.inputs[index], tied=index < states)
         self.read_turns(body)
         for index, value in enumerate(node.outputs):
-            tie = f"{name}.state{index}" if index < states else ""
-            self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], tie)
+            precision_group = f"{name}.state{index}" if index < states else ""
+            self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], precision_group)
 
     def read_turns(self, body: ir.Graph) -> None:
         """Read a body that runs again and again: casts in it cost that much more than casts outside."""
@@ -334,14 +339,14 @@ class _Reader:
         self.cross(node, f"{name}.in{state}", inner, [(Slot(node, index), outer)], f"{name}.state{state}" if tied else "")
         self.turns //= TURNS
 
-    def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], tie: str = "") -> None:
+    def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
         """What a body gives to the graph around it."""
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             outer.type = inner[0][1].type
         if _is_fp32(outer):
-            self.cross(node, f"{name}.{outer.index()}", outer, inner, tie)
+            self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
-    def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], tie: str) -> None:
+    def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
         """A vertex at the border of a body: `value` on one side, what it reads on the other."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
@@ -351,10 +356,13 @@ class _Reader:
                 self.reading.constants.append(ConstantRead(made, name))
             demands[made] = Demand.ANY if self.constant(read) else Demand.COLOUR
         operands = tuple(Operand(made, demand) for made, demand in demands.items())
-        huge = any(self.reading.graph[o.value].huge for o in operands)
-        pinned = self.pin_border(node) or self.facing.pin_far(operands) or (None if huge else self.facing.pin_value(value))
+        may_saturate = any(self.reading.graph[o.value].may_saturate for o in operands)
+        pinned = self.pin_border(node) or self.ranges.pin_far(operands) or (None if may_saturate else self.ranges.pin_value(value))
         op = node.op_type.lower()
-        self.add_value(value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands, tie=tie, huge=huge)
+        self.add_value(
+            value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands,
+            precision_group=precision_group, may_saturate=may_saturate,
+        )
         self.reading.nodes[name] = node
 
 
