@@ -171,9 +171,9 @@ class _Reader:
             dtype,
             numel=int(sizes[0]) if sizes else NUMEL,
             pinned=pinned,
-            tie=ties[0] if ties else "",
+            precision_group=ties[0] if ties else "",
             relative="~" in marks,
-            huge="^" in marks,
+            may_saturate="^" in marks,
         )
         return name
 

@@ -136,7 +136,7 @@ def test_gradients_leave_in_one_pass(kernels: ModuleType, low: torch.dtype, bad:
     assert made is not None and all(g.dtype == torch.float32 for g in made)
     for gradient, product in zip(gradients, made, strict=True):
         assert torch.equal(gradient.float() * 2.0**-20, product) or (bad is not None and product.numel() == 2048)
-    (flag,), left = finite_flags.checked(made)
+    (flag,), left = finite_flags.finite_flags(made)
     assert not left and flag.item() == (bad is not None)
 
 
@@ -144,7 +144,7 @@ def test_gradients_leave_in_one_pass(kernels: ModuleType, low: torch.dtype, bad:
 def test_a_product_that_overflows_is_flagged(kernels: ModuleType) -> None:
     made = unscale_many([torch.full((4,), 2.0**15, dtype=torch.float16)], torch.tensor(2.0**120))
     assert made is not None and made[0].isinf().all()
-    assert finite_flags.checked(made)[0][0].item() == 1
+    assert finite_flags.finite_flags(made)[0][0].item() == 1
 
 
 @needs_triton
@@ -202,7 +202,7 @@ def delivered(weights: list[Tensor], values: list[float]) -> Tensor:
     """Gradients of `weights`, made, vouched for and delivered by autograd; the flag they share."""
     made = [torch.full_like(w, value) for w, value in zip(weights, values, strict=True)]
     flag = torch.tensor(float(not all(g.isfinite().all() for g in made)))
-    finite_flags.vouch(made, flag)
+    finite_flags.record_finite_flag(made, flag)
     for w, g in zip(weights, made, strict=True):
         w.grad = g.detach()  # as AccumulateGrad keeps it
     return flag
@@ -272,7 +272,7 @@ def test_nothing_is_kept_alive_and_addresses_are_not_mistaken() -> None:
     assert len(finite_flags._MADE) <= 600 and alive <= 2
     w.grad = None
     fresh = [torch.ones(1000) for _ in range(20)]  # the allocator gives old memory out again
-    assert finite_flags.checked(fresh) == ([], fresh)
+    assert finite_flags.finite_flags(fresh) == ([], fresh)
 
 
 # together ---------------------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_on_cuda(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         factor = torch.tensor(2.0**-16, device="cuda")
         made = unscale_many(gradients, factor)
         assert made is not None and all(torch.equal(g.float() * factor, m) for g, m in zip(gradients, made, strict=True))
-        assert finite_flags.checked(made)[0][0].item() == 0
+        assert finite_flags.finite_flags(made)[0][0].item() == 0
         gradients[1][-1, -1] = torch.inf
         made = unscale_many(gradients, factor)
-        assert made is not None and finite_flags.checked(made)[0][0].item() == 1
+        assert made is not None and finite_flags.finite_flags(made)[0][0].item() == 1

@@ -306,7 +306,7 @@ def test_report_counts_and_reads_well():
     assert str(scale.report()) == "dynamic loss scale 65536: 0 of 0 steps skipped"
     for overflow in (False, True, False, True, True):
         scale.update(flag(overflow))
-    scale.culprit = "encoder.layer.0 (matmul)"
+    scale.overflow_at = "encoder.layer.0 (matmul)"
     report = scale.report()
     assert (report.steps, report.skipped, report.consecutive_skips, report.last_overflow_step) == (5, 3, 2, 5)
     scale.update(flag(False))

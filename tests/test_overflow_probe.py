@@ -114,12 +114,12 @@ def test_a_skipped_step_names_what_went_wrong(name, granularity):
         amp(batch())
     case.prepare(model)
     step(amp, optimizer, case, 0)
-    said = amp.loss_scale.report().culprit
+    said = amp.loss_scale.report().overflow_at
     if granularity == "model":  # of several graphs, what ran between them is gone
         assert re.search(case.alone, said), said
     step(amp, optimizer, case, 1)
     then = case.then.replace("linear_6", "linear(_6)?").replace(r"mul_\d", r"mul(_\d)?")
-    said = amp.loss_scale.report().culprit
+    said = amp.loss_scale.report().overflow_at
     assert re.search(then, said), said
     with pytest.raises(LossScaleError, match=case.stuck):
         for index in range(2, 60):
@@ -186,7 +186,7 @@ def test_looking_again_moves_no_statistic_and_no_random_state():
     (amp(x).sum() * math.inf).backward()
     before, random = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
     optimizer.step()
-    assert amp.loss_scale.report().culprit is not None
+    assert amp.loss_scale.report().overflow_at is not None
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
     assert model[1].num_batches_tracked == 1

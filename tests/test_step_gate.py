@@ -626,7 +626,7 @@ def test_notes_and_callbacks_reach_the_error():
     backward(model, 0, math.nan)
     with pytest.raises(LossScaleError, match=r"activation overflow .*layer a \(matmul\)"):
         optimizer.step()
-    assert model.scale.report().culprit == "layer a (matmul)"
+    assert model.scale.report().overflow_at == "layer a (matmul)"
     seen: list[Stuck] = []
     model.gate.diagnose = lambda stuck: seen.append(stuck) or "the moon"
     with pytest.raises(LossScaleError, match="Diagnosis: the moon"):

@@ -56,7 +56,7 @@ class TrainingLog:
             "steps": report.steps,
             "skipped": report.skipped,
             "consecutive_skips": report.consecutive_skips,
-            "overflow_in": report.culprit,
+            "overflow_in": report.overflow_at,
             **more,
         }
         if self._file is not None:

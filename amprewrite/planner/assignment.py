@@ -72,7 +72,10 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
     found so far is returned with the gap that is left. Raises Contradiction where ties and colours cannot be kept.
     """
     search = _Search(graph, colours, open_nodes, model)
-    side, gap = search.run(cuts or max(4, min(500, 1_000_000 // search.network.size)))
+    try:
+        side, gap = search.run(cuts or max(4, min(500, 1_000_000 // search.network.size)))
+    except Contradiction as error:
+        raise Contradiction(error.chain, [name for name, vertex in search.vertices.items() if vertex in error.chain]) from error
     return Assignment(frozenset(name for name, vertex in search.vertices.items() if side[vertex]), gap)
 
 

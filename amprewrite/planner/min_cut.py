@@ -12,7 +12,7 @@ Edmonds and Karp 1972, Gabow 1985):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,10 @@ its scale an arc, so the bound shrinks for any network of fewer than 2^28 arcs."
 class Contradiction(AmpRewriteError):
     """Constraints that no cut can keep; `chain` holds the vertices of a path of infinite arcs from source to sink."""
 
-    def __init__(self, chain: list[int]) -> None:
-        super().__init__(f"no cut separates source and sink: vertices {chain} are joined by infinite arcs")
+    def __init__(self, chain: list[int], names: Sequence[str] = ()) -> None:
+        """`names` are those of the nodes on the path, if they are known."""
+        joined = ", ".join(names) or f"vertices {chain}"
+        super().__init__(f"{joined} must share one precision, and what stands at the ends asks for both; remove an override of one of them")
         self.chain = chain
 
 

@@ -210,7 +210,7 @@ class Session:
 
     @property
     def recurrent_apart(self) -> bool:
-        """Whether LSTM, GRU and RNN modules are captured by themselves, in graphs that run eagerly; a plan to follow may have it else."""
+        """Whether each LSTM, GRU and RNN module gets an eager graph of its own. A given plan decides this: it has such regions or not."""
         if self.options.backend == "eager" or self.options.strict:
             return False
         modules = dict(self.root.named_modules())
@@ -456,7 +456,7 @@ class Session:
         if low is None:
             low = best_format(row)
             if low is None:
-                self.note(f"left in fp32: {row.name} gains nothing from low precision; dtype='bf16' rewrites all the same")
+                self.note(f"left in fp32: {row.name} gains nothing from low precision; pass dtype='bf16' to rewrite anyway")
         elif low is not FP32 and low.name not in row.low_formats:
             self.note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
         kept = options.cache_weights and ("step" if self.cache.block() else options.cache_weights)

@@ -13,7 +13,7 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.vocabulary import Colour, Reason
 
 MARGIN = 0.05
-"""Share of the fp32 price: a model is not read more finely than that."""
+"""Relative difference in price below which the cost model cannot tell two plans apart."""
 
 
 class DeclineSmallGraphs(Pass[Problem, Decisions]):
@@ -30,11 +30,11 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
         planned, plain = prices.of(colours).total, prices.of(fp32).total
         if planned <= plain * (1 + MARGIN):
             return False
-        told = f"a pass of {1e6 * plain * TICK:.4g} µs would take {1e6 * planned * TICK:.4g}"
+        told = f"low precision would take {1e6 * planned * TICK:.4g} µs a pass instead of {1e6 * plain * TICK:.4g} µs"
         for name, colour in fp32.items():
             if colour is not colours[name]:
                 decisions.paint(name, colour, Reason.DEVICE, detail=told)
-        decisions.note(f"left in fp32, for {told} with the casts it needs; dtype='{problem.policy.low.name}' rewrites all the same")
+        decisions.note(f"stays fp32: {told}, casts included; pass dtype={problem.policy.low.name!r} to rewrite anyway")
         return True
 
 

@@ -30,7 +30,7 @@ class RepaintByCost(Pass[Problem, Decisions]):
         try:
             found = cheapest(problem.graph, decisions.colours, open_nodes, problem.costs)
         except Contradiction as error:
-            raise PolicyError(f"{problem.name}: ties and overrides contradict each other: {error}") from error
+            raise PolicyError(f"{problem.name}: {error}") from error
         if found.gap:
             decisions.note(f"a plan up to {found.gap * TICK * 1e6:.3g} µs cheaper may exist: the search stopped at its limit")
         for node in open_nodes:

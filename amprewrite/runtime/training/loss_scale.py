@@ -67,9 +67,9 @@ class LossScale:
         self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._nothing = _scalar(EMPTY, torch.float32)
         self._recorded: Recorded | None = None
-        self.culprit: str | None = None
+        self.overflow_at: str | None = None
         self.ask: Callable[[], None] | None = None
-        """Finds the culprit of the latest step, if that overflowed and nobody on the host knew yet."""
+        """Finds where the latest step overflowed, if that overflowed and nobody on the host knew yet."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
@@ -184,7 +184,7 @@ class LossScale:
         if consecutive and self.ask is not None:
             self.ask()
         last = steps - since if skipped else None
-        return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.culprit)
+        return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.overflow_at)
 
     def state_dict(self) -> dict[str, Any]:
         """What torch.amp.GradScaler.state_dict() gives, and our own state under a key that GradScaler ignores."""

@@ -33,7 +33,7 @@ class LossScaleReport:
     last_overflow_step: int | None
     """Counted from 1."""
     at_floor: bool
-    culprit: str | None
+    overflow_at: str | None
     """Where the last overflow began, if whoever runs the graph could tell."""
 
     def __str__(self) -> str:
@@ -46,8 +46,8 @@ class LossScaleReport:
             text += f", {self.consecutive_skips} in a row just now"
         if self.at_floor:
             text += "; the scale is at its floor"
-        if self.culprit:
-            text += f"\nlast overflow began at {self.culprit}"
+        if self.overflow_at:
+            text += f"\nlast overflow began at {self.overflow_at}"
         return text
 
 

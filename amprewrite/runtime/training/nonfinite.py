@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amprewrite.graphs.fx.ops.finite_flags import checked
+from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.tables.errors import PolicyError
 
 Group = tuple[Any, torch.device | None]
@@ -118,7 +118,7 @@ def _flags(gradients: Iterable[Tensor]) -> list[Tensor]:
     for (where, _), members in buckets.items():
         if where not in by_device:
             by_device[where] = _flag(0.0, where), _flag(1.0, where)
-        known, left = checked(members)
+        known, left = finite_flags(members)
         flags += known
         if left:
             torch._amp_foreach_non_finite_check_and_unscale_(left, *by_device[where])

@@ -120,7 +120,7 @@ class StepGate:
         self.diagnose = diagnose
         """Asked first when training is stuck; what it returns, if anything, is the diagnosis."""
         self.on_overflow = on_overflow
-        """Called when the host learns of an overflow: at once, but for a fused optimizer's; names the culprit."""
+        """Called when the host learns of an overflow: at once, but for a fused optimizer's; gives the place where it began."""
         self.on_clean = on_clean
         """Called when the host learns of a clean step after an overflow."""
         self.on_stuck = on_stuck
@@ -355,7 +355,7 @@ class StepGate:
         if overflow:
             self._overflowed = True
             if self.on_overflow is not None:
-                self.loss_scale.culprit = self.on_overflow() or self.loss_scale.culprit
+                self.loss_scale.overflow_at = self.on_overflow() or self.loss_scale.overflow_at
         elif self._overflowed:
             self._overflowed = False
             self._facts = {}
@@ -380,11 +380,11 @@ class StepGate:
             **finite,
         )
         diagnosis = (self.diagnose(stuck) if self.diagnose is not None else None) or stuck.diagnosis()
-        culprit = f"; the last overflow began at {self.loss_scale.culprit}" if self.loss_scale.culprit else ""
+        overflow_at = f"; the last overflow began at {self.loss_scale.overflow_at}" if self.loss_scale.overflow_at else ""
         return LossScaleError(
             f"{skips} optimizer steps in a row were skipped for non-finite gradients "
             f"({stuck.nonfinite} of {stuck.gradients} now), with the loss scale at {stuck.scale:g} (floor {floor:g}). "
-            f"Diagnosis: {diagnosis}{culprit}"
+            f"Diagnosis: {diagnosis}{overflow_at}"
         )
 
     def _forget_optimizers(self) -> None:

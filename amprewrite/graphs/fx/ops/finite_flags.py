@@ -30,7 +30,7 @@ _MADE: dict[int, tuple[StorageWeakRef, int, Checked]] = {}
 _LIMIT = [512]
 
 
-def vouch(gradients: Sequence[Tensor], flag: Tensor) -> None:
+def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
     """Remember that `flag` tells whether the `gradients`, each with a storage of its own, are finite."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
@@ -44,10 +44,10 @@ def vouch(gradients: Sequence[Tensor], flag: Tensor) -> None:
         _LIMIT[0] = max(512, 2 * len(_MADE))
 
 
-def checked(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """(flags, gradients that are still to be looked at).
 
-    A flag speaks for a batch, so it counts where the whole batch is here, and is not asked otherwise.
+    One flag covers a batch of gradients. It is used only if the whole batch is here; otherwise its gradients are looked at again.
     """
     if not _MADE:
         return [], list(gradients)
@@ -68,4 +68,4 @@ def checked(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return flags, left
 
 
-__all__ = ["checked", "vouch"]
+__all__ = ["finite_flags", "record_finite_flag"]

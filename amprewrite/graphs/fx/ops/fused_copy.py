@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.finite_flags import vouch
+from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
 from amprewrite.tables.errors import AmpRewriteWarning
 
 ONE_PASS_FROM = 1 << 22
@@ -60,7 +60,7 @@ def unscale_many(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor] | 
     flag = torch.zeros((), dtype=torch.float32, device=factor.device)
     if not _by_kernel(gradients, made, factor, flag):
         return None
-    vouch(made, flag)
+    record_finite_flag(made, flag)
     return made
 
 
