@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -195,6 +196,69 @@ def test_a_checkpoint_that_writes_its_input() -> None:
     out, after = amprewrite.rewrite(Writes(), dtype="bf16")(torch.randn(2, 4))
     assert torch.equal(out, torch.full((2, 4), 6.0))
     assert torch.equal(after, torch.full((2, 4), 4.0))
+
+class Checkpointed(nn.Module):
+    """Returns results of a checkpoint, made by `how`, and reads the last of them."""
+
+    def __init__(self, how: Callable[[Checkpointed, Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(4, 4), nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        results = self.how(self, x)
+        return *results, saved_less(self.b, results[-1])
+
+
+def saved_less(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+
+def one(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
+    return (saved_less(lambda t: model.a(t).relu(), x),)
+
+
+def behind_a_write(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
+    written = saved_less(model.b, x)
+    written[..., 0].add_(2)
+    return (saved_less(lambda t: model.a(t).relu(), written),)
+
+
+def in_a_checkpoint(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
+    return (saved_less(lambda t: saved_less(lambda s: model.a(s).relu(), model.b(t)), x),)
+
+
+def read_inside(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
+    def part(t: Tensor) -> tuple[Tensor, Tensor]:
+        t = model.a(t)
+        return t, t.relu()
+
+    result: tuple[Tensor, ...] = saved_less(part, x)
+    return result
+
+
+def bounded(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
+    return (saved_less(lambda t: model.a(t).tanh(), x),)
+
+
+def gradients_of(model: nn.Module, x: Tensor, factor: float = 1.0) -> list[Tensor]:
+    """The gradients of all results, the input and the weights. `factor` scales the loss down, and they are scaled up again."""
+    x = x.clone().requires_grad_()
+    results = model(x)
+    for result in results:
+        result.retain_grad()
+    (factor * sum(place * result.square().sum() for place, result in enumerate(results, 1))).backward()
+    return [each.grad / factor for each in (*results, x, *model.parameters())]
+
+
+@pytest.mark.parametrize("lists", ["default", "o3"])
+@pytest.mark.parametrize("how", [one, behind_a_write, in_a_checkpoint, read_inside, bounded], ids=lambda how: how.__name__)
+@way
+def test_the_gradient_of_what_a_checkpoint_returns(options: dict[str, Any], how: Any, lists: str) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(how), torch.randn(2, 4, 4)
+    amp = amprewrite.rewrite(copy.deepcopy(model), lists=lists, **options)
+    for want, got in zip(gradients_of(model, x), gradients_of(amp, x), strict=True):
+        assert (got - want).norm() < 0.05 * want.norm()  # a path that is missed is 0.3 off
 
 
 def test_bits_are_those_of_fp32() -> None:

@@ -85,14 +85,22 @@ def note_memory(graph: torch.fx.Graph) -> None:
 
 def is_view(node: torch.fx.Node) -> bool:
     """Whether the tensor that a node gives is a view of another one, which may be none of the graph's."""
+    inside = made_inside(node)
+    if inside is not None:
+        return is_view(inside)
+    value = real_value(node)
+    return isinstance(value, torch.Tensor) and value._is_view()
+
+
+def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node in a checkpoint's body that gives `node`, if `node` is a result of a checkpoint."""
     source = node.args[0] if node.args else None
     if isinstance(source, torch.fx.Node) and is_checkpoint(source):
         for body in bodies(source):
             results, place = next(inner for inner in body.graph.nodes if inner.op == "output").args[0], node.args[1]
             given = results[place] if isinstance(results, tuple | list) and isinstance(place, int) else results
-            return isinstance(given, torch.fx.Node) and is_view(given)
-    value = real_value(node)
-    return isinstance(value, torch.Tensor) and value._is_view()
+            return given if isinstance(given, torch.fx.Node) else None
+    return None
 
 
 def reads_back(node: torch.fx.Node) -> bool:

@@ -42,7 +42,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
-from amprewrite.graphs.fx.read.aliasing import is_view, reads_back
+from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back
 from amprewrite.tables.ops.op_lists import find_op, op_name
 from amprewrite.tables.vocabulary import OpKind
 
@@ -84,11 +84,19 @@ def read_results_back(graph: torch.fx.Graph) -> Iterator[Node]:
     """Results that the backward of their own op reads; heavy ops have no second derivative, or do not read them."""
     apart = _inside_transforms(graph)
     for node in dict.fromkeys(map(_before_hooks, _results(graph))):
-        op = _op_of(node)[-1]
-        row = find_op(op_name(op.target))
-        heavy = row is not None and row.kind is OpKind.ALLOW
-        if differentiable(example_value(node)) and op not in apart and not heavy and reads_back(op):
+        if differentiable(example_value(node)) and _op_of(node)[-1] not in apart and _read_back(node):
             yield node
+
+
+def _read_back(result: Node) -> bool:
+    """Whether the backward of the op behind `result` reads it. A checkpoint is no op: the one in its body counts."""
+    inside = made_inside(result)
+    if inside is not None:
+        return _read_back(_before_hooks(inside))
+    op = _op_of(result)[-1]
+    row = find_op(op_name(op.target))
+    heavy = row is not None and row.kind is OpKind.ALLOW
+    return op.op not in ("placeholder", "get_attr") and not heavy and reads_back(op)
 
 
 def _op_of(node: Node) -> tuple[Node, ...]:
