@@ -13,6 +13,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+
+from amprewrite.tables.formats import FORMATS, LOW_FORMATS, parse_format
 
 ROOT = Path(__file__).parent.parent
 FACE = "amprewrite"
@@ -219,3 +222,29 @@ def test_files_import_each_other_in_no_circle() -> None:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(f"these files import each other: {' -> '.join(reversed(error.args[1]))}")
+
+
+FORMAT_NAMES = {word for row in LOW_FORMATS for word in (row.name, row.name.upper(), *row.spellings)} - {"half"}
+"""`half` is also an op."""
+SHOWN_TO_USERS = {"amprewrite.runtime.compiler.plain_words"}
+"""What quotes the options of other libraries."""
+
+
+def _said(node: ast.AST) -> str:
+    """The one word that a node is: a string, an attribute, a name, an imported name."""
+    word = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+    return str(word or getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "name", ""))
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if package(name) != "tables" and name not in SHOWN_TO_USERS])
+def test_low_formats_are_named_in_tables_alone(name: str) -> None:
+    """So a third format is a row. What a format can do is asked of its row."""
+    assert not [_said(node) for node in ast.walk(ast.parse(MODULES[name].read_text())) if _said(node) in FORMAT_NAMES]
+
+
+def test_the_facts_of_a_format_row_fit_its_dtype() -> None:
+    for row in FORMATS.values():
+        assert (row.bytes, row.max) == (row.dtype.itemsize, torch.finfo(row.dtype).max)
+        assert row.pad_multiple * row.bytes == 16
+        assert row.narrow == (row.max < torch.finfo(torch.float32).max / 2)
+        assert all(parse_format(word) is row for word in (row.name, *row.spellings, row.dtype))

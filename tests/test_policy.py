@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,7 +220,7 @@ def test_formats_have_many_spellings(spelling: Any, fmt: Any) -> None:
 def test_fp32_is_a_policy_and_other_formats_are_not() -> None:
     assert Policy(FP32).low is FP32
     with pytest.raises(PolicyError, match="odd cannot be the low format; use bf16 or fp16"):
-        Policy(type(BF16)("odd", torch.float64, 8, 1.0, 1.0, 1.0, 1.0, 1))
+        Policy(replace(BF16, name="odd", dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from amprewrite.ir.evidence.ranges import as_text
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CalibrationError
-from amprewrite.tables.formats import Format, parse_format
+from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
 PROBES = 4
 """Draws of z a batch. An edge sums over many elements, so few draws do."""
@@ -72,7 +72,11 @@ class Sensitivity:
 
 
 def sensitivity(
-    model: nn.Module | torch.export.ExportedProgram, batches: Iterable[Any], *, dtype: Any = "bf16", forward: Forward | None = None
+    model: nn.Module | torch.export.ExportedProgram,
+    batches: Iterable[Any],
+    *,
+    dtype: Any = DEFAULT_LOW.name,
+    forward: Forward | None = None,
 ) -> Sensitivity:
     """Rank the nodes of `model` by the error that each causes alone when it runs in `dtype`, on at most 8 batches.
 

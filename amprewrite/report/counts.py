@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan
+from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, Reason
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_OTHERS = {"fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+BYTES = {row.name: row.bytes for row in FORMATS.values()} | _OTHERS
 """Bytes of an element; dtypes that are not here count as nothing."""
 
 

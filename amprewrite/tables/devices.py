@@ -17,7 +17,7 @@ import torch
 
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import PolicyError
-from amprewrite.tables.formats import BF16, FP16, Format
+from amprewrite.tables.formats import FORMATS, Format
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def device_row(device: str | torch.device) -> Device:
 def best_format(device: str | torch.device | Device) -> Format | None:
     """The low format that this device multiplies fastest and safest, None where it gains nothing."""
     formats = (device if isinstance(device, Device) else device_row(device)).low_formats
-    return {"bf16": BF16, "fp16": FP16}[formats[0]] if formats else None
+    return FORMATS[formats[0]] if formats else None
 
 
 def fp32_rate(row: Device, convolution: bool) -> str:

@@ -27,23 +27,60 @@ class Format:
     eps: float
     pad_multiple: int
     """Elements in 16 bytes: what Tensor Core kernels want the inner dims to be a multiple of (NVIDIA's GEMM guide)."""
+    narrow: bool
+    """Its range ends long before fp32's, so values have to be kept within it."""
+    spellings: tuple[str, ...]
+    """Other names that users give it."""
+    library_name: str
+    """What numpy (with ml_dtypes) and Triton call it."""
+    onnx: str
+    """What ONNX's TensorProto calls it."""
+    onnx_type: str
+    """The type string of ONNX's schemas."""
+    ort_cpu: bool
+    """ONNX Runtime has CPU kernels for it."""
 
 
-def _row(name: str, dtype: torch.dtype, pad_multiple: int) -> Format:
-    info = torch.finfo(dtype)
+def _row(name: str, dtype: torch.dtype, *spellings: str, onnx: str, narrow: bool = False, ort_cpu: bool = True) -> Format:
+    info, library_name = torch.finfo(dtype), str(dtype).removeprefix("torch.")
     return Format(
-        name, dtype, info.bits // 8, info.max, info.smallest_normal, info.smallest_normal * info.eps, info.eps, pad_multiple
+        name=name,
+        dtype=dtype,
+        bytes=info.bits // 8,
+        max=info.max,
+        smallest_normal=info.smallest_normal,
+        smallest_subnormal=info.smallest_normal * info.eps,
+        eps=info.eps,
+        pad_multiple=16 * 8 // info.bits,
+        narrow=narrow,
+        spellings=(library_name, *spellings),
+        library_name=library_name,
+        onnx=onnx,
+        onnx_type=f"tensor({'float' if onnx == 'FLOAT' else library_name})",
+        ort_cpu=ort_cpu,
     )
 
 
-FP32 = _row("fp32", torch.float32, 4)
-FP16 = _row("fp16", torch.float16, 8)
-BF16 = _row("bf16", torch.bfloat16, 8)
+FP32 = _row("fp32", torch.float32, "float", onnx="FLOAT")
+FP16 = _row("fp16", torch.float16, "half", onnx="FLOAT16", narrow=True)
+BF16 = _row("bf16", torch.bfloat16, onnx="BFLOAT16", ort_cpu=False)
 
 FORMATS: dict[str, Format] = {row.name: row for row in (FP32, FP16, BF16)}
 LOW_FORMATS = (FP16, BF16)
+LOW_NAMES = tuple(row.name for row in LOW_FORMATS)
+LOW_DTYPES = tuple(row.dtype for row in LOW_FORMATS)
+NARROW_DTYPES = tuple(row.dtype for row in LOW_FORMATS if row.narrow)
+NARROWEST = FP16
+"""The format whose range decides what a loss scale may be."""
+DEFAULT_LOW = BF16
+"""What tools show and measure if nobody names a format."""
+DEFAULT_ONNX = FP16
+"""What ONNX files are converted to if nobody names a format: every runtime loads it."""
 
-_SPELLINGS = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+CONVERSIONS = tuple(word for row in FORMATS.values() for word in row.spellings if hasattr(torch.Tensor, word))
+"""Methods of a tensor that convert it: float, half, bfloat16."""
+
+_SPELLINGS = {spelling: row.name for row in FORMATS.values() for spelling in row.spellings}
 
 
 def is_far(value: object, fmt: Format) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from amprewrite.ir.evidence.range_rules import NARROW, POLES, SUMS_SMALL, Fit, drowns_in, fit, hands_on_small, near_the_end, thinned_out
+from amprewrite.ir.evidence.range_rules import POLES, SUMS_SMALL, Fit, drowns_in, fit, hands_on_small, near_the_end, thinned_out
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
@@ -36,7 +36,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
     name = "repaint-by-range"
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
-        if problem.policy.low.max > NARROW:
+        if not problem.policy.low.narrow:
             return False
         before = dict(decisions.paints)
         seen = problem.calibration.of(problem.graph) if problem.calibration is not None else None

@@ -34,7 +34,7 @@ from amprewrite.report.questions.what_if import WhatIf
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row
 from amprewrite.tables.errors import AccuracyError
-from amprewrite.tables.formats import parse_format
+from amprewrite.tables.formats import DEFAULT_LOW, parse_format
 from amprewrite.tables.ops.op_lists import OPS, find_op, op_lists
 from amprewrite.tables.vocabulary import Colour
 
@@ -267,7 +267,7 @@ def calibrate(options: Options) -> int:
 
 # -- lists, passes, devices --------------------------------------------------------------------------
 def lists(options: Options) -> int:
-    fmt = parse_format(options.dtype or "bf16")
+    fmt = parse_format(options.dtype or DEFAULT_LOW)
     held = op_lists(options.lists, fmt, options.device or "cuda")
     if options.op and find_op(options.op) is None:
         import difflib

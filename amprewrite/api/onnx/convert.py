@@ -23,7 +23,7 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import AccuracyError, AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line
-from amprewrite.tables.formats import FP32, parse_format
+from amprewrite.tables.formats import DEFAULT_ONNX, FP32, parse_format
 from amprewrite.tables.ops.op_lists import OpLists, find_op
 
 
@@ -67,7 +67,7 @@ def rewrite_onnx(
     """
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
-    low = parse_format(dtype if dtype is not None else plan.low if plan is not None else "fp16")
+    low = parse_format(dtype if dtype is not None else plan.low if plan is not None else DEFAULT_ONNX)
     if low is FP32:
         raise PolicyError("dtype='fp32' leaves nothing to rewrite; use 'fp16' or 'bf16'")
     policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low))

@@ -33,6 +33,7 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
+from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 
 TARGET = "meta"
@@ -247,8 +248,8 @@ class Job:
         try:
             runner = session(made)
         except Exception as error:
-            if self.low.name == "bf16":
-                self.notes.append("ONNX Runtime has no bf16 kernels for it here; checked, and run under strict rounding only")
+            if not self.low.ort_cpu:
+                self.notes.append(f"ONNX Runtime has no {self.low.name} kernels for it here; checked, and run under strict rounding only")
                 return None
             if samples.problem:
                 self.notes.append(f"ONNX Runtime loads neither the fp32 model nor this one: {one_line(error)}")
@@ -256,8 +257,9 @@ class Job:
             raise Rejected(f"ONNX Runtime refuses the rewritten model: {one_line(error)}; please report this model") from error
         if not samples.feeds:
             return None
-        if any(format_of(value) == "bf16" for value in (*self.model.graph.inputs, *self.model.graph.outputs)):
-            self.notes.append("ONNX Runtime takes and gives no bf16 here; checked, loaded, and run under strict rounding only")
+        border = {format_of(value) for value in (*self.model.graph.inputs, *self.model.graph.outputs)}
+        if any(not row.ort_cpu and row.name in border for row in FORMATS.values()):
+            self.notes.append(f"ONNX Runtime takes and gives no {self.low.name} here; checked, loaded, and run under strict rounding only")
             return None
         kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if v.dtype is not None}
         feeds = [{name: np.asarray(array, kinds[name]) for name, array in feed.items()} for feed in samples.feeds]

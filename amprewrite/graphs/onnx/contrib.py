@@ -19,28 +19,28 @@ class Contrib:
     inputs: str
     """A letter each: T is the op's own type, M another floating one, U always fp32, I an integer."""
     outputs: str = "T"
-    bf16: bool = True
-    """Whether T may be bf16, too; fp16 it may always be."""
+    newer: bool = True
+    """Whether T may be a format that ONNX Runtime's CPU kernels lack, too (bf16)."""
 
 
 CONTRIB = {
     "Attention": Contrib("scaled_dot_product_attention", "TTTITTI", "TT"),
-    "BiasAdd": Contrib("add", "TTT", bf16=False),
+    "BiasAdd": Contrib("add", "TTT", newer=False),
     "BiasGelu": Contrib("gelu", "TT"),
-    "BiasSoftmax": Contrib("softmax", "TT", bf16=False),
-    "BiasSplitGelu": Contrib("gelu", "TT", bf16=False),
-    "EmbedLayerNormalization": Contrib("layer_norm", "IITTTTTII", "TIT", bf16=False),
+    "BiasSoftmax": Contrib("softmax", "TT", newer=False),
+    "BiasSplitGelu": Contrib("gelu", "TT", newer=False),
+    "EmbedLayerNormalization": Contrib("layer_norm", "IITTTTTII", "TIT", newer=False),
     "FastGelu": Contrib("gelu", "TT"),
-    "FusedConv": Contrib("conv2d", "TTTT", bf16=False),
-    "FusedGemm": Contrib("addmm", "TTT", bf16=False),
+    "FusedConv": Contrib("conv2d", "TTTT", newer=False),
+    "FusedGemm": Contrib("addmm", "TTT", newer=False),
     "FusedMatMul": Contrib("matmul", "TT"),
     "Gelu": Contrib("gelu", "T"),
-    "GroupNorm": Contrib("group_norm", "TMM", bf16=False),
+    "GroupNorm": Contrib("group_norm", "TMM", newer=False),
     "MultiHeadAttention": Contrib("scaled_dot_product_attention", "TTTTITTTII", "TTTM"),
-    "NhwcConv": Contrib("conv2d", "TTT", bf16=False),
+    "NhwcConv": Contrib("conv2d", "TTT", newer=False),
     "QuickGelu": Contrib("silu", "T"),
     "RotaryEmbedding": Contrib("mul", "TITT"),
-    "SkipGroupNorm": Contrib("group_norm", "TMMTT", "TT", bf16=False),
+    "SkipGroupNorm": Contrib("group_norm", "TMMTT", "TT", newer=False),
     "SkipLayerNormalization": Contrib("layer_norm", "TTTTT", "TUUT"),
     "SkipSimplifiedLayerNormalization": Contrib("rms_norm", "TTTT", "TUUT"),
     "TransposeMatMul": Contrib("matmul", "TT"),

@@ -15,9 +15,9 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.contrib import CONTRIB, DOMAIN
 from amprewrite.tables.formats import FORMATS, Format
 
-DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+DTYPES = {row.name: ir.DataType[row.onnx] for row in FORMATS.values()}
 FLOATS = {dtype: name for name, dtype in DTYPES.items()}
-_TYPE_STRINGS = {"fp32": "tensor(float)", "fp16": "tensor(float16)", "bf16": "tensor(bfloat16)"}
+_TYPE_STRINGS = {row.name: row.onnx_type for row in FORMATS.values()}
 _FIXED = {
     "tensor(float)": ir.DataType.FLOAT, "tensor(int32)": ir.DataType.INT32, "tensor(int64)": ir.DataType.INT64,
     "tensor(bool)": ir.DataType.BOOL,
@@ -155,7 +155,7 @@ def _contrib_signature(op_type: str) -> Signature | None:
     if row is None:
         return None
     words = {"U": _TYPE_STRINGS["fp32"], "I": "tensor(int32)"}
-    own = frozenset(_TYPE_STRINGS[name] for name in ("fp32", "fp16", *(("bf16",) if row.bf16 else ())))
+    own = frozenset(each.onnx_type for each in FORMATS.values() if each.ort_cpu or row.newer)
     inputs, outputs = (tuple(words.get(letter, letter) for letter in letters) for letters in (row.inputs, row.outputs))
     return Signature(inputs, outputs, (("T", own), ("M", own)), False)
 

@@ -11,8 +11,6 @@ from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OPS, find_op
 from amprewrite.tables.vocabulary import OpKind
 
-NARROW = 1e30
-"""A format that ends below this has a range that matters: fp16 does, bf16 ends where fp32 does."""
 HEADROOM = 4
 """How many times larger or smaller than in the samples a value may get."""
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
@@ -66,6 +64,6 @@ def hands_on_small(op: str) -> bool:
 
 
 __all__ = [
-    "HEADROOM", "NARROW", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "drowns_in", "fit", "hands_on_small", "near_a_pole", "near_the_end",
+    "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "drowns_in", "fit", "hands_on_small", "near_a_pole", "near_the_end",
     "thinned_out",
 ]  # fmt: skip

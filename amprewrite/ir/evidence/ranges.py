@@ -24,7 +24,7 @@ from amprewrite.tables.boundary.files import read_text, write_text
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CalibrationError
-from amprewrite.tables.formats import FORMATS, Format
+from amprewrite.tables.formats import FORMATS, NARROWEST, Format
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -249,7 +249,7 @@ class Calibration:
             raise CalibrationError(f"{printable(path)}: {error}") from error
 
     # -- text -------------------------------------------------------------------------------
-    def table(self, n: int = 20, fmt: str = "fp16", gradients: bool = False) -> Table:
+    def table(self, n: int = 20, fmt: str = NARROWEST.name, gradients: bool = False) -> Table:
         """The `n` values most at risk in `fmt`, as a rich table: first by overflow, then by magnitude."""
         from rich.table import Table
         from rich.text import Text

@@ -10,13 +10,13 @@ from typing import Literal
 
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import PolicyError
-from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
+from amprewrite.tables.formats import FP32, LOW_FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OPS, OpLists, find_op
 from amprewrite.tables.vocabulary import OpKind
 
 _WORDS = {
-    "fp32": "high", "high": "high", "deny": "deny", "low": "low", "allow": "allow",
-    "fp16": "low", "bf16": "low", "infer": "infer", "clear": "clear", "internal": "internal",
+    FP32.name: "high", "high": "high", "deny": "deny", "low": "low", "allow": "allow",
+    **dict.fromkeys(LOW_NAMES, "low"), "infer": "infer", "clear": "clear", "internal": "internal",
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
         allowed = sorted(_WORDS) if scope == "op" else ["fp32", "high", "low"]
         if word is None or (scope != "op" and word not in ("high", "low")):
             raise PolicyError(f"overrides[{shown(key)}] = {shown(asked)} is not understood; use one of {', '.join(allowed)}")
-        if asked.lower() in ("fp16", "bf16") and asked.lower() != low.name:
+        if asked.lower() in LOW_NAMES and asked.lower() != low.name:
             raise PolicyError(f"overrides[{shown(key)}] asks for {asked}, but this rewrite's low format is {low.name}")
         if scope == "op":
             op = find_op(pattern)

@@ -26,10 +26,8 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.observer import Observer
-from amprewrite.ir.evidence.range_rules import NARROW
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.problem import Problem
-from amprewrite.tables.formats import FP32
 
 CALLS = 3
 """How many calls of a graph are looked at: the first may be a warm-up on made-up inputs."""
@@ -37,7 +35,7 @@ CALLS = 3
 
 def worth_watching(problem: Problem) -> bool:
     """Whether a graph's own decisions may overflow: in fp16, unless it follows a plan that was given."""
-    return problem.policy.low.max <= NARROW and problem.policy.low is not FP32 and problem.given is None
+    return problem.policy.low.narrow and problem.given is None
 
 
 class OverflowRetry:

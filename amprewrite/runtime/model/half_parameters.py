@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from amprewrite.tables.errors import PolicyError
-from amprewrite.tables.formats import dtype_name
-
-_HALF = (torch.float16, torch.bfloat16)
+from amprewrite.tables.formats import LOW_DTYPES, dtype_name
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, each) for name, each in model.named_parameters() if each.requires_grad and each.dtype in _HALF)
+    return ((name, each) for name, each in model.named_parameters() if each.requires_grad and each.dtype in LOW_DTYPES)
 
 
 def refuse_trainable(model: nn.Module) -> None:
@@ -34,7 +31,7 @@ def refuse_trainable(model: nn.Module) -> None:
 def frozen_note(model: nn.Module) -> str:
     """What a plan says of frozen parameters in half precision; "" if there are none."""
     every = list(model.parameters())
-    half = [each for each in every if each.dtype in _HALF]
+    half = [each for each in every if each.dtype in LOW_DTYPES]
     if not half:
         return ""
     formats = " and ".join(sorted({dtype_name(each.dtype) for each in half}))

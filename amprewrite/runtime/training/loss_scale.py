@@ -31,9 +31,9 @@ from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
 from amprewrite.runtime.training.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, positive
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, PolicyError
-from amprewrite.tables.formats import FP16, Format, parse_format
+from amprewrite.tables.formats import NARROWEST, Format, parse_format
 
-DEFAULT_FLOOR = FP16.smallest_normal
+DEFAULT_FLOOR = NARROWEST.smallest_normal
 """2**-14: under a smaller scale a gradient of 1 is no normal fp16 number, so shrinking on cannot help."""
 
 DEFAULT_CAP = 2.0**32
@@ -495,7 +495,7 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
         return StaticLossScale(spec)
     if isinstance(spec, str):
         if spec == "auto":
-            return DynamicLossScale.preset("auto") if parse_format(fmt) is FP16 else NoLossScale()
+            return DynamicLossScale.preset("auto") if parse_format(fmt).narrow else NoLossScale()
         if spec == "none":
             return NoLossScale()
         if spec == "dynamic":

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import NARROW_DTYPES
 
 Group = tuple[Any, torch.device | None]
 """A process group, None for the world, and the device that its collectives need, None for any."""
@@ -39,7 +40,7 @@ def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = ()) -> Te
         groups |= sharing(p)
         if p.grad is None:
             continue
-        if p.grad.dtype == torch.float16:
+        if p.grad.dtype in NARROW_DTYPES:
             raise PolicyError(
                 f"the gradient of a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; "
                 "keep the parameters in fp32 (model.float()): they are the master weights"

@@ -40,6 +40,7 @@ from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, Los
 from amprewrite.runtime.training.nonfinite import local_values
 from amprewrite.runtime.training.optimizer_hooks import guard_of, params_of
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
+from amprewrite.tables.formats import NARROW_DTYPES
 
 MAX_CONSECUTIVE_SKIPS = 50
 """More than the 46 halvings from the highest start of any preset, 2**32, down to the default floor, 2**-14."""
@@ -289,7 +290,7 @@ class StepGate:
     def _guard(self, optimizer: Optimizer) -> None:
         own = self._own()
         for p in params_of(optimizer):
-            if p.dtype == torch.float16 and p.requires_grad and id(p) in own:
+            if p.dtype in NARROW_DTYPES and p.requires_grad and id(p) in own:
                 raise PolicyError(
                     f"a parameter of shape {tuple(p.shape)} is fp16, in which small updates are lost; keep the "
                     "model in fp32 (model.float()): the rewrite runs it in fp16 and its parameters are the master weights"

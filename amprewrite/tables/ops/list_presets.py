@@ -151,12 +151,12 @@ _TF_CLEAR_FP16 = frozenset({"OneHot", "Size"})
 _TF_CLEAR_BF16 = frozenset({"ResizeBilinear", "ScatterNd"})
 
 
-def tf_kinds(fmt: str, device: str) -> dict[str, OpKind]:
+def tf_kinds(narrow: bool, device: str) -> dict[str, OpKind]:
     """TensorFlow's lists: its CUDA, its oneDNN fp16, or its oneDNN bf16 flavour.
 
     TensorFlow has no bf16 pass for GPUs; there its bf16 lists are used.
     """
-    bf16 = fmt == "bf16"
+    bf16 = not narrow
     infer = _TF_INFER | (_TF_INFER_BF16 if bf16 else _TF_INFER_ONEDNN if device == "cpu" else frozenset())
     lists = {
         OpKind.ALLOW: _TF_ALLOW | (_TF_ALLOW_CUDA_FP16 if device == "cuda" and not bf16 else frozenset()),

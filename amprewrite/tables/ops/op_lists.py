@@ -259,12 +259,12 @@ class OpLists:
 
 
 def _default(fmt: Format, device: str) -> OpLists:
-    kinds = {row.name: (row.fp16 if fmt.name == "fp16" and row.fp16 else row.kind) for row in ROWS}
+    kinds = {row.name: (row.narrow if fmt.narrow and row.narrow else row.kind) for row in ROWS}
     return OpLists("default", "cost", kinds)
 
 
 def _tf(fmt: Format, device: str) -> OpLists:
-    return OpLists("tf", "tf", list_presets.tf_kinds(fmt.name, device))
+    return OpLists("tf", "tf", list_presets.tf_kinds(fmt.narrow, device))
 
 
 def _autocast(fmt: Format, device: str) -> OpLists:

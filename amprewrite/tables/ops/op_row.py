@@ -30,8 +30,8 @@ class Op:
     """Kind in the default lists."""
     why: str
     """One short phrase that is true of this op."""
-    fp16: OpKind | None = None
-    """Kind in fp16, where its range (65504, 6e-8) makes the difference."""
+    narrow: OpKind | None = None
+    """Kind in a format of narrow range, if the range makes the difference: fp16 (65504, 6e-8)."""
     spellings: tuple[str, ...] = ()
     """Other names of the same op in torch's dialects."""
     data: tuple[str, ...] = ()

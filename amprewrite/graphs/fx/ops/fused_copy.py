@@ -22,6 +22,7 @@ from torch.nn.parameter import Parameter
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
 from amprewrite.tables.errors import AmpRewriteWarning
+from amprewrite.tables.formats import LOW_DTYPES
 
 ONE_PASS_FROM = 1 << 22
 """Elements from which on a gradient, or a batch of them, goes through the kernel: it saves 8 bytes of each, by bandwidth
@@ -29,7 +30,6 @@ ONE_PASS_FROM = 1 << 22
 STRIDED_FROM = 6
 """Strided copies from which on one launch of the kernel should be cheaper than one of torch's for each: reckoned with
 4 us of the host a launch of torch's, not timed on a GPU."""
-LOW = (torch.float16, torch.bfloat16)
 DEVICES = {"cuda"}
 """Kinds of devices that the kernel runs on; one where it fails is taken out."""
 _TABLES = 1024
@@ -52,7 +52,7 @@ def unscale_many(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor] | 
 
     `factor` is a 0-dim fp32 tensor on their device.
     """
-    if torch.compiler.is_compiling() or not gradients or gradients[0].dtype not in LOW or _kernels(gradients[0].device) is None:
+    if torch.compiler.is_compiling() or not gradients or gradients[0].dtype not in LOW_DTYPES or _kernels(gradients[0].device) is None:
         return None
     if not all(map(is_plain, gradients)) or sum(gradient.numel() for gradient in gradients) < ONE_PASS_FROM:
         return None

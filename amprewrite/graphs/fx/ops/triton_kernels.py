@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amprewrite.tables.formats import FORMATS
+
 RANK = 4
 """Dimensions of a tensor that are left when those that lie together are joined; the kernel takes no more."""
 WIDTH = 3 + 3 * RANK
@@ -19,7 +21,7 @@ WIDTH = 3 + 3 * RANK
 BLOCK = 1024
 _PROGRAMS = 2048
 """Programs that share a launch: about 15 for each multiprocessor of an H100. Each walks its tensor in strides."""
-_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_TYPES = {row.dtype: getattr(tl, row.library_name) for row in FORMATS.values()}
 DTYPES = frozenset(_TYPES)
 
 

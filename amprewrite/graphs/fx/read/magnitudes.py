@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import held_value
-from amprewrite.ir.evidence.range_rules import NARROW
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
@@ -24,7 +23,7 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
 
     {} for a wide low format. Tensors of other classes (distributed, fake) are left out: looking at them is not free.
     """
-    if captured.problem.policy.low.max > NARROW:
+    if not captured.problem.policy.low.narrow:
         return {}
     names, graph = captured.names, captured.module.graph
     placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)

@@ -46,7 +46,7 @@ from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_a
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, location
 from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
-from amprewrite.tables.formats import Format
+from amprewrite.tables.formats import LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -104,7 +104,7 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     if kind is None and lists.rule == "autocast":
         return OpKind.INFER  # torch.autocast lets it follow its inputs
     if lists.rule == "cost" and fact.row.name not in lists.asked:
-        small = low.max > 1e30 or _only_tanh_reads(fact.node)
+        small = not low.narrow or _only_tanh_reads(fact.node)
         if kind is OpKind.DENY and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
             return OpKind.INFER if small else kind
         if kind is OpKind.INFER and fact.op == "mul" and len(fact.node.args) == 2 and fact.node.args[0] is fact.node.args[1]:
@@ -196,7 +196,7 @@ def _reads_bits(fact: Fact) -> bool:
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: bool) -> tuple[Colour, Reason, str] | None:
     """The colour that facts force; None where lists and passes decide."""
-    if fact.role == "op" and fact.dtype in ("bf16", "fp16"):
+    if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "output" or fact.dtype != "fp32":
         return Colour.PLAIN, Reason.NO_FLOAT, ""

@@ -19,7 +19,7 @@ from amprewrite.graphs.onnx.read.weights import MASK, Facts, Loss, facts, loss_o
 from amprewrite.graphs.onnx.run.samples import Range, Samples
 from amprewrite.ir.evidence.range_rules import HEADROOM, POLES, drowns_in, hands_on_small, near_a_pole, near_the_end, thinned_out
 from amprewrite.ir.op_graph import Demand, Operand
-from amprewrite.tables.formats import Format
+from amprewrite.tables.formats import FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -158,8 +158,8 @@ class RangeFacts:
         kind = self.lists.kind(row.name)
         if kind is not OpKind.DENY or self.lists.rule != "cost" or row.name in self.asked_ops:
             return kind
-        if row.fp16 is OpKind.DENY and row.kind is not OpKind.DENY:
-            return row.kind if self.low.name == "fp16" and self._in_range(op, node) else kind
+        if row.narrow is OpKind.DENY and row.kind is not OpKind.DENY:
+            return row.kind if self.low.narrow and self._in_range(op, node) else kind
         small_exp = op == "exp" and self._in_range(op, node) and self.ranges[str(node.outputs[0].name)].largest <= EXP_MOST
         return OpKind.INFER if small_exp else kind
 
@@ -180,7 +180,8 @@ class RangeFacts:
         if source in ("fp32", self.low.name, "bool"):
             return None
         seen = self.ranges.get(str(result.name))
-        if source == "fp16" or (source == "bf16" and seen is not None and not self.too_far(result)):
+        narrow = FORMATS[source].narrow if source in LOW_NAMES else None
+        if narrow or (narrow is False and seen is not None and not self.too_far(result)):
             return None  # one low format into the other
         if source.startswith(("int", "uint")) and seen is not None and seen.largest * HEADROOM <= 2 / self.low.eps:
             return None  # such integers are exact

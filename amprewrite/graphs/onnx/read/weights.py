@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from amprewrite.tables.formats import Format
+from amprewrite.tables.formats import LOW_FORMATS, Format
 
-NUMPY = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
 MASK = 1e8
 """A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
 EXTREME = 1e30

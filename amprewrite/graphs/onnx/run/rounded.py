@@ -22,8 +22,9 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.ops import format_of
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, run_within, seconds_for, session_of, weight_bytes
 from amprewrite.graphs.onnx.run.samples import Feed
+from amprewrite.tables.formats import LOW_FORMATS
 
-LOW = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
+LOW = {row.name: onnx.TensorProto.DataType.Value(row.onnx) for row in LOW_FORMATS}
 FP32 = onnx.TensorProto.FLOAT
 ROUNDING = 4.0
 """How many times longer a run may take that rounds every result and is not optimised."""

@@ -36,6 +36,7 @@ from amprewrite.planner.padding.rules.shapes import (
     stack,
     zeros,
 )
+from amprewrite.tables.formats import CONVERSIONS
 
 
 def _rows(maker: Callable[[View], Rule], *names: str) -> dict[str, Callable[[View], Rule]]:
@@ -49,7 +50,7 @@ RULES: dict[str, Callable[[View], Rule]] = {
     **_rows(clamp, "clamp"),
     **_rows(power, "pow"),
     **_rows(where, "where", "masked_fill"),
-    **_rows(like, "cast", "contiguous", "clone", "detach", "alias", "to", "float", "type", "type_as", "half", "bfloat16"),
+    **_rows(like, "cast", "contiguous", "clone", "detach", "alias", "to", "type", "type_as", *CONVERSIONS),
     **_rows(reshape, "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
     **_rows(permuted, "permute", "transpose", "t"),
     **_rows(expand, "expand", "broadcast_to"),
