@@ -29,7 +29,7 @@ def test_rows_are_what_onnx_runtime_registers(op_type):
             assert not types & {"tensor(float16)", "tensor(bfloat16)"}, theirs.name
         else:
             assert {"tensor(float)", "tensor(float16)"} <= types, theirs.name
-            assert ("tensor(bfloat16)" in types) == row.bf16, theirs.name
+            assert ("tensor(bfloat16)" in types) == row.newer, theirs.name
     own = {theirs.typeStr for letter, theirs in zip(row.inputs, schema.inputs, strict=True) if letter == "T"}
     assert own == {"T"}
 
