@@ -41,10 +41,15 @@ class Device:
         return self.flops.get(fmt, self.flops["fp32"])
 
 
+GPUS: list[Device] = []
+"""Every row that `_gpu` made, oldest first."""
+
+
 def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str) -> Device:
     """A row in TFLOP/s and GB/s."""
     rates = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, **dict.fromkeys(low_formats, low * 1e12)}
-    return Device(name, "cuda", rates, bandwidth * 1e9, 4e-6, low_formats)
+    GPUS.append(Device(name, "cuda", rates, bandwidth * 1e9, 4e-6, low_formats))
+    return GPUS[-1]
 
 
 CPU = Device("cpu", "cpu", {"fp32": 5e11, "bf16": 2.5e11, "fp16": 1.25e11}, 4e10, 5e-6, ())
@@ -60,11 +65,9 @@ CUDA_OLD = Device("cuda before sm_70", "cuda", {"fp32": 1e13}, 3e11, 5e-6, ())
 CUDA_NO_TENSOR_CORES = Device("cuda sm_75 without Tensor Cores (GTX 16xx)", "cuda", {"fp32": 5e12, "fp16": 1e13}, 2.5e11, 5e-6, ())
 OTHER = Device("other accelerator", "other", {"fp32": 2e13, "fp16": 1e14, "bf16": 1e14}, 5e11, 4e-6, ("bf16", "fp16"))
 
-DEVICES = (CPU, CPU_BF16, V100, T4, A100, L4, H100, H200, B200, CUDA_OLD, CUDA_NO_TENSOR_CORES, OTHER)
+DEVICES = (CPU, CPU_BF16, *GPUS, CUDA_OLD, CUDA_NO_TENSOR_CORES, OTHER)
 
-NAMED: dict[str, Device] = {
-    "cpu": CPU, "cpu-bf16": CPU_BF16, **{row.name: row for row in (V100, T4, A100, L4, H100, H200, B200)}
-}  # fmt: skip
+NAMED: dict[str, Device] = {"cpu": CPU, "cpu-bf16": CPU_BF16, **{row.name: row for row in GPUS}}
 """Devices that `device=` knows."""
 
 
