@@ -37,7 +37,7 @@ def _checked(program: Program) -> Problem | None:
         low = LOW[program.dtype]
         mode = Rounded(low)
         rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode))
-        exact = rounded is not None and mode.exact and not program.may_saturate
+        exact = rounded is not None and mode.exact and not program.huge
         autocast = (
             None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low)))
         )

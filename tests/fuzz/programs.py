@@ -164,7 +164,7 @@ def initialised(program: Program, plain: bool = False) -> nn.Module:
     model = load(program.source(), plain)()
     if program.exact:
         integers(model, program.seed)
-    if program.may_saturate:
+    if program.huge:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 2:
@@ -188,7 +188,7 @@ def batch(program: Program, wide: bool = False) -> list[torch.Tensor]:
     for each in program.inputs:
         shape = (2 * each.shape[0], *each.shape[1:]) if wide else each.shape
         value = torch.randint(-2, 3, shape, generator=draws).float() if program.exact else torch.randn(shape, generator=draws)
-        if program.may_saturate:
+        if program.huge:
             value *= 0.1  # what the huge weight gives stays in range
         found.append(value.requires_grad_(each.grad))
     return found
@@ -371,7 +371,7 @@ def generate(seed: int) -> Program | None:
     traced = any(each.tag == "autograd_grad" for each in builder.body) and choose.random() < 0.5
     return replace(
         program, body=tuple(builder.body), results=results, structure=choose.choice(STRUCTURES), loss=choose.choice(LOSSES),
-        calls=calls, checks=checks, may_saturate=huge, traced=traced,
+        calls=calls, checks=checks, huge=huge, traced=traced,
     )  # fmt: skip
 
 
@@ -433,8 +433,8 @@ def smaller(program: Program) -> Iterator[Program]:
             yield replace(program, structure=structure)
     if program.loss != "sum":
         yield replace(program, loss="sum")
-    if program.may_saturate:
-        yield replace(program, may_saturate=False)
+    if program.huge:
+        yield replace(program, huge=False)
     if program.traced:
         yield replace(program, traced=False)
     for index, each in enumerate(program.inputs):
