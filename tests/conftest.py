@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.fx
 
+sys.path[:0] = [str(Path(__file__).parent / "support")]
+"""Helpers of all tests are imported by their bare names."""
 GOLDEN = Path(__file__).parent / "golden"
 
 

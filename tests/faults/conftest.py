@@ -1,4 +1,4 @@
-"""The helpers of these tests stand beside them, those of all tests one folder up. A run ends with a table of its cases."""
+"""The helpers of these tests stand beside them, those of all tests in `support`. A run ends with a table of its cases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tally import Tally, table
 
-sys.path[:0] = [str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
 
 COUNTS = "cases of a fault test"
 

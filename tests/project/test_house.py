@@ -17,7 +17,7 @@ import torch
 
 from amprewrite.tables.formats import FORMATS, LOW_FORMATS, parse_format
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FACE = "amprewrite"
 FLOORS = {"tables": 1, "ir": 2, "planner": 3, "graphs": 3, "passes": 4, "runtime": 5, "report": 5, "accuracy": 6, "api": 7, FACE: 8}
 """Floor of each package. An import points to a lower floor, or stays in its package; neighbours on one floor never import each other."""

@@ -16,7 +16,7 @@ import amprewrite
 from amprewrite import passes
 from amprewrite.ir.pass_base import Pass
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STAGES = ("paint", "repaint", "plan", "apply")
 """Folders of passes/ that hold passes alone; in the others a file may be a part of one that is no pass yet."""
 PASSES = {

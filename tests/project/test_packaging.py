@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PEEK = "import amprewrite, amprewrite.passes, amprewrite.graphs; print(amprewrite.__file__); print(amprewrite.passes.__file__)"
 
@@ -107,7 +107,7 @@ def test_the_source_distribution_holds_what_its_tests_and_make_need(sdist):
 
 def test_the_source_distribution_passes_its_own_tests(sdist):
     """Those that are quick: they import the helpers, read golden files and run the passes."""
-    tests = ["tests/test_min_cut.py", "tests/passes/test_paint_lists.py", "tests/test_plan.py::test_print_of_several_graphs"]
+    tests = ["tests/planner/test_min_cut.py", "tests/passes/test_paint_lists.py", "tests/ir/test_plan.py::test_print_of_several_graphs"]
     environment = {**os.environ, "PYTHONPATH": str(sdist), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=sdist, env=environment, capture_output=True, text=True)

@@ -12,7 +12,7 @@ import pytest
 
 import amprewrite
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch._dynamo", "torch._inductor", "scipy", "networkx", "sympy", "rich", "onnx", "onnx_ir", "transformers")
 
 

@@ -18,7 +18,7 @@ from amprewrite.api.cli import output
 from amprewrite.api.cli.main import EXAMPLES, main
 from amprewrite.report.cast_plan import CastPlan
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = '''
 import torch
 from torch import nn
