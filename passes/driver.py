@@ -33,6 +33,7 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import APPLY, CLEAN_EXPORTED, NORMALISE, TIDY, WEIGH, decide
 from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.passes.apply.scale_loss import nodes_outside
 from amprewrite.passes.lower.dry_run import Refused, dry_run
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import PassError, PlanError
@@ -230,13 +231,18 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
-    """The problem of the checkpoint body that `node` runs, as free as the graph around it to be decided; it is a copy."""
+    """The problem of the checkpoint body that `node` runs, as free as the graph around it to be decided; it is a copy.
+
+    If gradients are scaled and the checkpoint stands outside of that, its body is scaled by itself and gives fp32: a cast outside
+    would bring small gradients to a low format before they are scaled.
+    """
     assert isinstance(node.args[0], torch.fx.Node)
     part = _read_inner_graph(captured, node, str(node.args[0].target), captured.problem.policy)
-    part.know(fold_masks=captured.problem.fold_masks)
+    apart = captured.problem.scale_loss and node in nodes_outside(captured.module.graph, set())
+    part.know(fold_masks=captured.problem.fold_masks, scale_loss=apart)
     inputs = dict(zip(part.module.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
     part.know(masks=_read_masks(part, {inner: outer for inner, outer in inputs.items() if isinstance(outer, torch.fx.Node)}))
-    if not _written_outside(captured, _results_of(captured, node)):
+    if not apart and not _written_outside(captured, _results_of(captured, node)):
         _free_outputs(part)
     return part
 

@@ -8,6 +8,7 @@
    times the inverse. Small weights used close together share one autograd node. Memory that is written is crossed at each
    reader, behind the writes it sees; all else is crossed once.
 5. A hook on a tensor inside sees its gradient unscaled.
+6. A checkpoint may stand outside. Its body is then scaled like a graph of its own, with fp32 at its border, and is given the scale.
 
 Regions compose, since each multiplies and divides by itself; so graph breaks, other models and penalties stay right.
 """
@@ -77,6 +78,9 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
     like = next((t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))), torch.empty(()))
     scale, inverse = _scale_inputs(graph, inputs, like)
     outside = nodes_outside(graph, high)
+    for node in graph.nodes:
+        if scales_itself(node):
+            node.args = (*node.args, scale, inverse)
     _enter(graph, outside, scale)
     for node in graph.find_nodes(op="call_function", target=hooked):
         if node not in outside:
@@ -101,16 +105,31 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
         part = node.target is operator.getitem and first in found and not isinstance(example_value(first), torch.Tensor)  # type: ignore[arg-type]
         hook = node.target is hooked and first in found
         writes = any(target in found and differentiable(example_value(target)) for target in written(node))
-        apart = has_own_backward(node) or _gives_what_it_reads(node, returned)
+        apart = has_own_backward(node) or _gives_what_it_reads(node, returned) or scales_itself(node)
         if node.op == "placeholder" or LEAVES in node.meta or apart or part or hook or writes:
             found.add(node)
     return found | _ends(graph, found, high)
 
 
+def scales_itself(node: Node) -> bool:
+    """Whether the node is a checkpoint that stands outside, with a body that is scaled like a graph of its own."""
+    inputs = [each.target for body in bodies(node) for each in body.graph.find_nodes(op="placeholder")] if is_checkpoint(node) else []
+    return SCALE in inputs
+
+
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
     """Whether a checkpoint's results are returned, of which some are read in its body: no border can stand between."""
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
-    return leaves and is_checkpoint(node) and any(True for body in bodies(node) for _ in read_results(body.graph))
+    return leaves and is_checkpoint(node) and _reads_results(node)
+
+
+def _reads_results(node: Node) -> bool:
+    """Whether the body of a checkpoint reads what it returns; the body of one whose results it returns counts as well."""
+    for body in bodies(node):
+        inner = (each for each in body.graph.nodes if is_checkpoint(each))
+        if any(True for _ in read_results(body.graph)) or any(_reads_results(each) for each in inner):
+            return True
+    return False
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
