@@ -245,7 +245,19 @@ def bounded(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
     return (saved_less(lambda t: model.a(t).tanh(), x),)
 
 
-CHECKPOINTED = [one, behind_a_write, in_a_checkpoint, read_inside, read_in_a_checkpoint, bounded]
+def as_it_is(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
+    """The first result is the checkpoint's own input, which its body reads."""
+    result: tuple[Tensor, ...] = saved_less(lambda t: (t, model.b(t)), model.a(x))
+    return result
+
+
+def contiguous_already(model: Checkpointed, x: Tensor) -> tuple[Tensor, ...]:
+    """The first result is the tensor that `b` reads."""
+    value = model.a(x)
+    return value.contiguous(), model.b(value)
+
+
+CHECKPOINTED = [as_it_is, contiguous_already, one, behind_a_write, in_a_checkpoint, read_inside, read_in_a_checkpoint, bounded]
 
 
 def gradients_of(model: nn.Module, x: Tensor, factor: float = 1.0) -> list[Tensor]:

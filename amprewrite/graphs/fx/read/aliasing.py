@@ -103,6 +103,22 @@ def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
     return None
 
 
+def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The operand that a node gives as it is, as `contiguous` does of a contiguous tensor, and a checkpoint of an input it returns."""
+    inside, source = made_inside(node), node.args[0] if node.args else None
+    if inside is not None and isinstance(source, torch.fx.Node):
+        while (before := same_tensor(inside)) is not None:
+            inside = before
+        if inside.op != "placeholder":
+            return None
+        given = source.args[1 + inside.graph.find_nodes(op="placeholder").index(inside)]
+        return given if isinstance(given, torch.fx.Node) else None
+    if node.op not in ("call_function", "call_method") or is_opaque(node) or written(node) or node.target is hooked:
+        return None
+    value = real_value(node)
+    return next((operand for operand in node.all_input_nodes if isinstance(value, torch.Tensor) and example_value(operand) is value), None)
+
+
 def reads_back(node: torch.fx.Node) -> bool:
     """Whether the backward of an op reads its result, as that of `tanh` does: a second backward then gives the result a gradient."""
     if op_name(node.target) in _CHOOSE:

@@ -11,7 +11,8 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
 1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
    node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it. If the
    maker gives a view of a tensor that nobody sees, as `linear` does of more than two dims, so does the node: autograd takes a view
-   off the path of what is written beside it, and a base not.
+   off the path of what is written beside it, and a base not. In graphs with gradients the same holds if a result is the very
+   tensor that an op was given, as that of `contiguous` may be, and others read that: they are on the path of the result.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
    graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as that of `tanh` does, a
@@ -42,7 +43,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
-from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back
+from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor
 from amprewrite.tables.ops.op_lists import find_op, op_name
 from amprewrite.tables.vocabulary import OpKind
 
@@ -176,6 +177,15 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
     return next(node for node in graph.nodes if node.op == "output").all_input_nodes
 
 
+def _read_as_another(result: Node) -> bool:
+    """Whether a result is the very tensor that an op was given, and others read that one; the body of a checkpoint may."""
+    while (given := same_tensor(result)) is not None:
+        if len(given.users) > 1 or made_inside(result) is not None:
+            return True
+        result = given
+    return False
+
+
 def _overlaps(value: Any) -> bool:
     """Whether elements of a tensor share memory with one another, as those of an expanded one do."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -217,12 +227,13 @@ class Memory:
                 counted[storage] += 1
                 counted[storage] += _overlaps(example_value(result))
         self.several = {storage for storage, count in counted.items() if count > 1}
+        self.same = {storage for result in found if _read_as_another(result) for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
         """Memory that leaves as itself."""
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
-            found |= (self.results & self.written) | (self.inputs & self.written)
+            found |= (self.results & self.written) | (self.inputs & self.written) | self.same
         return sorted((storage for storage in found if storage in self.holders), key=lambda s: self.position[self.holders[s][0]])
 
     def maker(self, storage: int) -> Node | None:
