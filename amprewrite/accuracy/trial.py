@@ -130,7 +130,7 @@ class Batches:
         self.kinds: list[str] = []
 
     def __len__(self) -> int:
-        """0 where nobody knows."""
+        """0 if it is unknown."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else 0
         except TypeError:  # a DataLoader over a stream has a length in name only
@@ -181,7 +181,7 @@ MOST_KEPT = 8
 def tee(batches: Any, into: list[Any]) -> Any:
     """`batches` as they are, of which the first MOST_KEPT end up in `into` too once they are gone through."""
     if _is_no_list(batches):
-        return batches  # whoever goes through them says what is wrong
+        return batches  # iterating over them says what is wrong
 
     def each() -> Iterator[Any]:
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Capture ahead of time and whole, by torch.export: for `.pt2` files and for whoever needs an ExportedProgram.
+"""Capture ahead of time and whole, by torch.export: for `.pt2` files and for tools that take an ExportedProgram.
 
 1. Export the plain model (`strict=False`) and take the exported module as an fx graph.
 2. Clean the graph: dtype checks recorded beside conversions go, guards go (the second export makes them anew), and

@@ -1,6 +1,6 @@
 """The public functions: rewrite a model, or just plan it.
 
-What needs Dynamo is imported by the first call: whoever only imports these functions does not wait for it.
+What needs Dynamo is imported by the first call: importing these functions alone is cheap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The neutral op graph: what every deciding pass reads, whatever the model came from.
 
 A vertex is one op with its facts; an edge carries an fp32 tensor from the op that makes it to the op that reads it.
-Integers, booleans and other dtypes travel on no edge: nobody ever casts them.
+Integers, booleans and other dtypes travel on no edge: they are never cast.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class OpNode:
 
 
 def _empty() -> nx.DiGraph:
-    import networkx as nx  # takes a tenth of what torch takes, and whoever only reads a plan needs no graph
+    import networkx as nx  # takes a tenth of what torch takes, and reading a plan needs no graph
 
     return nx.DiGraph()
 

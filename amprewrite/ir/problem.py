@@ -33,7 +33,7 @@ class ConstantRead:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One graph to decide. Frozen: whoever learns more makes another one with `dataclasses.replace`."""
+    """One graph to decide. Frozen: to add a fact, make another one with `dataclasses.replace`."""
 
     graph: OpGraph
     policy: Policy

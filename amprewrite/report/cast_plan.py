@@ -1,6 +1,6 @@
 """The plan that users hold: it prints, counts, explains and draws itself.
 
-What prints is imported when it is asked: whoever only names the class does not wait for it.
+What prints is imported when it is asked: naming the class alone imports none of it.
 """
 
 from __future__ import annotations

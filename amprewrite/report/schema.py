@@ -77,7 +77,7 @@ MEANING = {
     "weights": "weights padded by their casts",
     "weight_copies": "weights padded by copies of their own",
     "bytes_added": "bytes of padding that a forward writes",
-    "gain": "seconds that a call saves, or null where nobody asked",
+    "gain": "seconds that a call saves, or null if it was not asked for",
     "measured": "whether the gain was measured, not predicted",
     "pad region.why": "why it is padded, or why not",
     "reasons": "where padding had to stop, and why",

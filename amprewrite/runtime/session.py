@@ -371,7 +371,7 @@ class Session:
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """The problem of a graph that somebody captured of this model, by this model's options."""
+        """The problem of a graph that was captured of this model, by this model's options."""
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
         return read_problem(

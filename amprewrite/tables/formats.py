@@ -73,9 +73,9 @@ NARROW_DTYPES = tuple(row.dtype for row in LOW_FORMATS if row.narrow)
 NARROWEST = FP16
 """The format whose range decides what a loss scale may be."""
 DEFAULT_LOW = BF16
-"""What tools show and measure if nobody names a format."""
+"""What tools show and measure if no format is named."""
 DEFAULT_ONNX = FP16
-"""What ONNX files are converted to if nobody names a format: every runtime loads it."""
+"""What ONNX files are converted to if no format is named: every runtime loads it."""
 
 CONVERSIONS = tuple(word for row in FORMATS.values() for word in row.spellings if hasattr(torch.Tensor, word))
 """Methods of a tensor that convert it: float, half, bfloat16."""

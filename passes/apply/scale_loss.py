@@ -1,4 +1,4 @@
-"""Build loss scaling into a training graph: inside it gradients are scaled, outside nobody ever sees the scale.
+"""Build loss scaling into a training graph: inside it gradients are scaled, outside the scale is never seen.
 
 1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors.
 2. Some nodes stand outside though they are in the graph: inputs, writes to their memory, values that leave as themselves
@@ -243,7 +243,7 @@ def by_grad_mode(graph: torch.fx.Graph, casts: list[Node]) -> list[list[Node]]:
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Cross inputs that nobody writes once, where the graph begins."""
+    """Cross inputs that nothing writes once, where the graph begins."""
     read = [source for source in readers if readers[source]]
     shared = [source for source in read if source in weights and example_value(source).dtype == torch.float32]
     waiting = dict(readers)

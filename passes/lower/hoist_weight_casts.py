@@ -40,7 +40,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if target.weight_cache:
             if target.training:
-                edited.module = copy_of(edited.module)  # whoever looks into the graph wants the casts there
+                edited.module = copy_of(edited.module)  # the graph that users look into keeps its casts
             edited.hoisted = hoist_weight_casts(edited.module, target.training)
         return bool(edited.hoisted)
 

@@ -1,4 +1,4 @@
-"""Remove what the rewrite left without effect: conversions to the dtype a value already has, and copies nobody reads.
+"""Remove what the rewrite left without effect: conversions to the dtype a value already has, and copies that nothing reads.
 
 Only nodes that carry no side effect and that capture or we put there for a dtype's sake are touched. A low copy of a high
 copy of a low value is folded (it gives back the same bits); a high copy of a low copy of a high value never is.

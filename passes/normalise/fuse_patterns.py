@@ -9,7 +9,7 @@ the whole reads and writes low and computes in fp32 inside. Recognised are, with
 4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm, but not on CPU: PyTorch has no
    kernel there and would convert and write it out again
 
-A unit is gathered only where nobody reads what is inside it, and for lists that call its op internal. Conversions inside are
+A pattern is fused only if nothing outside reads what is inside it, and for lists that call its op internal. Conversions inside are
 the kernel's business. The captured graph is left as it is: a copy is edited.
 """
 
@@ -95,7 +95,7 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
 
 
 def _closed(unit: Pattern) -> bool:
-    """Whether nobody outside reads what is inside, and nothing inside writes in place."""
+    """Whether nothing outside reads what is inside, and nothing inside writes in place."""
     unit.inside.discard(unit.end)
     members = unit.inside | {unit.end}
     own = [node for node in members if isinstance(node.target, str) and node.target.endswith("_")]

@@ -1,4 +1,4 @@
-"""Leave a graph in fp32 where its casts cost more than its low ops save, and nobody asked for a format.
+"""Leave a graph in fp32 if its casts cost more than its low ops save, and the user named no format.
 
 1. Only with `dtype=None`, the default lists, no overrides and the eager backend, which runs every cast as a kernel.
 2. Price the colours so far, and everything high. If that is cheaper by more than MARGIN, paint it.

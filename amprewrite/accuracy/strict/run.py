@@ -195,7 +195,7 @@ def _prefixed(row: Row, prefix: str, several: bool) -> Row:
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of an input. PyTorch lets nobody write a leaf that wants a gradient: so the copy of what is none is none either."""
+    """A copy of an input. PyTorch forbids writes to a leaf that wants a gradient, so the copy of a non-leaf is no leaf either."""
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
     made = leaf.detach().clone().requires_grad_(leaf.requires_grad)

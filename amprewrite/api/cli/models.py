@@ -98,7 +98,7 @@ def _load_pt2(path: Path, trust: bool) -> TorchModel:
     try:
         program = torch.export.load(path if trust else plain_copy(path))
     except NotPlain as error:
-        raise UsageError(f"{path} may run code when it is loaded: {error}; pass --trust if you trust whoever made it") from error
+        raise UsageError(f"{path} may run code when it is loaded: {error}; pass --trust if you trust its author") from error
     except Exception as error:
         what = f"{path} is no exported program, or a damaged one: {first_line(error)}"
         raise UsageError(f"{what}; write it with torch.export.save") from error

@@ -28,7 +28,7 @@ REGION = "onnx"
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
 """Reasons of colours that the user chose node by node."""
 SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE, Reason.CANCELS)
-"""Facts that a given plan of the very graph may overrule: whoever wrote it has seen them."""
+"""Facts that a given plan of the very graph may overrule: its author has seen them."""
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:

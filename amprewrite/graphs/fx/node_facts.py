@@ -291,7 +291,7 @@ def differentiates(graph: torch.fx.Graph) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
-    """Names of the parameters a target takes, in order; () where nobody knows."""
+    """Names of the parameters a target takes, in order; () if they are unknown."""
     if isinstance(target, torch._ops.OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
     if callable(target) and not isinstance(target, torch._ops.OpOverloadPacket):

@@ -84,7 +84,7 @@ class PadRegion:
     bytes_added: int = 0
     """Bytes of padding that a forward writes."""
     gain: float | None = None
-    """Seconds that a call is predicted, or was measured, to save; None where nobody asked."""
+    """Seconds that a call is predicted, or was measured, to save; None if it was not asked for."""
     measured: bool = False
     why: str = ""
     """Why it is padded, or why not."""

@@ -91,7 +91,7 @@ class Policy:
     memory: float = 0.0
     """Seconds that a byte of activations kept for backward is worth."""
     may_decline: bool = False
-    """Nobody asked for the format: a graph that would only lose by it may stay fp32."""
+    """The user did not name the format: a graph that would only lose by it may stay fp32."""
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

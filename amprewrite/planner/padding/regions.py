@@ -75,7 +75,7 @@ class Regions:
     """In the order of the graph, cast copies among them."""
     numel: Callable[[str], int]
     is_weight: Callable[[str], bool]
-    """Whether a value is a parameter, or a buffer that nobody writes."""
+    """Whether a value is a parameter, or a buffer that nothing writes."""
     barriers: set[tuple[str, str]] = field(default_factory=set)
     """(value, reader): padding is cut off here, and made anew if the reader wants some."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Regions:
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Axes by call that its rule counts by: three chunks, four gates."""
     extent: dict[int, int] = field(default_factory=dict)
-    """Padded extent of every axis that somebody wants padded."""
+    """Padded extent of every axis that an op wants padded."""
     padded: set[Variable] = field(default_factory=set)
     """(group, axis) that the cut chose."""
     content: dict[str, Content] = field(default_factory=dict)

@@ -60,7 +60,7 @@ def any_global_hook() -> bool:
 def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `module` with its own forward hooks, and without those on all modules of the process.
 
-    Dynamo reads this in place of a part's `__call__`: a hook on all modules would become part of the graph, whoever
+    Dynamo reads this in place of a part's `__call__`: a hook on all modules would become part of the graph, whichever
     registered it. Hooks that run even if the module raises are left to PyTorch's own call.
     """
     if module._forward_hooks_always_called or not _global_hooks():

@@ -113,7 +113,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Entry:
-    """A module that may be called from outside: the root, or a part of it that somebody calls by itself.
+    """A module that may be called from outside: the root, or a part of it that is called by itself.
 
     One that is not `captured` runs as it is written, around parts that are. Graphs of an LSTM's entry, whose `compiles` is
     False, run eagerly whatever the backend.

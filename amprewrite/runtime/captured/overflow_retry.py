@@ -8,7 +8,7 @@
 
 These further runs need no gradients, unless the graph takes gradients itself: then its inputs want theirs, as in the call.
 
-A few calls only: later ones cost nothing. Nobody needs to have asked for it, since a model that gives NaN helps nobody.
+A few calls only: later ones cost nothing. This is on by default, since a model that gives NaN is of no use.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OverflowRetry:
         captured, calibration = self.captured, self.learn(tuple(watch.regions.values()))
         for each in (captured, *captured.parts.values()):
             each.know(calibration=calibration)
-        captured.left_bodies[""] = f"a first call overflowed in {self._low}, and nobody sees the values in there"
+        captured.left_bodies[""] = f"a first call overflowed in {self._low}, and the values in there are not observed"
         captured.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.again(inputs)
 

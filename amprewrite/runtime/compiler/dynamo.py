@@ -180,7 +180,7 @@ def refuse_ambient_autocast() -> None:
 
 
 def refuse_tracers() -> None:
-    """CaptureError where somebody else's tracer would record the graph instead of running it.
+    """CaptureError if a foreign tracer would record the graph instead of running it.
 
     That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
     """
@@ -225,7 +225,7 @@ def at_work() -> bool:
 
 
 def kept_out() -> bool:
-    """Whether Dynamo is on, but somebody keeps it from the frames that are called now, as checkpoint does for its body."""
+    """Whether Dynamo is on, but kept from the frames that are called now, as checkpoint keeps it from its body."""
     return not at_work() and not why_switched_off()
 
 

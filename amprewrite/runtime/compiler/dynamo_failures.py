@@ -43,7 +43,7 @@ class Failure:
 
     why: str
     place: str
-    """The line that Dynamo could not read, as "file:line in function"; "" where nobody knows."""
+    """The line that Dynamo could not read, as "file:line in function"; "" if it is unknown."""
 
 
 def try_all_again() -> None:

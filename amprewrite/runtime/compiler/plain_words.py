@@ -78,7 +78,7 @@ def own_autocast(place: str) -> str:
 
 
 def traced(tracer: str) -> str:
-    """The message for a rewritten model that somebody else's tracer records. `tracer` is a name like "torch.export"."""
+    """The message for a rewritten model that a foreign tracer records. `tracer` is a name like "torch.export"."""
     if tracer in ("torch.jit.trace", "torch.export") and torch.onnx.is_in_onnx_export():
         tracer, instead = "torch.onnx.export", "use amp.export_onnx(path, args)"
     elif tracer == "torch.fx.symbolic_trace":

@@ -41,7 +41,7 @@ def frozen_note(model: nn.Module) -> str:
 
 
 def lost_masters(model: nn.Module) -> str:
-    """What to tell whoever converted a rewritten model to half precision; "" if its trainable parameters are not."""
+    """What to tell a user who converted a rewritten model to half precision; "" if its trainable parameters are not."""
     found = list(_trainable(model))
     if not found:
         return ""

@@ -101,7 +101,7 @@ class Noted:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Whose gradients these are; None if nobody's, or of an optimizer that is gone."""
+        """Whose gradients these are; None if no optimizer's, or of one that is gone."""
         return None if self._owner is None else self._owner()
 
     def __bool__(self) -> bool:

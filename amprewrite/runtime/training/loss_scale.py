@@ -69,7 +69,7 @@ class LossScale:
         self._recorded: Recorded | None = None
         self.overflow_at: str | None = None
         self.ask: Callable[[], None] | None = None
-        """Finds where the latest step overflowed, if that overflowed and nobody on the host knew yet."""
+        """Finds where the latest step overflowed, if that overflowed and the host did not know yet."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""

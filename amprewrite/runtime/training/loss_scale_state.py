@@ -34,7 +34,7 @@ class LossScaleReport:
     """Counted from 1."""
     at_floor: bool
     overflow_at: str | None
-    """Where the last overflow began, if whoever runs the graph could tell."""
+    """Where the last overflow began, if the runtime could tell."""
 
     def __str__(self) -> str:
         if self.kind == "none":

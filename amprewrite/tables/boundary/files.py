@@ -160,7 +160,7 @@ def settle(scratch: Path, target: Path) -> None:
 
 
 def write_scratch(path: Path, content: bytes) -> None:
-    """Write a scratch file, which nobody reads before `settle` or a move. OSError if that fails."""
+    """Write a scratch file, which is not read before `settle` or a move. OSError if that fails."""
     with path.open("wb") as file:
         file.write(content)
 

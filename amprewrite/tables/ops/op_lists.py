@@ -210,7 +210,7 @@ class OpLists:
     infer_after_allow: bool = True
     """Rule "tf": an infer op right after an allow op turns low, too (TensorFlow since 2025)."""
     asked: frozenset[str] = frozenset()
-    """Ops that `moved` put where they are: somebody asked, so no fact about a single call overrules them."""
+    """Ops that `moved` put where they are: the user asked, so no fact about a single call overrules them."""
 
     def kind(self, op: str) -> OpKind | None:
         """Kind of the op called or spelled `op`; None when it is on no list."""

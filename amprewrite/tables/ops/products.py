@@ -62,7 +62,7 @@ def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], 
 
 
 def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int]) -> int:
-    """A letter of one operand alone that nobody reads later is summed before the product."""
+    """A letter of one operand alone that is not read later is summed before the product."""
     shared, summed = left & right, (left & right) - later
     multiplied = math.prod(sizes[letter] for letter in shared | ((left | right) & later))
     return 2 * multiplied if summed else 0

@@ -179,7 +179,7 @@ def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) 
 
 
 def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """(mask to hand on, is_causal) by the values of a boolean `mask` on a CPU, where nobody waits for a device."""
+    """(mask to hand on, is_causal) by the values of a boolean `mask` on a CPU, where looking waits for no device."""
     kind = kind_of(mask, (query.shape[-2], key.shape[-2])) if mask.is_cpu and is_plain(mask) else Kind.OTHER
     return (mask, False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
 

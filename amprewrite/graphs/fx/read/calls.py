@@ -93,9 +93,9 @@ def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
 
 
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
-    """Nodes whose memory is written while somebody else still reads it.
+    """Nodes whose memory is written while another op still reads it.
 
-    An in-place op on a value that nobody reads afterwards is no such case: it does what the same op out of place would.
+    An in-place op on a value that is not read afterwards is no such case: it does what the same op out of place would.
     Nodes inside torch.func transforms have no memory to ask for.
     """
     place = {node: position for position, node in enumerate(graph.nodes)}

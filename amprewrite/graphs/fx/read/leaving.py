@@ -10,7 +10,7 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
 
 1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
    node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it. If the
-   maker gives a view of a tensor that nobody sees, as `linear` does of more than two dims, so does the node: autograd takes a view
+   maker gives a view of a hidden tensor, as `linear` does of more than two dims, so does the node: autograd takes a view
    off the path of what is written beside it, and a base not. In graphs with gradients the same holds if a result is the very
    tensor that an op was given, as that of `contiguous` may be, and others read that: they are on the path of the result.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the

@@ -322,7 +322,7 @@ def _followers(node: torch.fx.Node, ops: set[str]) -> Iterator[torch.fx.Node]:
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
     """`softmax(x.float()).to(x.dtype)` asks for what an internal kernel does anyway: let it run low in, low out.
 
-    Holds only where every reader of the fp32 result is a cast back to a dtype taken from another tensor, so that nobody
+    Holds only where every reader of the fp32 result is a cast back to a dtype taken from another tensor, so that nothing
     ever sees the fp32 bits, and the lists let the op compute internally.
     """
 

@@ -117,7 +117,7 @@ class WeightCache:
         """
         streams = streams_of(weights)
         if streams and recording(_CUDA):
-            self._replayed = True  # a replay steps weights and tells nobody
+            self._replayed = True  # a replay steps weights and calls no hook
             return [_made_alone(*each) for each in zip(weights, dtypes, layouts, strict=True)]
         block = self.block()
         if block is None:
@@ -157,7 +157,7 @@ class WeightCache:
             memories = prepared.memories
             copies = [memory.copy for memory in memories]
             if not all_alone(memories, copies):
-                copies = []  # what was held by nobody else is so again
+                copies = []  # what nothing else held is free again
                 for place, memory in enumerate(memories):
                     if not all_alone([memory], [memory.copy]):
                         memories[place] = self._idle[memory.place] = Memory(memory.place, weights[place], memory.layout)
@@ -336,7 +336,7 @@ class WeightCache:
             for block in self._blocks():
                 self._end(block, idle=True, which=ends_too if block.lasting else ends)
 
-    # -- writes that nobody counts -------------------------------------------------------
+    # -- writes that no version counts -------------------------------------------------------
     def look(self, names: Names) -> None:
         """Compare a few rows of a few kept copies with their weights, others at every call.
 

@@ -3,7 +3,7 @@
 1. Walk the nodes in order; a body is walked where its node stands, so that values may cross its border in either format.
 2. What enters and leaves a body has a vertex of its own: a loop's state enters and leaves in one colour, by a precision_group.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
-4. Constants cost nothing: whoever reads one low gets it stored low, and no cast is ever made of it.
+4. Constants cost nothing: an op that reads one low gets it stored low, and no cast is ever made of it.
 5. Pin what facts decide: unlisted ops, types that the opset does not take, quantised neighbours, constants that would be lost,
    and tensors that left the low format's range in a sample run.
 

@@ -86,7 +86,7 @@ def _put(reading: Reading, cast: Cast, copy: ir.Value) -> None:
 
 
 def _store_low(reading: Reading, cast: Cast, names: _Names) -> None:
-    """Store a constant low: under its own name where nobody reads it high, else a second time."""
+    """Store a constant low: under its own name if nothing reads it high, else a second time."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)

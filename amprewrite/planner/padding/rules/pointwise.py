@@ -89,7 +89,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
         if op == "div" and a == 0 and (b == BROADCAST or (isinstance(b, float) and b != 0)):
             return 0.0
         if a is None or b is None or BROADCAST in (a, b) or not isinstance(alpha, int | float):
-            raise Hazard(f"{op} puts values that nobody knows into the padding")
+            raise Hazard(f"{op} puts unknown values into the padding")
         if isinstance(a, str) or isinstance(b, str):
             if op in ("add", "sub", "rsub", "maximum", "minimum") and alpha == 1:
                 return MIXED
