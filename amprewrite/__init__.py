@@ -87,7 +87,7 @@ def __dir__() -> list[str]:
 def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
     """Rewrite an fp32 ONNX model into mixed precision; `amprewrite.api.onnx.convert.rewrite_onnx` has the options and the result.
 
-    EmitError where the onnx extra is not installed.
+    EmitError if the onnx extra is not installed.
     """
     return _import_module("amprewrite.api.module").load_onnx_support().rewrite_onnx(model, out, **options)
 

@@ -95,7 +95,7 @@ class DebugReport:
 
     @property
     def first_bad(self) -> Finding | None:
-        """What goes wrong first, None where nothing does."""
+        """What goes wrong first, None if nothing does."""
         return self.findings[0] if self.findings else None
 
     def op_table(self) -> str:
@@ -126,7 +126,7 @@ class DebugReport:
 
         None aims at 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Overrides that the model has already are in the
         result. `most_runs` bounds the runs of the model. An AmpRewriteWarning says so where the target is not reached.
-        PolicyError where `max_rel_err` is no positive number.
+        PolicyError if `max_rel_err` is no positive number.
         """
         assert self.run is not None and self.amp is not None
         target = TOLERANCE * FORMATS[self.low].eps if max_rel_err is None else max_rel_err
@@ -162,7 +162,7 @@ def debug(
     `loss` makes a 0-dim tensor of the output; without it the output's own loss or its mean squares are taken.
 
     The model is captured anew in its present mode; parameters, `.grad`, buffers, random state and inputs are left as they
-    were. Raises PolicyError where `amp` is not rewritten or no loss can be had, CaptureError where nothing can be captured.
+    were. Raises PolicyError if `amp` is not rewritten or no loss can be had, CaptureError if nothing can be captured.
     """
     if backward is None:
         backward = torch.is_grad_enabled() and (loss is not None or (isinstance(amp, nn.Module) and amp.training))

@@ -92,7 +92,7 @@ class Frontier:
         return as_text(self.table())
 
     def plot(self, path: str | Path) -> None:
-        """Draw predicted time against error, to a file that matplotlib can write; AccuracyError where that is not installed."""
+        """Draw predicted time against error, to a file that matplotlib can write; AccuracyError if that is not installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -181,7 +181,7 @@ def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
 
 
 def check_target(tolerance: float | None, accuracy: str | None) -> None:
-    """PolicyError where what is asked for makes no sense."""
+    """PolicyError if what is asked for makes no sense."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and not is_word(accuracy, "autocast"):

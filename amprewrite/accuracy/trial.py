@@ -93,7 +93,7 @@ class Trial:
             session.manner = None
 
     def check_captured(self) -> None:
-        """CalibrationError where no graph of the model has run."""
+        """CalibrationError if no graph of the model has run."""
         if not self.graphs:
             why = "; ".join(str(part) for part in session_of(self.amp).left_out) or "it has no op that Dynamo captures"
             raise CalibrationError(f"nothing of {self.name} could be captured, so nothing can be measured: {why}")

@@ -82,7 +82,7 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
     The model is captured anew in its present mode (train or eval, with or without gradients); buffers, random state and
     the inputs are left as they were. All results of one fp32 run are held in memory meanwhile.
 
-    Raises PolicyError where `amp` is not rewritten, CaptureError where nothing of it can be captured.
+    Raises PolicyError if `amp` is not rewritten, CaptureError if nothing of it can be captured.
     """
     run = StrictRun(amp, args, kwargs)
     found = run.rounded()

@@ -29,7 +29,7 @@ def export_program(
 ) -> torch.export.ExportedProgram:
     """An ExportedProgram of the rewritten graph of `amp`: fp32 in and out, parameters under their own names.
 
-    `options` go to torch.export.export, such as `dynamic_shapes`. Raises CaptureError where export cannot capture the model.
+    `options` go to torch.export.export, such as `dynamic_shapes`. Raises CaptureError if export cannot capture the model.
     """
     return export_with_plan(amp, args, kwargs, **options)[0]
 

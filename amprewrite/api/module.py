@@ -58,7 +58,7 @@ class Rewritten(RewrittenBase):
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
 
-        `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError where export cannot capture the model.
+        `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError if export cannot capture the model.
         """
         from amprewrite.api.export_program import export_program
 
@@ -69,7 +69,7 @@ class Rewritten(RewrittenBase):
     ) -> OnnxResult:
         """Write the rewritten model as an ONNX file; `amprewrite.api.onnx.convert.export_onnx` has the options and the result.
 
-        EmitError where the onnx extra is not installed.
+        EmitError if the onnx extra is not installed.
         """
         return load_onnx_support().export_onnx(self, path, args, kwargs, **options)
 

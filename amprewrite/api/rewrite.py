@@ -217,7 +217,7 @@ def _options(
 
 
 def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
-    """`loss_scale` as `parse_loss_scale` takes it; PolicyError where it does not."""
+    """`loss_scale` as `parse_loss_scale` takes it; PolicyError if it does not."""
     if loss_scale is None:
         loss_scale = "none"
     parse_loss_scale(loss_scale, low or FP32)

@@ -30,7 +30,7 @@ class TrainingLog:
     reads the scale back to the host, which waits for the device: raise `every` where that counts. Use it as a context manager, or
     call `close`.
 
-    Raises PolicyError where `amp` is not rewritten or there is nothing to write to, EmitError where `path` cannot be written.
+    Raises PolicyError if `amp` is not rewritten or there is nothing to write to, EmitError if `path` cannot be written.
     """
 
     def __init__(self, amp: nn.Module, path: str | Path | None = None, *, writer: ScalarWriter | None = None, every: int = 1) -> None:

@@ -67,7 +67,7 @@ class OpNode:
     """file:line of the model's code."""
     role: str = "op"
     pinned: tuple[Colour, Reason, str] | None = None
-    """Colour that facts force, with reason and detail; None where lists and passes decide."""
+    """Colour that facts force, with reason and detail; None if lists and passes decide."""
     precision_group: str = ""
     """Nodes with the same non-empty tie share memory or come out of one kernel: one colour for all."""
     relative: bool = False

@@ -143,7 +143,7 @@ class _Search:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """None where an operand is sure to be high when the op is, or the op never is."""
+        """None if an operand is sure to be high when the op is, or the op never is."""
         ends = [self._end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
             return None

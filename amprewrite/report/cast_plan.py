@@ -98,7 +98,7 @@ class CastPlan(ModelPlan):
     def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
         """Write a report as one self-contained HTML file: the graph, charts, and an answer for every node.
 
-        `report` is what `verify` or `debug` gave for the same model: it adds ranges and errors. EmitError where `path` cannot
+        `report` is what `verify` or `debug` gave for the same model: it adds ranges and errors. EmitError if `path` cannot
         be written.
         """
         from amprewrite.report.html.page import to_html
@@ -112,7 +112,7 @@ class CastPlan(ModelPlan):
         return to_svg(self, path, depth)
 
     def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-        """The same picture as a PNG file. EmitError where the png extra is not installed."""
+        """The same picture as a PNG file. EmitError if the png extra is not installed."""
         from amprewrite.report.pictures.svg import to_png
 
         return to_png(self, path, depth, scale)

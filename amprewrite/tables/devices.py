@@ -107,7 +107,7 @@ def device_row(device: str | torch.device) -> Device:
 
 
 def best_format(device: str | torch.device | Device) -> Format | None:
-    """The low format that this device multiplies fastest and safest, None where it gains nothing."""
+    """The low format that this device multiplies fastest and safest, None if it gains nothing."""
     formats = (device if isinstance(device, Device) else device_row(device)).low_formats
     return FORMATS[formats[0]] if formats else None
 

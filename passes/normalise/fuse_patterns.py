@@ -329,6 +329,6 @@ def _rms_norm(end: Node) -> Pattern | None:
 
 
 def _width(node: Node) -> Any:
-    """Size of the last dim; None where it is no plain number."""
+    """Size of the last dim; None if it is no plain number."""
     shape = example_value(node).shape
     return shape[-1] if len(shape) and isinstance(shape[-1], int) else None

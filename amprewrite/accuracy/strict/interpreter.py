@@ -49,7 +49,7 @@ class Row:
     inherited: float = math.nan
     """Relative L2 error before rounding: what came in with the operands."""
     smallest: float = 0.0
-    """Smallest magnitude before rounding that is not zero; 0 where all are."""
+    """Smallest magnitude before rounding that is not zero; 0 if all are."""
     inputs: tuple[str, ...] = ()
     """Rows that this one read: results, or the cast copies of them."""
 

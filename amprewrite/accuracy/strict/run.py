@@ -55,7 +55,7 @@ class Outcome:
 class StrictRun:
     """The model, its inputs, and the unrounded run to compare with.
 
-    Raises PolicyError where `amp` is not rewritten, CaptureError where nothing of it can be captured.
+    Raises PolicyError if `amp` is not rewritten, CaptureError if nothing of it can be captured.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def planned(captured: Captured) -> RegionPlan:
 
 
 def reference(trial: Trial, batches: Sequence[Any]) -> list[list[torch.Tensor]]:
-    """The floating outputs of the fp32 model on each batch. CalibrationError where some are not finite or there are none."""
+    """The floating outputs of the fp32 model on each batch. CalibrationError if some are not finite or there are none."""
     results = [[t.detach().clone() for t in output_floats(trial.run(batch, run_fp32))] for batch in batches]
     trial.check_captured()
     for index, outputs in enumerate(results):

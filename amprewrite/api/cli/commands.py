@@ -119,7 +119,7 @@ def _answer(plan: CastPlan, node: Any) -> dict[str, Any]:
 
 
 def diff(options: Options) -> int:
-    """As diff(1) does: 0 where nothing differs, 1 where something does."""
+    """As diff(1) does: 0 if nothing differs, else 1."""
     here, there = (_plan_of(load(word, options.trust), options) for word in (options.a, options.b))
     lines = here.diff(there).splitlines()
     if options.json:

@@ -207,7 +207,7 @@ def _checked(word: str, name: str, made: Any) -> TorchModel:
 
 
 def torch_model(source: Source, command: str) -> TorchModel:
-    """`source` if it is a PyTorch model; UsageError where the command cannot take anything else."""
+    """`source` if it is a PyTorch model; UsageError if the command cannot take anything else."""
     if isinstance(source, TorchModel):
         return source
     what = "an ONNX file" if isinstance(source, OnnxModel) else "a saved plan"

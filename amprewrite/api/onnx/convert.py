@@ -180,7 +180,7 @@ class Conversion:
 
     result: OnnxResult
     problem: str = ""
-    """Why nothing was written; "" where the file is there."""
+    """Why nothing was written; "" if the file is there."""
 
     @property
     def exit_status(self) -> int:

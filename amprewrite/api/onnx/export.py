@@ -41,7 +41,7 @@ AGREES = 1e-2
 def exported(
     amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
-    """The fp32 model, the example inputs as a feed, the policy, and notes. CaptureError where the exporter fails."""
+    """The fp32 model, the example inputs as a feed, the policy, and notes. CaptureError if the exporter fails."""
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
     if args is None and kwargs is None:

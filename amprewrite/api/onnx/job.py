@@ -55,7 +55,7 @@ class OnnxReport:
     """
 
     strict_error: float | None = None
-    """Relative L2 error of the outputs against fp32, every low result really rounded; None where it was not measured."""
+    """Relative L2 error of the outputs against fp32, every low result really rounded; None if it was not measured."""
     runtime_error: float | None = None
     """The same as ONNX Runtime computes it here; its CPU provider hides rounding."""
     samples: int = 0
@@ -89,7 +89,7 @@ class OnnxResult:
     plan: CastPlan
     report: OnnxReport
     path: Path | None
-    """Where it was written; None where it was only made."""
+    """Where it was written; None if it was only made."""
     plan_path: Path | None
     """Where its plan was written as JSON."""
     ir_model: ir.Model = field(repr=False)
@@ -232,7 +232,7 @@ class Job:
         return replace(report, valid=True, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
-        """AccuracyError where the error is larger than asked for, or where it is unknown."""
+        """AccuracyError if the error is larger than asked for, or unknown."""
         if order.max_rel_err is None:
             return
         error = report.strict_error
@@ -278,7 +278,7 @@ class Job:
 
 
 def decide_region(reading: Reading, policy: Policy, lists: OpLists, given: ModelPlan | None = None) -> RegionPlan:
-    """Run the deciding passes over what was read; edits nothing. PlanError where `given` does not fit."""
+    """Run the deciding passes over what was read; edits nothing. PlanError if `given` does not fit."""
     problem = Problem(graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=constant_reads(reading))
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))

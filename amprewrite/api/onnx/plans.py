@@ -32,7 +32,7 @@ SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE, Reason.CANCELS)
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """The region to follow. PlanError where the plan is not of this graph, or asks for what no op can do."""
+    """The region to follow. PlanError if the plan is not of this graph, or asks for what no op can do."""
     region = match_region(plan, problem)
     for planned in region.nodes:
         vertex = problem.graph.nodes.get(planned.name)
@@ -113,7 +113,7 @@ def _base(op: str) -> str:
 
 
 def _origin(node: ir.Node) -> tuple[str, str, str] | None:
-    """Module path, ATen base name and FX name that torch's exporter left on a node; None where it left none."""
+    """Module path, ATen base name and FX name that torch's exporter left on a node; None if it left none."""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     target = re.search(r"target=torch\.ops\.\w+\.(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
     if not scopes or target is None:

@@ -348,7 +348,7 @@ def is_opaque(node: Any) -> bool:
 
 
 def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
-    """Every node among the arguments, with the name of the parameter it is passed to ("" where unknown)."""
+    """Every node among the arguments, with the name of the parameter it is passed to ("" if unknown)."""
     names = _parameters(node.target) if node.op in ("call_function", "call_method") else ()
     for position, argument in enumerate(node.args):
         name = names[position] if position < len(names) else ""

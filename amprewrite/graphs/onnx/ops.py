@@ -207,7 +207,7 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
 
 
 def format_of(value: ir.Value | None) -> str:
-    """Short name of a value's dtype; "" where it is unknown or no tensor."""
+    """Short name of a value's dtype; "" if it is unknown or no tensor."""
     if value is None or not isinstance(value.type, ir.TensorType):
         return ""
     return FLOATS.get(value.type.dtype, value.type.dtype.name.lower())

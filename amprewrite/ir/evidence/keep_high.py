@@ -18,5 +18,5 @@ class KeepHigh:
     """What the search asked for and found, for the plan's notes."""
 
     def of(self, graph: OpGraph) -> Mapping[str, str] | None:
-        """Nodes of this graph with the reason in words; None where the search never met the graph."""
+        """Nodes of this graph with the reason in words; None if the search never met the graph."""
         return self.graphs.get(fingerprint(graph))

@@ -94,7 +94,7 @@ class ValueRange:
 
     @property
     def amax(self) -> float:
-        """Largest finite magnitude; 0 where nothing finite was seen."""
+        """Largest finite magnitude; 0 if nothing finite was seen."""
         return max(abs(self.least), abs(self.greatest)) if self.least <= self.greatest else 0.0
 
     @property
@@ -175,12 +175,12 @@ class Calibration:
     version: int = SCHEMA
 
     def of(self, graph: OpGraph) -> RegionRanges | None:
-        """What was seen in this graph; None where it never ran."""
+        """What was seen in this graph; None if it never ran."""
         wanted = fingerprint(graph)
         return next((region for region in self.regions if region.graph == wanted), None)
 
     def check(self, model: torch.nn.Module) -> None:
-        """CalibrationError where this was made with another model."""
+        """CalibrationError if this was made with another model."""
         if self.parameters != parameters_fingerprint(model):
             raise CalibrationError(
                 f"the calibration was made with a {self.model} of other parameters than this {type(model).__name__} has; "
@@ -203,7 +203,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """Read what `to_json` wrote. CalibrationError where the text is something else."""
+        """Read what `to_json` wrote. CalibrationError if the text is something else."""
         try:
             data = read_json(text)
         except BadData as error:
@@ -240,7 +240,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a file that `save` wrote. CalibrationError where it cannot be read or holds something else."""
+        """Read a file that `save` wrote. CalibrationError if it cannot be read or holds something else."""
         try:
             return cls.from_json(read_text(path))
         except ValueError as error:

@@ -10,7 +10,7 @@ Factors = tuple[tuple[int, int], ...]
 """What one dim is made of, outer to inner: (logical, physical) extent of each axis. ((3, 3), (100, 104)) are three chunks
 of 100, each padded to 104."""
 Layout = tuple[tuple[int, Factors], ...]
-"""The padded dims of one tensor: (dim, its factors), in order; () where it has its logical size."""
+"""The padded dims of one tensor: (dim, its factors), in order; () if it has its logical size."""
 
 KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
 """Kinds of change of size."""

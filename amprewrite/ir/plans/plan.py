@@ -132,7 +132,7 @@ class RegionPlan:
     basis: Any = field(default=None, compare=False, repr=False)
     """The Problem that this was decided from: what "what if" questions start from. It is no part of the JSON."""
     candidates: tuple[Candidate, ...] = ()
-    """What was weighed, the plan itself first; empty where nothing was."""
+    """What was weighed, the plan itself first; empty if nothing was."""
     priced_on: str = ""
     """The device whose prices those are."""
     scales_loss: bool = False
@@ -214,7 +214,7 @@ class ModelPlan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote, edited or not. PlanError where the text is something else."""
+        """Read what `to_json` wrote, edited or not. PlanError if the text is something else."""
         try:
             data = read_json(text)
         except BadData as error:
@@ -293,7 +293,7 @@ class ModelPlan:
         return {node.name.removeprefix(prefix) for node in self.find(name) if node.name.startswith(prefix)}
 
     def diff(self, other: ModelPlan) -> str:
-        """What `other` does differently, a line each; empty where nothing does."""
+        """What `other` does differently, a line each; empty if nothing does."""
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
         lines = [f"only here: {name}" for name in mine if name not in theirs]
         lines += [f"only there: {name}" for name in theirs if name not in mine]

@@ -112,7 +112,7 @@ class Policy:
     def asked_for(self, name: str, module: str) -> Override | None:
         """The node or module override that decides this node: nodes before modules, the longer module pattern first.
 
-        Raises PolicyError where two of the same rank contradict each other.
+        Raises PolicyError if two of the same rank contradict each other.
         """
         if not self.overrides:
             return None

@@ -45,7 +45,7 @@ class Want:
     size: int
     unit: int
     leaves: tuple[int, ...] = ()
-    """Axes to pad; () where none can be."""
+    """Axes to pad; () if none can be."""
     why_not: str = ""
 
     def padded(self, regions: Regions) -> int:
@@ -175,7 +175,7 @@ class Regions:
         self.group[self._root(one)] = self._root(other)
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """What the cut decides about this dim: its group and axis; None where it stays logical."""
+        """What the cut decides about this dim: its group and axis; None if it stays logical."""
         if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -184,7 +184,7 @@ class Regions:
 
     # -- 2. wants ----------------------------------------------------------------------
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
-        """Unaligned dims of the matrix products; `multiple_of` a call's name is None where it should be left alone."""
+        """Unaligned dims of the matrix products; `multiple_of` a call's name is None if it should be left alone."""
         found: list[Want] = []
         for call in self.calls.values():
             multiple = multiple_of(call.name) if self.rules[call.name].wants else None
@@ -380,7 +380,7 @@ class Regions:
 
     # -- 4. content ---------------------------------------------------------------------------
     def check(self) -> bool:
-        """Follow the content of all padding; False where a barrier or a refusal had to be added."""
+        """Follow the content of all padding; False if a barrier or a refusal had to be added."""
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
         for call in self.calls.values():

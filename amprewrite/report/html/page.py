@@ -30,7 +30,7 @@ SECONDS = 5.0
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
     """Write the report. `report` is a verify Report or a debug report of the same model, `seconds` bounds the what-ifs.
 
-    EmitError where `path` cannot be written.
+    EmitError if `path` cannot be written.
     """
     return write_text(path, html(plan, title, report, seconds))
 

@@ -18,7 +18,7 @@ CAST = "#8b3fe0"
 
 
 def to_dot(plan: ModelPlan, path: Any = None) -> str:
-    """The graph as DOT text. EmitError where `path` is given and cannot be written."""
+    """The graph as DOT text. EmitError if `path` is given and cannot be written."""
     drawing = draw(plan)
     lines = [
         "digraph plan {",

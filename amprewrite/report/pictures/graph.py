@@ -17,7 +17,7 @@ class Edge:
     source: int
     target: int
     cast: str = ""
-    """Format of the copy that the reader gets; "" where it reads the value itself."""
+    """Format of the copy that the reader gets; "" if it reads the value itself."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ LOW, HIGH = "#bfe8e2", "#f8d8a8"
 
 
 def to_model_explorer(plan: ModelPlan, path: Any, graph: str = "main") -> Path:
-    """Write node data for the graph called `graph` there. EmitError where `path` cannot be written."""
+    """Write node data for the graph called `graph` there. EmitError if `path` cannot be written."""
     return write_text(path, json.dumps(node_data(plan, graph), indent=1))
 
 

@@ -28,7 +28,7 @@ MARGIN = 12.0
 def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
     """The graph as SVG text. Modules up to `depth` are open; None opens as many as stay readable.
 
-    EmitError where `path` is given and cannot be written.
+    EmitError if `path` is given and cannot be written.
     """
     drawing = draw(plan)
     placed = place(drawing.nest, _sizes(drawing), _opened(drawing, depth))
@@ -51,7 +51,7 @@ def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
 
 
 def to_png(plan: ModelPlan, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-    """The same as a PNG file, `scale` pixels a unit. EmitError where the png extra is missing or the file cannot be written."""
+    """The same as a PNG file, `scale` pixels a unit. EmitError if the png extra is missing or the file cannot be written."""
     try:
         import resvg_py
     except ImportError as error:

@@ -90,7 +90,7 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """What happens if the node itself is told to run in the other colour; None where it cannot."""
+        """What happens if the node itself is told to run in the other colour; None if it cannot."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
@@ -127,7 +127,7 @@ class WhatIf:
             yield each
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """The plan with `nodes` told the colour that `name` has not; None where `name` keeps its own all the same."""
+        """The plan with `nodes` told the colour that `name` has not; None if `name` keeps its own all the same."""
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None
@@ -185,7 +185,7 @@ def _bytes(number: int) -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """What would have to be true for the node to run low, or high where it runs low; "" where neighbours decide.
+    """What would have to be true for the node to run low, or high where it runs low; "" if neighbours decide.
 
     Completes "it would run otherwise …".
     """

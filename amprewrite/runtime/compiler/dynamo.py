@@ -141,7 +141,7 @@ def _frame_around(function: types.FunctionType) -> types.FunctionType:
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional parameters after self; () where the signature says nothing."""
+    """Names of the positional parameters after self; () if the signature says nothing."""
     try:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -245,7 +245,7 @@ def disabled() -> bool:
 
 
 def why_switched_off() -> str:
-    """The switch that keeps Dynamo from capturing, with the remedy; "" where none does."""
+    """The switch that keeps Dynamo from capturing, with the remedy; "" if none does."""
     if disabled():
         return "Dynamo is disabled (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch._dynamo.config.disable); enable it"
     stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")

@@ -100,7 +100,7 @@ class LossScale:
         self._pending, self._replicas = None, {}
 
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
-        """Note that an optimizer stepped: `found_inf` is 0-dim fp32, above 0 where a gradient overflowed.
+        """Note that an optimizer stepped: `found_inf` is 0-dim fp32, above 0 if a gradient overflowed.
 
         The scale moves when the set of steps is complete: at the next snapshot, read, or step of the same `source`.
         """

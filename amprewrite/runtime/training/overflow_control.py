@@ -326,7 +326,7 @@ class StepGate:
         )
 
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
-        """Raise if training is stuck.  `overflow` is None where only the device knows: then look every so often."""
+        """Raise if training is stuck.  `overflow` is None if only the device knows: then look every so often."""
         self._stepped = True
         if overflow is None:
             self.loss_scale.ask = self._locate

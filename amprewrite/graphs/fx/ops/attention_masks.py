@@ -47,7 +47,7 @@ class Kind(Enum):
 
 
 def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]] | None:
-    """(nodes that compute `mask`, in order; sizes they read); None where it depends on anything else or is written in place."""
+    """(nodes that compute `mask`, in order; sizes they read); None if it depends on anything else or is written in place."""
     inner: set[torch.fx.Node] = set()
     sizes: dict[torch.fx.Node, None] = {}
     waiting = [mask]

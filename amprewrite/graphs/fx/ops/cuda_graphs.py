@@ -3,7 +3,7 @@
 So a loss scale that a graph moves cannot be a new tensor each time, and what a step found cannot be a Python attribute:
 
 1. From the first recording on, the tensors of the state keep their places; new values are copied there.
-2. What a step found waits in a mailbox, a 0-dim tensor: -1 where nothing waits. What comes next, a replay or eager code,
+2. What a step found waits in a mailbox, a 0-dim tensor: -1 if nothing waits. What comes next, a replay or eager code,
    moves the state by it and empties it, so both can take turns.
 3. A forward takes a copy of the scale, since the place itself will be written.
 """

@@ -21,7 +21,7 @@ class Checked:
     """Gradients checked together."""
 
     flag: Tensor
-    """0-dim fp32: above 0 where one of them is not finite."""
+    """0-dim fp32: above 0 if one of them is not finite."""
     count: int
 
 

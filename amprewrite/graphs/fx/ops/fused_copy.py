@@ -48,7 +48,7 @@ def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def unscale_many(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor] | None:
-    """fp32 `gradient * factor` of each low gradient, vouched for, in one pass; None where that cannot be or does not pay.
+    """fp32 `gradient * factor` of each low gradient, vouched for, in one pass; None if that cannot be or does not pay.
 
     `factor` is a 0-dim fp32 tensor on their device.
     """

@@ -94,7 +94,7 @@ def launch(
 
 
 def row(source: Tensor, target: Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """(rank, row of the table) of a copy; None where more than `RANK` dimensions, or 2**31 strided elements, are left."""
+    """(rank, row of the table) of a copy; None if more than `RANK` dimensions, or 2**31 strided elements, are left."""
     head = (source.data_ptr(), target.data_ptr(), source.numel())
     if source.is_contiguous() and target.is_contiguous():
         return 1, (*head, *(1,) * RANK, *(0,) * (2 * RANK))

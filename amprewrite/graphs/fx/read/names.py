@@ -27,7 +27,7 @@ def module_path(node: torch.fx.Node, entry: str) -> str:
 def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Module) -> str | None:
     """Path in `root` of the module whose frame was captured: after a graph break that may be a part of the model.
 
-    `inputs` are the real inputs of the graph, of which parameters and buffers tell where they live. None where none does.
+    `inputs` are the real inputs of the graph, of which parameters and buffers tell where they live. None if none does.
     """
     paths: dict[int, list[str]] = {}
     for path, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):

@@ -195,7 +195,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: bool) -> tuple[Colour, Reason, str] | None:
-    """The colour that facts force; None where lists and passes decide."""
+    """The colour that facts force; None if lists and passes decide."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "output" or fact.dtype != "fp32":

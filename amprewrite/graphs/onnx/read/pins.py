@@ -73,7 +73,7 @@ class RangeFacts:
 
     # -- ranges ---------------------------------------------------------------------------
     def too_far(self, value: ir.Value) -> str:
-        """Why a value must not be low, by the sample run; "" where it may."""
+        """Why a value must not be low, by the sample run; "" if it may."""
         seen = self.ranges.get(str(value.name))
         if seen is None:
             return ""

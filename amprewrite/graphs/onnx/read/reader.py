@@ -270,7 +270,7 @@ class _Reader:
         return tuple(Operand(value, Demand.HIGH) for value in made)
 
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        """The colour that facts about the op force; None where lists and passes decide."""
+        """The colour that facts about the op force; None if lists and passes decide."""
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op
         if node.op_type in QUANTISED:

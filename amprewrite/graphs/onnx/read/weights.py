@@ -105,7 +105,7 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
 
 
 def loss_of(name: str, found: Facts, fmt: Format, saturates: bool) -> Loss | None:
-    """What a low copy of the constant would lose; None where it rounds as well as any other.
+    """What a low copy of the constant would lose; None if it rounds as well as any other.
 
     `saturates`: its reader means a large number as a mask or a bound.
     """

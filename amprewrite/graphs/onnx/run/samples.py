@@ -197,7 +197,7 @@ def _rows_indexed(value: ir.Value) -> int:
 def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto") -> Samples:
     """Run the fp32 model and keep the magnitudes of the `wanted` values. `feeds` None: on made-up inputs.
 
-    PolicyError where the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
+    PolicyError if the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
     """
     problem = too_large(model)
     if problem:
@@ -235,7 +235,7 @@ class _Observer:
         """Whether a run took longer than any model of that size should."""
 
     def run(self, feed: Feed, samples: Samples) -> str:
-        """Take one sample in; what went wrong, "" where nothing did."""
+        """Take one sample in; what went wrong, "" if nothing did."""
         ranges: dict[str, Range] = {}
         outputs: list[np.ndarray] = []
         try:

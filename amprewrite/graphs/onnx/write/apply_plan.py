@@ -25,7 +25,7 @@ COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
 
 
 def apply_plan(model: ir.Model, reading: Reading, plan: RegionPlan, low: Format) -> None:
-    """Edit `model` in place; PassError where the casts made are not those planned."""
+    """Edit `model` in place; PassError if the casts made are not those planned."""
     colours = {node.name: node.colour for node in plan.nodes}
     for node in model.graph.all_nodes():  # what an earlier rewrite wrote
         for key in (CAST, COLOUR, REASON):

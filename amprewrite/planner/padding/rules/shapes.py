@@ -89,7 +89,7 @@ def permuted(view: View) -> Rule:
 
 
 def permutation(call: Call, rank: int) -> list[int] | None:
-    """Where every dim of the result comes from; None where the arguments do not say."""
+    """Where every dim of the result comes from; None if the arguments do not say."""
     order = list(range(rank))
     if call.op == "t":
         return order[::-1] if rank <= 2 else [*order[:-2], order[-1], order[-2]]
@@ -138,7 +138,7 @@ def piece(start: int, stop: int, size: Any) -> tuple[int, int] | None:
 
 
 def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
-    """For a plain index: (dim, int or slice) of every dim it touches, and None for what inserts a dim; None where it is not plain."""
+    """For a plain index: (dim, int or slice) of every dim it touches, and None for what inserts a dim; None if it is not plain."""
     index = call.args[1]
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) is int or isinstance(i, slice)) for i in index):
