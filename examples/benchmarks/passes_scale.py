@@ -24,9 +24,10 @@ from amprewrite.tables.vocabulary import Colour, Reason
 LISTS = op_lists("default", BF16, "cuda")
 
 
-def vertex(name: str, op: str, *reads: str, numel: int = 1 << 18, tie: str = "") -> OpNode:
+def vertex(name: str, op: str, *reads: str, numel: int = 1 << 18, precision_group: str = "") -> OpNode:
     demand = Demand.PROMOTE if OPS[op].promotes else Demand.COLOUR
-    return OpNode(name, op, LISTS.kind(op), tuple(Operand(read, demand) for read in reads), "fp32", numel=numel, precision_group=tie)
+    operands = tuple(Operand(read, demand) for read in reads)
+    return OpNode(name, op, LISTS.kind(op), operands, "fp32", numel=numel, precision_group=precision_group)
 
 
 def source(name: str, role: str) -> OpNode:

@@ -86,7 +86,7 @@ MUTANTS = (
         "write-to-input-inside", "a write in place to an input is not on the path of its low readers", ("programs", "states"), ('inplace', 'break', "'fp16'"),
         (("passes/apply/scale_loss.py", "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook or writes:",
           "        if node.op == \"placeholder\" or LEAVES in node.meta or apart or part or hook:"),
-         ("amprewrite/graphs/fx/read/leaving.py", "            found |= (self.results & self.written) | (self.inputs & self.written)\n", "            found |= self.results & self.written\n")),
+         ("amprewrite/graphs/fx/read/leaving.py", "            found |= (self.results & self.written) | (self.inputs & self.written) | self.same\n", "            found |= (self.results & self.written) | self.same\n")),
     ),
     Mutant(
         "bodies-untold", "products in loops, conditions and autograd Functions stay fp32 without a word", ("programs",), ('while_loop', "'bf16'", 'heavy'),

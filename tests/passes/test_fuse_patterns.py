@@ -159,7 +159,7 @@ def test_a_unit_rounds_no_more_than_its_parts(body: Body, monkeypatch: pytest.Mo
     model, x = Between(body).eval(), torch.randn(64, 24)
     errors = []
     for find in (fuse_patterns.find_patterns, lambda graph, lists: iter(())):
-        monkeypatch.setattr(fuse_patterns, "find_units", find)
+        monkeypatch.setattr(fuse_patterns, "find_patterns", find)
         torch._dynamo.reset()
         with torch.no_grad():
             errors.append(verify(amprewrite.rewrite(model, dtype="bf16"), (x,)).output_error)

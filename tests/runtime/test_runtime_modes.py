@@ -210,7 +210,7 @@ def test_dynamo_reset_only_means_a_new_capture():
 def test_dynamo_disabled_by_environment_is_said(variable):
     program = """
         import os, sys, warnings
-        sys.path.insert(0, "tests")
+        sys.path.insert(0, "tests/support")
         from runtime_help import *
         amp = low(mlp())
         with warnings.catch_warnings(record=True) as caught:
