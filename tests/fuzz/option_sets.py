@@ -100,7 +100,8 @@ class OptionSet:
     def may_conflict(self) -> bool:
         """Whether valid options may rule each other out, or ask for data that is not given."""
         chosen = {name for name, text in self.values if text not in ("None", "False", "{}", "()", "'auto'", "'never'")}
-        needs_data = chosen & {"tolerance", "accuracy"} and not chosen & {"calibration", "example_inputs"}
+        data = chosen - {name for name, text in self.values if text == "measured"}  # ranges that were measured hold no batches
+        needs_data = chosen & {"tolerance", "accuracy"} and not data & {"calibration", "example_inputs"}
         both = chosen >= {"tolerance", "accuracy"} or chosen >= {"example_inputs", "example_kwargs"}
         given = "plan" in chosen and bool(chosen - {"plan", "example_inputs", "optimizer", "cache_weights", "memory", "high", "measure"})
         return bool(needs_data or both or given or "tolerance" in chosen)
