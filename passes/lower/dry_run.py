@@ -13,6 +13,7 @@ from amprewrite.graphs.fx.log_quiet import Quiet
 from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.insert_pads import PAD
+from amprewrite.tables.errors import PassError
 from amprewrite.tables.ops.op_lists import op_name
 
 
@@ -68,7 +69,9 @@ class _DryRun(torch.fx.Interpreter):
 
 
 def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dtype]) -> None:
-    """Propagate fake tensors through `module`; raises Refused at the first node that fails or gives no `expected` dtype.
+    """Propagate fake tensors through `module`.
+
+    Raises Refused at the first node that fails or gives no `expected` dtype, PassError if the graph cannot be walked.
 
     Only nodes that read something changed are run; grad mode and autocast are left as they were.
     """
@@ -84,6 +87,10 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
             else:
                 with fake_mode, enable_python_dispatcher():  # as Dynamo: some kernels, oneDNN's LSTM, know no symbolic sizes
                     run.run(*placeholders, enable_io_processing=False)
+    except Refused:
+        raise
+    except Exception as error:
+        raise PassError(f"the edited graph cannot be tried: {_short(error)}") from error
     finally:
         for context in reversed(run.open_autocasts):
             torch.amp.autocast_mode._exit_autocast(context)

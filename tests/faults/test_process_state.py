@@ -97,9 +97,10 @@ def nets():
 @pytest.mark.parametrize("name", WORK)
 def test_one_thread_leaves_the_process_as_it_was(name, tmp_path):
     run(WORK[name], tmp_path, "n8")  # what is imported on first use is there now
-    gc.collect()  # models of other tests may still hold what they set
+    gc.collect()  # what a rewritten model sets goes with it
     before = process_state()
     run(WORK[name], tmp_path, "n9")
+    gc.collect()
     assert not changes(before, process_state())
 
 
