@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
-        (("passes/driver.py", "    if not _written_outside(captured, _results_of(captured, node)):\n", "    if True:\n"),
+        (("passes/driver.py", "    if not apart and not _written_outside(captured, _results_of(captured, node)):\n", "    if not apart:\n"),
          ("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves")),
     ),
     Mutant(
