@@ -35,12 +35,14 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.vocabulary import Edit
 
+DROPPED = (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK)
+
 
 class FoldMasks(Pass[RegionPlan, EditedGraph]):
     name = "fold-masks"
 
     def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
-        asked = {edited.nodes[edit.node]: edit.what for edit in plan.edits if edit.on}
+        asked = {edited.nodes[name]: what for name, what in plan.edited(*DROPPED, Edit.LOOK_UP_MASK, Edit.LOOK_AT_MASK).items()}
         modified = False
         for place, (mask, calls) in enumerate(mask_readers(edited.module.graph).items()):
             chosen = {call: asked[call] for call in calls if call in asked}
@@ -55,7 +57,7 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
     graph = module.graph
     sources = sources_of(mask)
     for call, what in calls.items():
-        if what in (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK):
+        if what in DROPPED:
             _set(call, None, what is Edit.DROP_CAUSAL_MASK)
     looked_up = [call for call, what in calls.items() if what is Edit.LOOK_UP_MASK]
     if looked_up:

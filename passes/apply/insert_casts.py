@@ -44,7 +44,7 @@ class InsertCasts(Pass[RegionPlan, EditedGraph]):
     def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
         graph = edited.module.graph
         order = {node: position for position, node in enumerate(graph.nodes)}
-        clamped = {edit.node for edit in plan.edits if edit.on and edit.what is Edit.CLAMP_CONSTANTS}
+        clamped = plan.edited(Edit.CLAMP_CONSTANTS)
         for planned in plan.nodes:
             if planned.colour is not Colour.PLAIN and planned.role == "op":
                 aim_dtype(edited.nodes[planned.name], FORMATS[planned.dtype], planned.name in clamped)

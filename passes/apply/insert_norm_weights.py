@@ -21,7 +21,7 @@ class InsertNormWeights(Pass[RegionPlan, EditedGraph]):
     name = "insert-norm-weights"
 
     def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
-        found = [edit.node for edit in plan.edits if edit.on and edit.what is Edit.FP32_STATISTICS]
+        found = plan.edited(Edit.FP32_STATISTICS)
         for name in found:
             give_ones(edited.nodes[name])
         return bool(found)

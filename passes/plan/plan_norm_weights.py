@@ -9,14 +9,11 @@ from __future__ import annotations
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
-from amprewrite.tables.vocabulary import Colour, Edit
+from amprewrite.tables.vocabulary import Edit
 
 
 class PlanNormWeights(Pass[Problem, Decisions]):
     name = "plan-norm-weights"
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
-        found = [name for name in problem.bare_norms if decisions.paints[name].colour is Colour.LOW]
-        for name in found:
-            decisions.edit(problem, name, Edit.FP32_STATISTICS)
-        return bool(found)
+        return decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)

@@ -119,7 +119,7 @@ def test_an_interrupt_may_end_a_process_under_plain_torch_compile_too():
 @pytest.mark.parametrize("seed, attempts", [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_call_after_an_interrupt_is_right(seed, attempts):
     done = python(INTERRUPTED, str(seed), str(attempts))
-    if ended_by_torch(done):  # as the test above shows of plain torch.compile
+    if ended_by_torch(done) and any(ended_by_torch(python(PLAIN)) for _ in range(5)):  # where an interrupt hits is left to chance
         pytest.xfail("torch calls Python where its C++ code lets no exception pass: an interrupt there ends any process that compiles")
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) >= attempts // 8  # chosen moments may lie behind the end

@@ -240,3 +240,22 @@ def test_sensitivity_says_that_it_cannot_cut_such_a_model_apart(kind):
         amprewrite.sensitivity(kind(), [torch.randn(8, 4).requires_grad_()])
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # no transform is left open
     assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+class JacobianOfWrittenView(nn.Module):
+    """What torch.func.jacrev makes of a view of written memory cannot be tried on fake tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, view = x.bmm(x.transpose(1, 2)), x.mT
+        view.mul_(2)
+        found = torch.func.jacrev(lambda t: (t * t).sum(-1))(view[0])
+        view.sub_(1)
+        return found + low.sum()
+
+
+def test_a_graph_that_cannot_be_tried_stays_fp32_and_says_so() -> None:
+    x = torch.randint(-2, 3, (2, 3, 4)).float()
+    amp = amprewrite.rewrite(JacobianOfWrittenView(), dtype="fp16", loss_scale=1024)
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="stays fp32: PassError: the edited graph cannot be tried: KeyError"):
+        got = amp(x.clone().requires_grad_() + 0)
+    assert torch.equal(got, JacobianOfWrittenView()(x.clone()))

@@ -21,7 +21,7 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
 from amprewrite.tables.formats import FP32, Format, is_far, saturate
-from amprewrite.tables.vocabulary import Colour
+from amprewrite.tables.vocabulary import Colour, Edit
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.region, self.recording, self.path = region, recording, path
         self.low = region.captured.problem.policy.low
         self.copies: dict[Cast, Any] = {}
+        self.clamped = region.plan.edited(Edit.CLAMP_CONSTANTS)
         self.casts = {
             (cast.value, user): cast
             for cast in region.plan.casts
@@ -197,7 +198,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             self._keep(planned, args[0] if result is None and args else result)
             return result
         low = self._is_low(planned)
-        if low:
+        if low and planned.name in self.clamped:
             args, kwargs = map_aggregate((args, kwargs), self._fit)
         result = getattr(self, n.op)(n.target, args, kwargs)
         shown = args[0] if result is None and args else result  # setitem and the like stand for what they write

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from amprewrite.ir.plans.pad_plan import PadPlan
@@ -44,6 +45,13 @@ class Decisions:
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
+
+    def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> bool:
+        """Do something to each of these ops that runs low; True if one does."""
+        found = [name for name in nodes if self.paints[name].colour is Colour.LOW]
+        for name in found:
+            self.edit(problem, name, what)
+        return bool(found)
 
     def note(self, text: str) -> None:
         """Add a line to the notes of the plan, once."""

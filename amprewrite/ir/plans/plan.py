@@ -138,6 +138,10 @@ class RegionPlan:
     scales_loss: bool = False
     """Whether gradients are multiplied by the loss scale inside this region."""
 
+    def edited(self, *what: Edit) -> dict[str, Edit]:
+        """The ops to which one of these edits is done, and which; switched off ones are left out."""
+        return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
+
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
         """This region under `name`, and its bodies after it."""
         bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
