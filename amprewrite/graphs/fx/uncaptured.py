@@ -1,17 +1,21 @@
-"""Functions of ours that autograd calls: Dynamo must not take them for the model's code.
+"""Keep what is ours from Dynamo and from autograd's hooks, which must not take it for the model's.
 
 A model that takes gradients itself runs a backward while Dynamo still captures what is called: the functions and hooks that autograd
-then calls would become graphs of their own, planned and rewritten as if the model had them.
+then calls would become graphs of their own, planned and rewritten as if the model had them. An activation checkpoint counts what is
+saved for backward while it runs: what a trial run of ours saves must not be among it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch.autograd.graph import saved_tensors_hooks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,4 +28,14 @@ def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-__all__ = ["uncaptured"]
+def unhooked() -> contextlib.AbstractContextManager[Any]:
+    """A context in which what is saved for backward reaches no hook around it."""
+    around = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+__all__ = ["uncaptured", "unhooked"]

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.observer import Observer
+from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.problem import Problem
 
@@ -102,7 +102,7 @@ class OverflowRetry:
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
         """The gradient mode of a run that is looked at and thrown away; what it saves for backward no hook of the call sees."""
-        return saved_tensors_hooks(_itself, _itself) if self.differentiates else torch.no_grad()
+        return unhooked() if self.differentiates else torch.no_grad()
 
     @property
     def _place(self) -> str:
@@ -125,10 +125,6 @@ class OverflowRetry:
 def _inside_checkpoint() -> bool:
     """Whether what is saved for backward goes through hooks, as inside an activation checkpoint."""
     return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class _Before:

@@ -6,7 +6,6 @@ torch, a copy in capture; `x @ y` is a view in capture alone. So torch is asked 
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from amprewrite.graphs.fx.log_quiet import Quiet
@@ -36,6 +34,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
+from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.tables.ops.op_lists import op_name
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -151,23 +150,13 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
     if not asked or not modes or written(node) or free_unbacked_symbols(tensors(said)):
         return said
     try:
-        with modes[0], torch._C._DisablePythonDispatcher(), Quiet(), _unseen():
+        with modes[0], torch._C._DisablePythonDispatcher(), Quiet(), unhooked():
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
             if isinstance(node.target, str):
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return node.target(*args, **kwargs)
     except Exception:  # some kernels take no symbolic sizes
         return said
-
-
-def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """Keep what is saved for backward from the hooks around a capture: an activation checkpoint counts what it is given."""
-    around = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _runs_as_python(node: torch.fx.Node) -> bool:
