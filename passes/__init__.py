@@ -14,7 +14,6 @@ from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
-from amprewrite.passes.lower.lend_buffers import LendBuffers
 from amprewrite.passes.lower.name_sources import NameSources
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
 from amprewrite.passes.lower.tidy import Tidy
@@ -93,7 +92,6 @@ TIDY: tuple[Applying, ...] = (
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
     HoistWeightCasts(),  # with a weight cache, low copies of weights become inputs
-    LendBuffers(),  # without a compiler, weights are padded into buffers that are zero outside
     NameSources(),  # for a compiler, inputs say where they come from
 )
 

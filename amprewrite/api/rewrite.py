@@ -89,9 +89,9 @@ def rewrite(
             "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
             gradients, state_dict and results keep their sizes.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
-        cache_weights: True: a call without gradients copies all weights of its graph in one launch, over the memory of the
-            last copies; they serve that call alone, so no write is missed. `amp.frozen_weights()` keeps them for a block, and
-            `generate()` for itself. "step": copies are kept until any optimizer steps, the mode changes or weights are
+        cache_weights: True: a call copies all weights of its graph in one launch, and in training a few launches bring their
+            gradients back; copies serve that call alone, so no write is missed. `amp.frozen_weights()` keeps them for a block,
+            and `generate()` for itself. "step": copies are kept until any optimizer steps, the mode changes or weights are
             loaded, in training too, so gradient accumulation casts nothing twice; copies of weights that take no gradient
             outlive the step. Call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack,
             collectives): most are found at a later call, with a warning, but not all. False: every weight is cast where it is

@@ -3,9 +3,9 @@
 An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in, and three times that in a step of training:
 gradients of two operands, or saved values read again. A cast takes a launch and its bytes; in training the gradient is cast
 back, once for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: in training the
-gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Without gradients low copies
-of parameters are made at every call, as runs do by default: they cost their bytes, and one launch makes all. Where copies are
-kept (a block of frozen weights, `cache_weights="step"`, a file) they cost nothing.
+gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Low copies of parameters are
+made at every call, as runs do by default: they and their gradients cost their bytes, for a few launches make all. Where copies are
+kept (a block of frozen weights, `cache_weights="step"`, a file) they cost nothing without gradients.
 
 Where memory has a price (`rewrite(..., memory=...)`), a step of training pays for the bytes of every result and copy besides:
 they are what may be kept for backward.
@@ -59,7 +59,7 @@ class CostModel:
     memory: float = 0.0
     """Seconds that a byte kept for backward is worth."""
     together: bool = False
-    """Whether one launch makes all low copies of parameters, where they are made at every call without gradients."""
+    """Whether one launch makes all low copies of parameters, and a few bring their gradients back."""
 
     @property
     def time(self) -> CostModel:
@@ -100,7 +100,7 @@ class CostModel:
             return 0
         measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
         moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
-        if node.role == "parameter" and self.together and not self.training:
+        if node.role == "parameter" and self.together:
             return _ticks(moved if measured is None else max(measured - self.device.launch, 0.0))
         kept = 0.0 if node.role == "parameter" else self._kept(node.numel * self.low.bytes)
         return _ticks((self.device.launch + moved if measured is None else measured) + kept)

@@ -84,5 +84,5 @@ class Problem:
     def costs(self) -> CostModel:
         """The prices that this graph is planned with."""
         row = self.planned_for or device_row(self.device)
-        kept, together = self.policy.cache_weights == "step", self.policy.cache_weights is True
+        kept, together = self.policy.cache_weights == "step", bool(self.policy.cache_weights)
         return CostModel(row, self.policy.low, self.training, kept, self.timings, self.policy.memory, together)

@@ -115,7 +115,7 @@ class Session:
             if torch.is_grad_enabled() and self.loss_scale.enabled:
                 self.gate.forward_began()
         if torch.is_grad_enabled() and self.options.cache_weights != "step":
-            self.cache.clear_idle()
+            self.cache.clear_idle(padded=False)
         state.ran, state.depth = [], state.depth + 1
         failures = state.failures = []
         captured = entry.captured
@@ -400,8 +400,8 @@ class Session:
             return Region(entry, plan, emit(module, example_inputs, backend, None))
         problem = captured.problem
         grad = problem.training
-        kept = (not grad or self.options.cache_weights == "step") and self.options.cache_weights and not self._sharded()
-        cache = self.cache if kept else None
+        outside = backend is None or not grad or self.options.cache_weights == "step"  # a compiler casts weights as it reads them
+        cache = self.cache if outside and self.options.cache_weights and not self._sharded() else None
         if problem.scale_loss:
             example_inputs = [*example_inputs, *self._scales(rewritten)]
         run = emit(rewritten, example_inputs, backend, cache, grad)

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/casts_vs_autocast.py [--dtype bf16] [--layers 12] [--only bert,vit]
 
-Counts `aten._to_copy` between floating dtypes. "activation" counts the casts of the plan that are not of weights.
+Counts `aten._to_copy` and `aten._foreach_copy_` between floating dtypes. "activation" counts the casts of the plan that are not of weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Case = tuple[nn.Module, dict[str, Any]]
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies from one floating dtype to another."""
+    """Counts copies from one floating dtype to another; one launch that copies many tensors is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +34,8 @@ class Casts(TorchDispatchMode):
         to = kwargs.get("dtype")
         if func._overloadpacket is torch.ops.aten._to_copy and to is not None and to.is_floating_point:
             self.count += args[0].is_floating_point() and args[0].dtype != to
+        elif func._overloadpacket is torch.ops.aten._foreach_copy_:
+            self.count += any(target.dtype != source.dtype for target, source in zip(args[0], args[1], strict=True))
         return func(*args, **kwargs)
 
 

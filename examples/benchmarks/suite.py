@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from casts_vs_autocast import Casts
 from nets import NETS, Made, console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
 
@@ -63,20 +63,6 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.net} at batch {self.batch} in {self.dtype}{' through inductor' if self.compiled else ''}"
-
-
-class Casts(TorchDispatchMode):
-    """Counts copies from one floating dtype to another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        to = (kwargs or {}).get("dtype")
-        if func._overloadpacket is torch.ops.aten._to_copy and to is not None and to.is_floating_point:
-            self.count += args[0].is_floating_point() and args[0].dtype != to
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -5,7 +5,7 @@
    (`graphs/fx/read/leaving.py`), ops whose backward is code of the user, and fp32 ops that only lead from such values to results.
 3. A value that goes from inside to outside passes `scale_gradient`: its gradient enters times the scale.
 4. A value that goes from outside to inside passes `cast_in`, if it is cast, or `unscale_gradient`: its gradient leaves in fp32,
-   times the inverse. Small weights used close together share one autograd node. Memory that is written is crossed at each
+   times the inverse. Memory that is written is crossed at each
    reader, behind the writes it sees; all else is crossed once.
 5. A hook on a tensor inside sees its gradient unscaled.
 6. A checkpoint may stand outside. Its body is then scaled like a graph of its own, with fp32 at its border, and is given the scale.
@@ -15,7 +15,6 @@ Regions compose, since each multiplies and divides by itself; so graph breaks, o
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +32,6 @@ from amprewrite.graphs.fx.node_facts import (
     differentiable,
     example_value,
     has_own_backward,
-    hint,
     is_checkpoint,
     is_opaque,
     memory_of,
@@ -42,7 +40,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
-from amprewrite.graphs.fx.ops.scale_ops import BATCH, BATCH_ELSEWHERE, cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked, hooked_unscaled
 from amprewrite.graphs.fx.read.leaving import read_results
 from amprewrite.ir.pass_base import Pass
@@ -86,7 +84,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
         if node not in outside:
             node.target, node.args = hooked_unscaled, (*node.args[:2], scale, inverse, *node.args[2:])
     crossed = [node for node in graph.nodes if node in outside - {scale, inverse} and differentiable(example_value(node))]
-    _leave_by_casts(graph, crossed, inverse, like.device.type)
+    _leave_by_casts(graph, crossed, inverse)
     readers = {node: [user for user in node.users if user not in outside and _crosses(user)] for node in crossed}
     memory = _written_memory(graph)
     still = [node for node in sources if not memory_of(node) & memory]
@@ -162,7 +160,7 @@ def _fed(node: Node) -> list[Node]:
 
 def _crosses(reader: Node) -> bool:
     """Whether a gradient may come from `reader`: not from indices, comparisons and sizes."""
-    if reader.target in (cast_in, cast_in_many, pad_cast):
+    if reader.target in (cast_in, pad_cast):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
     return reader.op != "output" and (floats or bool(written(reader)) or is_opaque(reader) or CAST in reader.meta)
@@ -205,61 +203,22 @@ def _facts(node: Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key in kept}
 
 
-def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node, device: str) -> None:
+def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -> None:
     known = set(sources)
-    casts = [node for node in graph.nodes if CAST in node.meta and node.target == "to" and node.args[0] in known]
-    for cast in [node for node in graph.nodes if node.target is pad_cast and node.args[0] in known]:
-        cast.args = (*cast.args, inverse)
-    batches = []
-    limits = BATCH.get(device, BATCH_ELSEWHERE)
-    for weights in by_grad_mode(graph, [cast for cast in casts if cast.meta["weight"]]):
-        batches += [[weights[index] for index in batch] for batch in cast_batches([_numel(cast.args[0]) for cast in weights], *limits)]
-    for chosen in (*batches, *([cast] for cast in casts if not cast.meta["weight"])):
-        dtypes = {cast.args[1] for cast in chosen}
-        if len(chosen) == 1 or len(dtypes) > 1:
-            for cast in chosen:
-                cast.op, cast.target, cast.args = "call_function", cast_in, (*cast.args, inverse)
-            continue
-        with graph.inserting_before(chosen[0]):
-            many = graph.call_function(cast_in_many, (tuple(cast.args[0] for cast in chosen), dtypes.pop(), inverse))
-            many.meta = {CAST: chosen[0].meta[CAST], "weight": True}
-            copies = [graph.call_function(operator.getitem, (many, place)) for place in range(len(chosen))]
-        for copy, cast in zip(copies, chosen, strict=True):
-            copy.meta = dict(cast.meta)
-            cast.replace_all_uses_with(copy)
-            graph.erase_node(cast)
-
-
-def by_grad_mode(graph: torch.fx.Graph, casts: list[Node]) -> list[list[Node]]:
-    """The casts between one switch of the gradient mode and the next: casts under no_grad must take no other along."""
-    wanted = set(casts)
-    found: list[list[Node]] = [[]]
-    for node in graph.nodes:
-        if op_name(node.target) in GRAD_SWITCHES:
-            found.append([])
-        elif node in wanted:
-            found[-1].append(node)
-    return found
+    for cast in list(graph.nodes):
+        if cast.target is pad_cast and cast.args[0] in known:
+            cast.args = (*cast.args, inverse)
+        elif CAST in cast.meta and cast.target == "to" and cast.args[0] in known:
+            cast.op, cast.target, cast.args = "call_function", cast_in, (*cast.args, inverse)
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
     """Cross inputs that nothing writes once, where the graph begins."""
-    read = [source for source in readers if readers[source]]
-    shared = [source for source in read if source in weights and example_value(source).dtype == torch.float32]
-    waiting = dict(readers)
     with graph.inserting_after(inverse):
-        for batch in cast_batches([_numel(source) for source in shared]):
-            chosen = [shared[index] for index in batch]
-            if len(chosen) == 1:
-                continue
-            many = graph.call_function(cast_in_many, (tuple(chosen), torch.float32, inverse))
-            many.meta = {"weight": True}
-            with graph.inserting_after(many):
-                for place, source in reversed(list(enumerate(chosen))):
-                    _read_through(waiting.pop(source), source, graph.call_function(operator.getitem, (many, place)))
-        for source in read:
-            if source in waiting:
-                _read_through(waiting[source], source, graph.call_function(unscale_gradient, (source, inverse)))
+        for source in reversed([source for source in readers if readers[source]]):
+            unscaled = graph.call_function(unscale_gradient, (source, inverse))
+            _read_through(readers[source], source, unscaled)
+            unscaled.meta["weight"] = source in weights
 
 
 def _written_memory(graph: torch.fx.Graph) -> set[int]:
@@ -295,7 +254,3 @@ def _read_through(readers: list[Node], source: Node, unscaled: Node) -> None:
     unscaled.meta = _facts(source)
     for reader in readers:
         reader.replace_input_with(source, unscaled)
-
-
-def _numel(node: Any) -> int:
-    return math.prod(hint(size) for size in example_value(node).shape)

@@ -1,7 +1,6 @@
 """Emission: an edited fx graph becomes the callable that Dynamo runs in place of the captured one.
 
-With gradients the weight casts stay in the graph, one a weight and forward, but with `cache_weights="step"`. Without them
-they move out, and one launch makes all copies (see `hoist_weight_casts`).
+With a weight cache the weight casts move out of the graph, and one launch makes all copies (see `hoist_weight_casts`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.passes import LOWER
-from amprewrite.passes.lower.hoist_weight_casts import with_cached_weights, with_kept_weights
+from amprewrite.passes.lower.hoist_weight_casts import with_cached_weights, with_linked_weights
 
 CompiledFn = Callable[..., Any]
 
@@ -49,7 +48,7 @@ def emit(
         run = backend(module, [*example_inputs, *copies])
     if cache is None or not hoisted:
         return run
-    return with_kept_weights(run, hoisted, cache, module) if training else with_cached_weights(run, hoisted, cache)
+    return with_linked_weights(run, hoisted, cache, module) if training else with_cached_weights(run, hoisted, cache)
 
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:

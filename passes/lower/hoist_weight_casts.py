@@ -1,7 +1,8 @@
 """Weight casts leave the graph: their copies come from the weight cache, and the graph takes them as further inputs.
 
-Without gradients that is all. With them (`cache_weights="step"`) each copy is linked to its weight outside the graph, a block of
-them to an autograd node, as `scale_loss` links those that stay inside: gradients come back in fp32 and unscaled.
+Without gradients that is all. With them each copy is linked to its weight outside the graph, a block of them by one autograd node
+(`graphs/fx/weights/linked_copies.py`): gradients come back in fp32 and unscaled, in a few launches. So do those of weights that a
+graph with a loss scale reads in fp32.
 
 Copies are made before the graph runs. So the casts of a parameter that the graph itself writes, through whatever alias, stay.
 """
@@ -17,17 +18,16 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target
-from amprewrite.graphs.fx.node_facts import memory_of, written
+from amprewrite.graphs.fx.node_facts import example_value, memory_of, written
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
-from amprewrite.graphs.fx.ops.scale_ops import cast_batches, cast_in, cast_in_many, kept_in_many
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
+from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import Pass
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import INVERSE
 
 CompiledFn = Callable[..., Any]
-TOGETHER, LARGE = 16, 1 << 24
-"""How many copies share an autograd node, about a transformer block, and from how many elements on one goes alone."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
 """What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
 _READ = ("torch", "amprewrite")
@@ -46,7 +46,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> list[Hoisted]:
-    """Turn casts of parameters into trailing inputs; in training those that pad stay, for they have buffers of their own."""
+    """Turn casts of parameters into trailing inputs; in training what unscales the gradient of one goes with them."""
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     hoisted: list[Hoisted] = []
@@ -58,36 +58,31 @@ def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> 
         if source is None or not changing.isdisjoint(memory_of(source)) or _goes_elsewhere(source):
             continue
         assert last is not None
-        dtype = node.args[0].args[1] if node.target is operator.getitem else node.args[1]
+        dtype = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
         cast = (inputs.index(source), dtype, node.args[2] if node.target is pad_cast else ())
         if cast in made:
             node.replace_all_uses_with(made[cast])
             graph.erase_node(node)
             continue
         with graph.inserting_after(last):
-            last = graph.placeholder(f"{source.name}_{node.meta[CAST]}")
+            last = graph.placeholder(f"{source.name}_{node.meta.get(CAST, 'unscaled')}")
         last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
         hoisted.append(cast)
         made[cast] = last
         node.replace_all_uses_with(last)
         graph.erase_node(node)
     if hoisted:
-        for node in graph.find_nodes(op="call_function", target=cast_in_many):
-            if not node.users:
-                graph.erase_node(node)
         module.recompile()
     return hoisted
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
     """The parameter that `node` casts, where it can be hoisted."""
-    if CAST not in node.meta or not node.meta.get("weight"):
+    crosses = training and node.target is unscale_gradient
+    copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
+    if not node.meta.get("weight") or not (crosses or copies):
         return None
-    source: Any = None
-    if node.target == "to" or node.target is (cast_in if training else pad_cast):
-        source = node.args[0]
-    elif node.target is operator.getitem and node.args[0].target is cast_in_many:  # type: ignore[union-attr]
-        source = node.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index]
+    source: Any = node.args[0]
     return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
 
 
@@ -147,29 +142,17 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     return call
 
 
-def with_kept_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule) -> CompiledFn:
-    """`run` with the copies that it takes beside its inputs, each linked to its weight where that takes a gradient."""
+def with_linked_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule) -> CompiledFn:
+    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient."""
     names = [node.target for node in module.graph.find_nodes(op="placeholder")]
     inverse = names.index(INVERSE) if INVERSE in names else None
     places, dtypes, layouts = zip(*hoisted, strict=True)
-    batches: list[tuple[int, ...]] = []
+    linked = LinkedCopies(dtypes, layouts, cache)
 
     def call(*inputs: Any) -> Any:
-        weights = [inputs[place] for place in places]
-        copies = cache.take(weights, dtypes, layouts)
-        if not batches:
-            batches.extend(cast_batches([weight.numel() for weight in weights], TOGETHER, LARGE))
-        if torch.is_grad_enabled():
-            factor = None if inverse is None else inputs[inverse]
-            for batch in batches:
-                chosen = [place for place in batch if weights[place].requires_grad]
-                if chosen:
-                    linked = kept_in_many([weights[p] for p in chosen], [copies[p] for p in chosen], factor)
-                    for place, copy in zip(chosen, linked, strict=True):
-                        copies[place] = copy
-        return run(*inputs, *copies)
+        return run(*inputs, *linked.take([inputs[place] for place in places], None if inverse is None else inputs[inverse]))
 
     return call
 
 
-__all__ = ["HoistWeightCasts", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_kept_weights"]
+__all__ = ["HoistWeightCasts", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_linked_weights"]

@@ -316,3 +316,22 @@ def test_a_checkpoint_that_returns_what_it_reads() -> None:
     amp = amprewrite.rewrite(Kept(), dtype="bf16")
     report = verify(amp, (torch.randn(2, 4),))
     assert 0 < report.output_error < 1e-2 and any(row.name.endswith("/linear") and row.colour.value == "low" for row in report.rows)
+
+
+def test_views_of_rounded_values_may_be_written() -> None:
+    """By a model that takes gradients itself: they flow while it is verified."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            part = y[..., 0]
+            part.add_(2)
+            return self.last(y) + torch.func.jacrev(lambda t: (t * t).sum(-1))(x[0])
+
+    torch.manual_seed(0)
+    amp, x = amprewrite.rewrite(Writes(), dtype="fp16"), torch.randn(4, 8)
+    assert 0 < verify(amp, (x,)).output_error < 5e-3

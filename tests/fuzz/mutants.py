@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "stale-step-copies", "cache_weights='step' does not hear of steps that count no version", ("states",), ("'cache_weights', 'step'",),
-        (("amprewrite/graphs/fx/weights/weight_cache.py", "    _LISTENING.stepped(optimizer)\n", "    pass\n"),
+        (("amprewrite/graphs/fx/weights/step_listeners.py", "    _LISTENING.stepped(optimizer)\n", "    pass\n"),
          ("amprewrite/runtime/session.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
     ),
     Mutant(

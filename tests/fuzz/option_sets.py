@@ -70,7 +70,7 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "pad": (
         ("'auto'", "'always'", "'never'", "16", "{'module:first': 'always'}"),
-        ("'sometimes'", "-8", "3.5", "{'module:zz': 'always'}", "[]", "None", "True", "{'module:first': 'p' * 5000}", "{3: 8}"),
+        ("'sometimes'", "-8", "3.5", "{'module:zz': 'always'}", "[]", "True", "{'module:first': 'p' * 5000}", "{3: 8}"),
     ),
     "granularity": (("'model'", "['first', 'last']", "('fir*',)"), ("['nothing']", "5", "'layers'", "[3]", "None", "['g' * 5000]", "True")),
     "backend": (("'eager'", "lambda graph, inputs: graph"), ("'nonsense'", "5", "None", "['eager']", "'e' * 5000", "True")),

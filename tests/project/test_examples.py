@@ -19,6 +19,7 @@ FAST = {
     "inspect_bert.py": ["--layers", "2"],
     "benchmarks/accuracy.py": ["--layers", "2", "--only", "bert", "--batches", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
+    "benchmarks/launches.py": ["--only", "vit", "--small", "--dtypes", "fp16"],
     "benchmarks/passes_scale.py": ["500"],
     "benchmarks/planner_cost.py": ["--only", "distilbert,resnet", "--perturb", "1"],
     "benchmarks/onnx_scale.py": ["200"],

@@ -178,14 +178,14 @@ class Operands(TorchDispatchMode):
 
 
 class Kernels(TorchDispatchMode):
-    """Names of the ops that run, views left out: each is a kernel, and a `_foreach_copy_` a copy for each of its tensors."""
+    """Names of the ops that run, but views and allocations: each is a kernel, and a `_foreach_copy_` a copy for each of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func._overloadpacket is not aten.detach:
+        if not func.is_view and func._overloadpacket not in (aten.detach, aten.empty_like):
             name = func._overloadpacket.__name__
             self.names += ["copy_"] * len(args[0]) if name == "_foreach_copy_" else [name]
         return func(*args, **(kwargs or {}))

@@ -62,7 +62,7 @@ class PadPolicy:
 
 
 def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
-    """Read "auto", "always", "never", "measure", a multiple, or `{"module:PATTERN": any of those}`.
+    """Read "auto", "always", "never" (False, None), "measure", a multiple, or `{"module:PATTERN": any of those}`.
 
     `can_measure` says whether there is a GPU to measure on. Raises PolicyError for anything else.
     """

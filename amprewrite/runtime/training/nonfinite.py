@@ -11,6 +11,7 @@ A flag is a 0-dim fp32 tensor, 0 or above 0. Two moments ask for one:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
@@ -69,7 +71,7 @@ def found_after_backward(params: Iterable[Tensor]) -> Tensor | None:
     with torch.inference_mode(False), torch.no_grad():
         if dense:
             infinities_to_nan(dense)
-        return any_of(_flags(kept)) if kept else None
+        return any_of(_flags(kept, checked=True)) if kept else None
 
 
 def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
@@ -104,8 +106,8 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
         return any_of(flags) if flags else _flag(0.0, where or torch.device("cpu"))
 
 
-def _flags(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Flags that together tell of all the gradients."""
+def _flags(gradients: Iterable[Tensor], checked: bool = False) -> list[Tensor]:
+    """Flags that together tell of all the gradients; `checked`: what was checked while it was made is not read again."""
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
@@ -115,19 +117,31 @@ def _flags(gradients: Iterable[Tensor]) -> list[Tensor]:
         if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:
             gradient = local_values(gradient)
         buckets[gradient.device, gradient.dtype].append(gradient)
-    by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    found: dict[torch.device, Tensor] = {}
     for (where, _), members in buckets.items():
-        if where not in by_device:
-            by_device[where] = _flag(0.0, where), _flag(1.0, where)
-        known, left = finite_flags(members)
-        flags += known
+        known, left = finite_flags(members) if checked else ([], members)
+        if known:
+            found.setdefault(where, known[0])  # told only ever of what is looked at here: the kernel below may raise it
+            flags += [flag for flag in known if flag is not found[where]]
         if left:
-            torch._amp_foreach_non_finite_check_and_unscale_(left, *by_device[where])
-    return [flag for flag, _ in by_device.values()] + flags
+            if where not in found:
+                found[where] = _flag(0.0, where)
+            torch._amp_foreach_non_finite_check_and_unscale_(left, found[where], _one(where))
+    return [*found.values(), *flags]
 
 
 def _flag(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _one(device: torch.device) -> Tensor:
+    """1.0 on `device`, which nothing writes; a CUDA graph that is being recorded gets its own."""
+    return _flag(1.0, device) if recording(device) else _kept_one(device)
+
+
+@functools.cache
+def _kept_one(device: torch.device) -> Tensor:
+    return _flag(1.0, device)
 
 
 def several_ranks() -> bool:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite.graphs.fx.ops import finite_flags, fused_copy
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
-from amprewrite.graphs.fx.ops.pad_ops import BufferPool, pad_cast, pad_cast_many
-from amprewrite.runtime.training.nonfinite import find_nonfinite
-from amprewrite.runtime.training.optimizer_hooks import params_of
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.runtime.training.nonfinite import find_nonfinite, found_after_backward
 from amprewrite.tables.errors import AmpRewriteWarning
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package, which is not installed")
@@ -195,7 +196,7 @@ def test_a_cpu_has_no_kernels() -> None:
     assert unscale_many([torch.ones(1 << 23, dtype=torch.float16)], torch.tensor(0.5)) is None
 
 
-# what a step guard may believe -----------------------------------------------------------------------------------------------
+# what the look after a backward may believe -----------------------------------------------------------------------------------------------
 
 
 def delivered(weights: list[Tensor], values: list[float]) -> Tensor:
@@ -222,15 +223,26 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("value", [1.0, float("inf")])
-def test_what_was_checked_is_not_read_again(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+def test_what_was_checked_is_not_read_again_after_backward(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     weights = [nn.Parameter(torch.ones(n)) for n in (3, 5, 7)]
-    optimizer = torch.optim.SGD(weights)
     delivered(weights[:2], [1.0, value])
     weights[2].grad = torch.ones(7)
     sizes = looked_at(monkeypatch)
-    found = find_nonfinite(list(params_of(optimizer)))
+    found = found_after_backward(weights)
     assert found is not None and bool(found) == (value != 1.0)
     assert sizes == [7]
+
+
+@pytest.mark.parametrize("write", ["data", "numpy"])
+def test_a_step_reads_every_gradient(monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+    """PyTorch does not count these writes, so nothing that was known before says that the gradient is finite."""
+    w = nn.Parameter(torch.ones(3))
+    delivered([w], [1.0])
+    assert w.grad is not None
+    (w.grad.data if write == "data" else w.grad.numpy())[1] = float("inf")
+    sizes = looked_at(monkeypatch)
+    found = find_nonfinite([w])
+    assert found is not None and bool(found) and sizes == [3]
 
 
 CHANGES = {
@@ -249,18 +261,18 @@ def test_what_was_changed_is_read(monkeypatch: pytest.MonkeyPatch, change: str) 
     CHANGES[change](w)
     w.grad[1] = torch.nan  # type: ignore[index]
     sizes = looked_at(monkeypatch)
-    found = find_nonfinite([w])
+    found = found_after_backward([w])
     assert found is not None and bool(found) and sizes == [3]
 
 
-def test_a_flag_speaks_for_a_whole_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other weight of the batch overflowed, and its gradient was dropped: this step is clean."""
+def test_a_flag_speaks_for_what_was_added_to_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An overflow of this backward counts, wherever its gradient went; what holds it now is read besides."""
     weights = [nn.Parameter(torch.ones(n)) for n in (3, 5)]
     delivered(weights, [1.0, float("inf")])
-    weights[1].grad = None
+    weights[1].grad = torch.ones(5)
     sizes = looked_at(monkeypatch)
-    found = find_nonfinite(weights)
-    assert found is not None and not bool(found) and sizes == [3]
+    found = found_after_backward(weights)
+    assert found is not None and bool(found) and sizes == [5]
 
 
 def test_nothing_is_kept_alive_and_addresses_are_not_mistaken() -> None:
@@ -282,9 +294,6 @@ def test_nothing_is_kept_alive_and_addresses_are_not_mistaken() -> None:
 @pytest.mark.parametrize("pad", ["never", "always"])
 def test_training_is_the_same_with_the_kernel(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, pad: str) -> None:
     """fp16, loss scaling, an overflow on the way; big weights in batches, as on an accelerator."""
-    from amprewrite.graphs.fx.ops import scale_ops
-
-    monkeypatch.setitem(scale_ops.BATCH, "cpu", scale_ops.BATCH_ELSEWHERE)
     curves = []
     for fused in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -313,8 +322,7 @@ def test_training_is_the_same_with_the_kernel(kernels: ModuleType, monkeypatch: 
 def test_padded_weights_are_written_in_one_launch(kernels: ModuleType) -> None:
     weights = [whole(5, 11).requires_grad_(), whole(7).requires_grad_(), whole(7, 5).requires_grad_()]
     layouts = [((0, ((5, 8),)), (1, ((11, 16),))), ((0, ((7, 8),)),), ((0, ((7, 8),)), (1, ((5, 8),)))]
-    pool, inverse = BufferPool(), torch.tensor(0.25)
-    made = pad_cast_many(weights, torch.float16, layouts, inverse, pool)
+    made = LinkedCopies([torch.float16] * 3, layouts, WeightCache()).take(weights, torch.tensor(0.25))
     assert kernels.launches == [(2, 2, False)], "the one in a row is torch's"
     for w, copy, layout in zip(weights, made, layouts, strict=True):
         assert torch.equal(copy, pad_cast(w, torch.float16, layout))
@@ -322,16 +330,6 @@ def test_padded_weights_are_written_in_one_launch(kernels: ModuleType) -> None:
     torch.autograd.backward(made, gradients)
     for w, gradient in zip(weights, gradients, strict=True):
         assert torch.equal(w.grad, gradient[tuple(slice(0, n) for n in w.shape)].float() * 0.25)
-
-
-def test_padded_weights_that_need_no_gradient_get_none() -> None:
-    weights = [torch.randn(5, 3, requires_grad=True), torch.randn(5, 3), torch.randn(5, 3, requires_grad=True)]
-    layouts = [((0, ((5, 8),)),)] * 3
-    used, frozen, unused = pad_cast_many(weights, torch.bfloat16, layouts, None, BufferPool())
-    assert used.requires_grad and not frozen.requires_grad
-    assert not any(a.data_ptr() == b.data_ptr() for a, b in ((used, frozen), (used, unused), (frozen, unused)))
-    used.sum().backward()
-    assert torch.equal(weights[0].grad, torch.ones(5, 3)) and weights[1].grad is None and weights[2].grad is None
 
 
 @pytest.mark.gpu

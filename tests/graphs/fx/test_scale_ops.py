@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 
 import pytest
 import torch
@@ -11,7 +10,9 @@ import torch._dynamo.testing
 from torch import Tensor, fx
 
 from amprewrite.graphs.fx.ops import scale_ops
-from amprewrite.graphs.fx.ops.scale_ops import SMALL_WEIGHT, cast_batches, cast_in, cast_in_many, scale_gradient, unscale_gradient
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
+from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -32,8 +33,13 @@ def net(x: Tensor, w1: Tensor, w2: Tensor, scale: Tensor | None, inverse: Tensor
         return torch.tanh(x @ w1) @ w2
     low = torch.float16
     x = cast_in(x, low, inverse)
-    w1, w2 = cast_in_many((w1, w2), low, inverse) if many else (cast_in(w1, low, inverse), cast_in(w2, low, inverse))
+    w1, w2 = linked([w1, w2], low, inverse) if many else (cast_in(w1, low, inverse), cast_in(w2, low, inverse))
     return scale_gradient((torch.tanh(x @ w1) @ w2).float(), scale)
+
+
+def linked(weights: list[Tensor], dtype: torch.dtype, inverse: Tensor) -> list[Tensor]:
+    """Copies of weights through one autograd node."""
+    return LinkedCopies([dtype] * len(weights), [()] * len(weights), WeightCache()).take(weights, inverse)
 
 
 @pytest.fixture
@@ -89,7 +95,6 @@ def test_without_a_gradient_nothing_is_recorded(op):
         assert op(y, pair(3)[0]) is y
         assert cast_in(y, torch.float16, pair(3)[1]).grad_fn is None
     assert not cast_in(x, torch.float16, pair(3)[1]).requires_grad
-    assert all(not w.requires_grad for w in cast_in_many((x, x), torch.float16, pair(3)[1]))
 
 
 def test_infinities_pass_as_they_are():
@@ -111,28 +116,6 @@ def test_sparse_gradients_stay_sparse():
     out.backward(torch.full_like(out, 2.0**-12))
     assert w.grad.is_sparse and w.grad.dtype == torch.float32
     assert torch.equal(w.grad.to_dense()[1], torch.full((4,), 2 * 2.0**-22))
-
-
-# Many at once
-
-
-def test_many_equals_one_by_one_and_leaves_absent_gradients_absent():
-    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)] + [torch.randn(4, 4)]
-    low = cast_in_many(weights, torch.float16, pair(6)[1])
-    assert all(torch.equal(a, w.half()) for a, w in zip(low, weights, strict=True))
-    (low[0].sum() + low[2].square().sum()).backward()
-    assert weights[1].grad is None and weights[3].grad is None
-    w = weights[2].detach().clone().requires_grad_()
-    cast_in(w, torch.float16, pair(6)[1]).square().sum().backward()
-    assert torch.equal(w.grad, weights[2].grad)
-
-
-def test_batches_are_runs_of_small_weights():
-    small, large = 10, SMALL_WEIGHT
-    assert cast_batches([]) == ()
-    assert cast_batches([small] * 3) == ((0, 1, 2),)
-    assert cast_batches([large, small, large, small]) == ((0,), (1, 3), (2,))
-    assert cast_batches([small] * 5, limit=2) == ((0, 1), (2, 3), (4,))
 
 
 # Higher derivatives
@@ -238,8 +221,7 @@ def region() -> fx.GraphModule:
     x, scale, inverse = (graph.placeholder(name) for name in ("x", "scale", "inverse"))
     w, b = (graph.get_attr(name) for name in ("w", "b"))
     low_x = graph.call_function(cast_in, (x, torch.float16, inverse))
-    low = graph.call_function(cast_in_many, ((w, b), torch.float16, inverse))
-    low_w, low_b = (graph.call_function(operator.getitem, (low, index)) for index in (0, 1))
+    low_w, low_b = (graph.call_function(cast_in, (each, torch.float16, inverse)) for each in (w, b))
     y = graph.call_function(torch.addmm, (low_b, low_x, low_w))
     same = graph.call_function(unscale_gradient, (x, inverse))
     y = graph.call_function(torch.add, (graph.call_method("float", (y,)), graph.call_function(torch.sum, (same,))))

@@ -1,32 +1,20 @@
-"""Gradients that were checked for inf and NaN while they were made, so that a step guard need not read them again.
+"""Gradients that were checked for inf and NaN while they were made, so that the look at the end of a backward need not read them again.
 
-Autograd keeps such a gradient as `p.grad` or adds it to one. PyTorch counts every write to a tensor but those through
-`.data`; so a `p.grad` that lies in the storage we wrote, with the version it had then, holds what was checked. Anything
-else (accumulated, clipped, averaged over ranks, put there by hand) is looked at as ever. Collectives write without being
-counted, so once torch.distributed is running nothing is vouched for.
+Autograd keeps such a gradient as `p.grad` or adds it to one. A `p.grad` that lies in the storage we wrote, with the version it had
+then, holds what was checked. Anything else (accumulated, changed by a hook) is looked at as ever. A step does not rely on it: by then
+a write that PyTorch does not count (`.data`, a collective) may have come between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-
-@dataclass(eq=False)
-class Checked:
-    """Gradients checked together."""
-
-    flag: Tensor
-    """0-dim fp32: above 0 if one of them is not finite."""
-    count: int
-
-
-_MADE: dict[int, tuple[StorageWeakRef, int, Checked]] = {}
-"""By the address of a storage, which the weak reference keeps from being given to another."""
+_MADE: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
+"""By the address of a storage, which the weak reference keeps from being given to another: its version, and the flag."""
 _LIMIT = [512]
 
 
@@ -34,10 +22,9 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
     """Remember that `flag` tells whether the `gradients`, each with a storage of its own, are finite."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
-    batch = Checked(flag, len(gradients))
     for gradient in gradients:
         storage = StorageWeakRef(gradient.untyped_storage())
-        _MADE[storage.cdata] = (storage, gradient._version, batch)
+        _MADE[storage.cdata] = (storage, gradient._version, flag)
     if len(_MADE) > _LIMIT[0]:
         for address in [address for address, (storage, _, _) in list(_MADE.items()) if storage.expired()]:
             del _MADE[address]
@@ -47,25 +34,19 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
 def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """(flags, gradients that are still to be looked at).
 
-    One flag covers a batch of gradients. It is used only if the whole batch is here; otherwise its gradients are looked at again.
+    A flag tells of all that was checked with a gradient, of what was added to another one or changed by a hook as well.
     """
     if not _MADE:
         return [], list(gradients)
     left: list[Tensor] = []
-    found: dict[Checked, list[Tensor]] = {}
+    flags: dict[int, Tensor] = {}
     for gradient in gradients:
         made = _MADE.get(gradient.untyped_storage()._cdata)
         if made is None or made[1] != gradient._version:
             left.append(gradient)
         else:
-            found.setdefault(made[2], []).append(gradient)
-    flags = []
-    for batch, members in found.items():
-        if len(members) == batch.count:
-            flags.append(batch.flag)
-        else:
-            left += members
-    return flags, left
+            flags[id(made[2])] = made[2]
+    return list(flags.values()), left
 
 
 __all__ = ["finite_flags", "record_finite_flag"]

@@ -47,17 +47,17 @@ def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(targets), list(sources))
 
 
-def unscale_many(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor] | None:
+def unscale_many(gradients: Sequence[Tensor], factor: Tensor, flag: Tensor | None = None) -> list[Tensor] | None:
     """fp32 `gradient * factor` of each low gradient, vouched for, in one pass; None if that cannot be or does not pay.
 
-    `factor` is a 0-dim fp32 tensor on their device.
+    `factor` is a 0-dim fp32 tensor on their device, and so is `flag`, which becomes 1 if a product is not finite.
     """
     if torch.compiler.is_compiling() or not gradients or gradients[0].dtype not in LOW_DTYPES or _kernels(gradients[0].device) is None:
         return None
     if not all(map(is_plain, gradients)) or sum(gradient.numel() for gradient in gradients) < ONE_PASS_FROM:
         return None
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    flag = torch.zeros((), dtype=torch.float32, device=factor.device)
+    flag = torch.zeros((), dtype=torch.float32, device=factor.device) if flag is None else flag
     if not _by_kernel(gradients, made, factor, flag):
         return None
     record_finite_flag(made, flag)

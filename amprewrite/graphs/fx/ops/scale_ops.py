@@ -28,16 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amprewrite.graphs.fx.ops.fused_copy import ONE_PASS_FROM, copy_many, is_plain, unscale_many
+from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
+from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
 from amprewrite.graphs.fx.uncaptured import uncaptured
-
-SMALL_WEIGHT = 1 << 16
-"""Elements below which the 5 to 9 us of one autograd.Function are worth saving: casting so many takes about as long."""
-BATCH = {"cpu": (8, SMALL_WEIGHT)}
-"""By device: how many weights share an autograd node, and from how many elements on one goes alone."""
-BATCH_ELSEWHERE = (16, ONE_PASS_FROM)
-"""On an accelerator the host's part of a cast, its autograd node and its launch, takes longer than 4 M elements do (reckoned from
-bandwidths, not timed on a GPU)."""
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
@@ -62,45 +55,6 @@ def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
     if not (w.requires_grad and torch.is_grad_enabled()):
         return w.to(dtype)
     return _Cross.apply(w, dtype, inverse)
-
-
-def cast_in_many(weights: Sequence[Tensor], dtype: torch.dtype, inverse: Tensor) -> tuple[Tensor, ...]:
-    """`cast_in` of several weights through one autograd node; a weight that takes no part in the loss keeps grad None.
-
-    Saves 5 to 9 us a weight, forward and backward, and costs lateness: no gradient of the batch is delivered before the
-    last one is ready.  So batch what is small and used close together (`cast_batches`), never a whole model: its
-    half-precision gradients would all live until the end, and DDP could not begin to reduce its buckets.
-    """
-    if not torch.is_grad_enabled() or not any(w.requires_grad for w in weights):
-        return tuple(w.to(dtype) for w in weights)
-    return _CrossMany.apply(dtype, inverse, *weights)
-
-
-def kept_in_many(weights: Sequence[Tensor], copies: Sequence[Tensor], inverse: Tensor | None) -> tuple[Tensor, ...]:
-    """`cast_in_many` where the low copies exist already; `inverse` None leaves gradients unscaled."""
-    made: tuple[Tensor, ...] = _Kept.apply(tuple(copies), inverse, *weights)
-    return made
-
-
-def cast_batches(numels: Sequence[int], limit: int = 8, small: int = SMALL_WEIGHT) -> tuple[tuple[int, ...], ...]:
-    """Which weights to give to one `cast_in_many`: runs of up to `limit` small ones; a large weight goes alone.
-
-    `numels` are the sizes in order of use; the answer holds indices into it.  A batch is at most about one transformer
-    block, so a DDP bucket waits for a block and not for the model.  `BATCH` has the limits that suit a device.
-    """
-    batches: list[tuple[int, ...]] = []
-    run: list[int] = []
-    for index, numel in enumerate(numels):
-        if numel >= small:
-            batches.append((index,))
-            continue
-        run.append(index)
-        if len(run) == limit:
-            batches.append(tuple(run))
-            run = []
-    if run:
-        batches.append(tuple(run))
-    return tuple(sorted(batches))
 
 
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,26 +84,52 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def leaving_many(
-    gradients: Sequence[Tensor | None], factor: Tensor | None, dtypes: Sequence[torch.dtype], needs: Sequence[bool]
+    gradients: Sequence[Tensor | None],
+    factor: Tensor | None,
+    dtypes: Sequence[torch.dtype],
+    needs: Sequence[bool],
+    flag: Tensor | None = None,
 ) -> Iterator[Tensor | None]:
-    """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts."""
+    """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts.
+
+    Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor on their device, or one of its own, becomes 1 if one
+    is not finite, and they are vouched for (`finite_flags.py`).
+    """
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
-    if factor is None:
-        products = [g.to(dtype) for g, dtype in present]
-    elif torch.is_grad_enabled():
-        products = [_applied(_Times, g, factor, dtype) for g, dtype in present]
-    elif all(dtype == torch.float32 for _, dtype in present) and (made := unscale_many([g for g, _ in present], factor)):
-        products = made
-    elif all(type(g) is Tensor and g.is_cpu and g.dtype != dtype == torch.float32 and not g.is_sparse for g, dtype in present):
-        products = [g.float() for g, _ in present]
-        torch._foreach_mul_(products, factor)
-    elif all(type(g) is Tensor and g.dtype == dtype == torch.float32 and not g.is_sparse for g, dtype in present):
-        products = list(torch._foreach_mul([g for g, _ in present], factor))
+    if torch.is_grad_enabled():
+        products = [g.to(dtype) if factor is None else _applied(_Times, g, factor, dtype) for g, dtype in present]
+    elif all(dtype == torch.float32 and is_plain(g) for g, dtype in present):
+        products = _leaving_plain([g for g, _ in present], factor, flag)
     else:
-        products = [_times(g, factor, dtype) for g, dtype in present]
+        products = [g.to(dtype) if factor is None else _times(g, factor, dtype) for g, dtype in present]
     rest = iter(products)
     return (next(rest) if need and g is not None else None for g, _, need in wanted)
+
+
+def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None, flag: Tensor | None) -> list[Tensor]:
+    """`gradients` in fp32, times `factor`: a launch casts those that are low, and one multiplies and checks all."""
+    low = [gradient for gradient in gradients if gradient.dtype != torch.float32]
+    if factor is not None and flag is None and gradients:
+        flag = torch.zeros_like(factor)
+    fused = unscale_many(low, factor, flag) if factor is not None and flag is not None else None
+    widened = iter(fused or _copies(low))
+    if factor is None:
+        return [gradient if gradient.dtype == torch.float32 else next(widened) for gradient in gradients]
+    fresh = iter(_copies([gradient for gradient in gradients if gradient.dtype == torch.float32]))
+    made = [next(fresh if gradient.dtype == torch.float32 else widened) for gradient in gradients]
+    left = made if fused is None else [copy for copy, gradient in zip(made, gradients, strict=True) if gradient.dtype == torch.float32]
+    if left and flag is not None:
+        torch._amp_foreach_non_finite_check_and_unscale_(left, flag, factor)
+        record_finite_flag(left, flag)
+    return made
+
+
+def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Each in fp32, in memory of its own."""
+    made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    copy_many(gradients, made)
+    return made
 
 
 def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others: Any) -> Tensor:
@@ -173,15 +153,6 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     for level in reversed(levels):
         result = torch._add_batch_dim(result, 0, level)
     return result
-
-
-def _cast_many(xs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Copies as `dtype`: on an accelerator by one kernel, or a few."""
-    if not (torch.compiler.is_compiling() or xs[0].is_cpu) and all(is_plain(x) and x.dtype != dtype for x in xs):
-        made = tuple(torch.empty_like(x, dtype=dtype) for x in xs)
-        copy_many(xs, made)
-        return made
-    return tuple(x.detach() if x.dtype == dtype else x.to(dtype) for x in xs)
 
 
 class _Cross(torch.autograd.Function):
@@ -217,37 +188,3 @@ class _Times(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _applied(_Cross, gradient, ctx.dtype, ctx.factor), None, None
         return gradient.to(ctx.dtype), None, None
-
-
-class _CrossMany(torch.autograd.Function):
-    """`_Cross` of many tensors at once; absent gradients stay absent."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, factor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.factor = factor
-        ctx.dtypes = tuple(x.dtype for x in xs)
-        made = _cast_many(xs, dtype)
-        ctx.mark_non_differentiable(*(copy for copy, need in zip(made, ctx.needs_input_grad[2:], strict=True) if not need))
-        return made
-
-    @staticmethod
-    @uncaptured
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, None, *leaving_many(gradients, ctx.factor, ctx.dtypes, ctx.needs_input_grad[2:])
-
-
-class _Kept(torch.autograd.Function):
-    """Copies of weights that were made before, as if they were cast now."""
-
-    @staticmethod
-    def forward(ctx: Any, copies: tuple[Tensor, ...], factor: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.factor = factor
-        ctx.dtypes = tuple(x.dtype for x in xs)
-        return tuple(copy.detach() for copy in copies)
-
-    @staticmethod
-    @uncaptured
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, None, *leaving_many(gradients, ctx.factor, ctx.dtypes, ctx.needs_input_grad[2:])

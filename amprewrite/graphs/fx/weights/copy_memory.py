@@ -25,7 +25,7 @@ class Memory:
     def __init__(self, place: Place, weight: Tensor, layout: Layout) -> None:
         with torch.inference_mode(False):  # one that a call outside inference mode may write over, too
             self.copy = empty_padded(weight, place[2], layout)
-            self.target = copy_ends(weight, self.copy, layout)[1] if layout else None
+            self.target = copy_ends(weight, self.copy.data, layout)[1] if layout else None  # `.data`: a view of `copy` would hold it
         self.place, self.layout = place, layout
         self.storage = self.copy.untyped_storage()
         self.owner = StorageWeakRef(weight.untyped_storage())
@@ -43,7 +43,7 @@ class Prepared:
     def serves(self, weights: Sequence[Tensor], streams: dict[int, int]) -> bool:
         """Whether they are the same, or others of their sizes in their place; a graph is guarded on all else."""
         same = self.ids == list(map(id, weights)) and self.streams == streams
-        return same and _PLAIN.issuperset(map(type, weights)) and self.shapes == [weight.shape for weight in weights]
+        return same and PLAIN.issuperset(map(type, weights)) and self.shapes == [weight.shape for weight in weights]
 
 
 def fill(weights: Sequence[Tensor], memories: Sequence[Memory], copies: Sequence[Tensor]) -> None:
@@ -61,11 +61,11 @@ def fill(weights: Sequence[Tensor], memories: Sequence[Memory], copies: Sequence
 
 
 def _references(memories: Sequence[Memory], copies: list[Tensor]) -> Iterator[list[int]]:
-    """How many Python objects, C++ objects and tensors refer to each copy or to its memory; those that pad have one view more."""
+    """How many Python objects, C++ objects and tensors refer to each copy or to its memory; those that pad have a view of an alias more."""
     yield list(map(sys.getrefcount, copies))
     yield list(map(_USES, copies))
     counts = map(torch._C._storage_Use_Count, [memory.storage._cdata for memory in memories])  # type: ignore[attr-defined]
-    yield [count - (memory.target is not None) for count, memory in zip(counts, memories, strict=True)]
+    yield [count - 2 * (memory.target is not None) for count, memory in zip(counts, memories, strict=True)]
 
 
 def all_alone(memories: Sequence[Memory], copies: list[Tensor]) -> bool:
@@ -80,7 +80,8 @@ def _alone() -> list[int]:
 
 
 _USES = torch.Tensor._use_count  # type: ignore[attr-defined]
-_PLAIN = {Tensor, torch.nn.Parameter}
+PLAIN = {Tensor, torch.nn.Parameter}
+"""Types of weights that are dense memory and nothing else."""
 _ALONE = _alone()
 
 
@@ -96,4 +97,4 @@ def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
     return {place: torch.accelerator.current_stream(place).stream_id for place in places} | ({-1: 0} if places else {})
 
 
-__all__ = ["Memory", "Place", "Prepared", "all_alone", "fill", "stream_of", "streams_of"]
+__all__ = ["PLAIN", "Memory", "Place", "Prepared", "all_alone", "fill", "stream_of", "streams_of"]

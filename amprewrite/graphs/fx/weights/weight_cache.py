@@ -3,7 +3,7 @@
 PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` as it was. So by
 default a copy serves one call of one graph:
 
-1. A call without gradients makes all its copies in one multi-tensor launch, over the memory of the last ones.
+1. A call makes all its copies in one multi-tensor launch; one without gradients over the memory of the last ones.
 2. Memory is written over only while nothing else refers to it: no other call, no view, no autograd graph.
 3. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; `cache_weights="step"` has one for good.
 4. A kept copy ends if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
@@ -21,25 +21,22 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.fused_copy import is_plain
-from amprewrite.graphs.fx.ops.pad_ops import fits, pad_cast, slice_dims
+from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain
+from amprewrite.graphs.fx.ops.pad_ops import copy_ends, fits, pad_cast
+from amprewrite.graphs.fx.weights.compare import differs, same, sample
 from amprewrite.graphs.fx.weights.copy_memory import Memory, Place, Prepared, all_alone, fill, stream_of, streams_of
+from amprewrite.graphs.fx.weights.step_listeners import add_listener, drop_listener
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
 
 LOOKED_AT = 2
 """How many kept copies one call looks at, in turn."""
-SAMPLE = 64
-"""Elements of a vector that are looked at; of anything larger it is one slice of the first dimension."""
-WORDS_FROM = 1 << 14
-"""Elements from which on two copies are compared as words of 64 bits: three to five times as fast, measured on a CPU."""
 _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
@@ -105,7 +102,7 @@ class WeightCache:
         self._warned: set[str] = set()
         self._lock = threading.RLock()
         if until_step:
-            _LISTENING.add(self)
+            add_listener(self)
 
     # -- copies --------------------------------------------------------------------------
     def take(
@@ -155,15 +152,47 @@ class WeightCache:
                 if graph is not None:
                     self._prepared[graph] = prepared
             memories = prepared.memories
-            copies = [memory.copy for memory in memories]
-            if not all_alone(memories, copies):
-                copies = []  # what nothing else held is free again
-                for place, memory in enumerate(memories):
-                    if not all_alone([memory], [memory.copy]):
-                        memories[place] = self._idle[memory.place] = Memory(memory.place, weights[place], memory.layout)
-                copies = [memory.copy for memory in memories]
+            copies = self._free(memories, weights)
         fill(weights, memories, copies)
         return copies
+
+    def _free(self, memories: list[Memory], weights: Sequence[Tensor]) -> list[Tensor]:
+        """The copies in `memories`, of which what something else holds is exchanged for new memory."""
+        copies = [memory.copy for memory in memories]
+        if not all_alone(memories, copies):
+            copies = []  # what nothing else held is free again
+            for place, memory in enumerate(memories):
+                if not all_alone([memory], [memory.copy]):
+                    memories[place] = self._idle[memory.place] = Memory(memory.place, weights[place], memory.layout)
+            copies = [memory.copy for memory in memories]
+        return copies
+
+    def take_with_gradients(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
+        """A copy of each plain weight as it is now, or as it was when an open block copied it.
+
+        The autograd graph owns their memory, and gives it back as backward goes. That of padded copies is kept and lent: the padding
+        in it is zero already.
+        """
+        if self.block() is not None or (torch.cuda.is_available() and recording(_CUDA)):
+            return self.take(weights, dtypes, layouts)
+        if not any(layouts):
+            copies = [torch.empty_like(weight, dtype=dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
+            copy_many(weights, copies)
+            return copies
+        wanted = list(zip(weights, dtypes, layouts, strict=True))
+        lent = iter(self._lend([each for each in wanted if each[2]]))
+        copies = [next(lent) if layout else torch.empty_like(weight, dtype=dtype) for weight, dtype, layout in wanted]
+        ends = [copy_ends(weight, copy, layout) for weight, copy, layout in zip(weights, copies, layouts, strict=True)]
+        copy_many([source for source, _ in ends], [target for _, target in ends])
+        return copies
+
+    def _lend(self, wanted: Sequence[tuple[Tensor, torch.dtype, Layout]]) -> list[Tensor]:
+        """Memory for padded copies, not lent again while anything refers to it."""
+        weights = [weight for weight, _, _ in wanted]
+        streams = streams_of(weights)
+        with self._lock:
+            memories = self._memories(weights, [(dtype, layout, stream_of(weight, streams)) for weight, dtype, layout in wanted])
+            return [copy.detach() for copy in self._free(memories, weights)]
 
     def _make_some(
         self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], streams: dict[int, int],
@@ -252,7 +281,7 @@ class WeightCache:
                 self._open.append(block)
             block.depth += 1
             block.whole |= everywhere
-            _LISTENING.add(self)
+            add_listener(self)
         try:
             yield
         except BaseException:
@@ -277,7 +306,7 @@ class WeightCache:
                 self._own.block = None
             copies, whole, block.whole = dict(block.copies), block.whole, False
             if not self.listens:
-                _LISTENING.discard(self)
+                drop_listener(self)
         stale = _stale(copies, whole)
         if stale or not block.lasting:
             self._end(block, idle=True)
@@ -303,12 +332,12 @@ class WeightCache:
                 self._end(block, idle=False)
             self.clear_idle()
 
-    def clear_idle(self) -> None:
-        """Give back the memory of copies that no block keeps."""
+    def clear_idle(self, padded: bool = True) -> None:
+        """Give back the memory of copies that no block keeps; that of padded ones only if `padded`."""
         if self._idle or self._prepared:
             with self._lock:
                 self._prepared.clear()
-                self._idle.clear()
+                self._idle = {} if padded else {place: memory for place, memory in self._idle.items() if memory.layout}
 
     def _blocks(self) -> list[Block]:
         lasting = [self._until_step] if self._until_step is not None and self._until_step not in self._open else []
@@ -372,10 +401,10 @@ class WeightCache:
             weight = found.weight
             if not found.counted_fresh(weight):
                 continue  # copied anew by the call that reads it
-            if weight.is_cpu and not _same(*_sample(weight, found.copy, layout, block.turn)):
+            if weight.is_cpu and not same(*sample(weight, found.copy, layout, block.turn)):
                 stale.append(weight)
             elif weight.is_cuda and not recording(weight.device):
-                asked.append((weight, _differs(*_sample(weight, found.copy, layout, block.turn))))
+                asked.append((weight, differs(*sample(weight, found.copy, layout, block.turn))))
         if asked:
             block.asked = _Answer([weight for weight, _ in asked], [flag for _, flag in asked])
         return stale
@@ -424,33 +453,7 @@ def _state(weight: Tensor) -> tuple[int, int] | None:
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
 
 
-# -- comparing -----------------------------------------------------------------------------
-def _sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
-    """A slice of a weight as its copy should be, and as the copy is."""
-    if layout:
-        copy = slice_dims(copy, layout)
-    if weight.dim() and weight.numel():
-        length = SAMPLE if weight.dim() == 1 else 1
-        start = turn % max(weight.shape[0] - length + 1, 1)
-        length = min(length, weight.shape[0])
-        weight, copy = weight.narrow(0, start, length), copy.narrow(0, start, length)
-    return weight.to(copy.dtype), copy
-
-
-def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Whether they differ by more than a number that some processors take for zero; NaN equals NaN."""
-    near = (a.float() - b.float()).abs() <= torch.finfo(torch.float32).tiny
-    return ~((a == b) | near | (a.isnan() & b.isnan())).all()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.numel() > WORDS_FROM and a.is_contiguous() and b.is_contiguous():
-        whole_words = not any(int(count) % 4 for count in (a.numel(), a.storage_offset(), b.storage_offset()))
-        if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):
-            return True
-    return torch.equal(a, b) or not bool(_differs(a, b))
-
-
+# -- stale copies ----------------------------------------------------------------------
 def _stale(copies: Copies, whole: bool) -> list[Tensor]:
     """Weights that differ from their copies though PyTorch counts no write; `whole` compares every element."""
     stale, asked, flags = [], [], []
@@ -459,11 +462,11 @@ def _stale(copies: Copies, whole: bool) -> list[Tensor]:
             weight = found.weight
             if not found.counted_fresh(weight):
                 continue
-            ends = (pad_cast(weight, dtype, layout), found.copy) if whole else _sample(weight, found.copy, layout, 0)
+            ends = (pad_cast(weight, dtype, layout), found.copy) if whole else sample(weight, found.copy, layout, 0)
             if not weight.is_cpu:
                 asked.append(weight)
-                flags.append(_differs(*ends))
-            elif not _same(*ends):
+                flags.append(differs(*ends))
+            elif not same(*ends):
                 stale.append(weight)
         found_out = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
     return stale + [weight for weight, differs in zip(asked, found_out, strict=True) if differs]
@@ -478,43 +481,6 @@ def _changed(stale: Sequence[Tensor], names: Names, cause: str) -> str:
         "or a collective; results since then may come from the old values, and the copies are dropped now. Call "
         "amp.weights_changed() after each such write, or write while no copies are kept; cache_weights=False keeps none"
     )
-
-
-# -- steps of optimizers -------------------------------------------------------------------
-class _Listening:
-    """The caches whose copies end with a step. One hook serves them all, for as long as there are any."""
-
-    def __init__(self) -> None:
-        self._caches: set[weakref.ref[WeightCache]] = set()
-        self._hook: Any = None
-
-    def add(self, cache: WeightCache) -> None:
-        self._caches.add(weakref.ref(cache, self._gone))
-        if self._hook is None:
-            self._hook = register_optimizer_step_post_hook(_after_any_step)
-
-    def discard(self, cache: WeightCache) -> None:
-        self._gone(weakref.ref(cache))
-
-    def _gone(self, ref: weakref.ref[WeightCache]) -> None:
-        self._caches.discard(ref)
-        if not self._caches and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        for ref in tuple(self._caches):
-            cache = ref()
-            if cache is not None:
-                cache.stepped(optimizer)
-
-
-_LISTENING = _Listening()
-
-
-@torch.compiler.disable  # type: ignore[misc]
-def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _LISTENING.stepped(optimizer)
 
 
 __all__ = ["Block", "WeightCache"]

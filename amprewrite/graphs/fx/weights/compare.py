@@ -1,0 +1,43 @@
+"""Whether a low copy still holds what its weight does: a slice of it, or all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amprewrite.graphs.fx.ops.pad_ops import slice_dims
+from amprewrite.ir.plans.pad_plan import Layout
+
+SAMPLE = 64
+"""Elements of a vector that are looked at; of anything larger it is one slice of the first dimension."""
+WORDS_FROM = 1 << 14
+"""Elements from which on two copies are compared as words of 64 bits: three to five times as fast, measured on a CPU."""
+
+
+def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
+    """A slice of a weight as its copy should be, and as the copy is."""
+    if layout:
+        copy = slice_dims(copy, layout)
+    if weight.dim() and weight.numel():
+        length = SAMPLE if weight.dim() == 1 else 1
+        start = turn % max(weight.shape[0] - length + 1, 1)
+        length = min(length, weight.shape[0])
+        weight, copy = weight.narrow(0, start, length), copy.narrow(0, start, length)
+    return weight.to(copy.dtype), copy
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Whether they differ by more than a number that some processors take for zero; NaN equals NaN."""
+    near = (a.float() - b.float()).abs() <= torch.finfo(torch.float32).tiny
+    return ~((a == b) | near | (a.isnan() & b.isnan())).all()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    if a.numel() > WORDS_FROM and a.is_contiguous() and b.is_contiguous():
+        whole_words = not any(int(count) % 4 for count in (a.numel(), a.storage_offset(), b.storage_offset()))
+        if whole_words and torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)):
+            return True
+    return torch.equal(a, b) or not bool(differs(a, b))
+
+
+__all__ = ["differs", "same", "sample"]

@@ -1,0 +1,128 @@
+"""Low copies of weights in training: one launch makes them all, and a few bring their gradients back.
+
+1. All copies of a graph are made before it runs, from the weights as they are then.
+2. A block of them is linked to its weights by one autograd node. In backward it gives the gradients of the block in fp32, unscaled, in
+   one multi-tensor launch for the casts and one for the scale.
+3. A block ends at `MOST` weights or `ELEMENTS` elements: a gradient waits for the others of its block.
+4. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
+from amprewrite.graphs.fx.ops.scale_ops import leaving_many, unscale_gradient
+from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.graphs.fx.weights.copy_memory import PLAIN
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.ir.plans.pad_plan import Layout
+
+MOST = 64
+"""Weights in a block: torch's multi-tensor kernels take up to so many at a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
+ELEMENTS = 1 << 25
+"""Elements of a block, 64 MB of low gradients that wait for the last of them. A weight of so many is a block by itself."""
+ELEMENTS_APART = 1 << 22
+"""The same where several ranks train: 16 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
+
+
+class LinkedCopies:
+    """The copies that one training graph takes of its weights; a `dtype` that is the weight's own only unscales its gradient."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], cache: WeightCache) -> None:
+        self.dtypes, self.layouts, self.cache = dtypes, layouts, cache
+        self._made: tuple[int, ...] | None = None
+        """Places of the weights that are copied; the graph is guarded on their dtypes."""
+        self._blocks: tuple[tuple[int, ...], ...] = ()
+
+    def take(self, weights: Sequence[Tensor], inverse: Tensor | None) -> list[Tensor]:
+        """A copy of each weight as it is now; its gradient arrives at the weight times `inverse`, a 0-dim fp32 tensor.
+
+        Without gradients, too, for the graph may switch them on.
+        """
+        with torch.enable_grad():
+            return self._take(weights, inverse)
+
+    def _take(self, weights: Sequence[Tensor], inverse: Tensor | None) -> list[Tensor]:
+        if forward_ad._current_level >= 0 or not PLAIN.issuperset(map(type, weights)):
+            return [_alone(*each, inverse) for each in zip(weights, self.dtypes, self.layouts, strict=True)]
+        if self._made is None:
+            self._made = tuple(place for place, w in enumerate(weights) if self.dtypes[place] != w.dtype or self.layouts[place])
+            apart = torch.distributed.is_available() and torch.distributed.is_initialized()
+            self._blocks = blocks([weight.numel() for weight in weights], ELEMENTS_APART if apart else ELEMENTS)
+        copies = list(weights)
+        wanted = ([each[place] for place in self._made] for each in (weights, self.dtypes, self.layouts))
+        for place, copy in zip(self._made, self.cache.take_with_gradients(*wanted), strict=True):
+            copies[place] = copy
+        flag = None if inverse is None else torch.zeros_like(inverse)  # one for all blocks
+        for block in self._blocks:
+            chosen = [place for place in block if weights[place].requires_grad]
+            if chosen:
+                layouts = [self.layouts[place] for place in chosen]
+                linked = _Link.apply([copies[p] for p in chosen], layouts, inverse, flag, *[weights[p] for p in chosen])
+                for place, copy in zip(chosen, linked, strict=True):
+                    copies[place] = copy
+        return copies
+
+
+def blocks(numels: Sequence[int], elements: int = ELEMENTS) -> tuple[tuple[int, ...], ...]:
+    """Which weights share an autograd node: indices into `numels`, the elements of each in order of use."""
+    made: list[tuple[int, ...]] = []
+    run: list[int] = []
+    size = 0
+    for index, numel in enumerate(numels):
+        if numel >= elements:
+            made.append((index,))
+            continue
+        if run and (len(run) == MOST or size + numel > elements):
+            made.append(tuple(run))
+            run, size = [], 0
+        run.append(index)
+        size += numel
+    if run:
+        made.append(tuple(run))
+    return tuple(sorted(made))
+
+
+def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
+    """One copy, with torch's own derivatives where there is no scale."""
+    if inverse is not None and dtype == weight.dtype and not layout:
+        return unscale_gradient(weight, inverse)
+    return pad_cast(weight, dtype, layout, inverse)
+
+
+class _Link(torch.autograd.Function):
+    """Copies of weights that were made before, as if they were cast now; absent gradients stay absent."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, copies: list[Tensor], layouts: list[Layout], inverse: Tensor | None, flag: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.inverse, ctx.flag, ctx.dtypes = inverse, flag, [weight.dtype for weight in weights]
+        ctx.padded = [(layout, weight.shape) for layout, weight in zip(layouts, weights, strict=True)] if any(layouts) else ()
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    @uncaptured
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inner = list(gradients)
+        for place, (layout, _) in enumerate(ctx.padded):
+            gradient = inner[place]
+            if layout and gradient is not None:
+                inner[place] = logical_part(gradient, layout)
+        left = list(leaving_many(inner, ctx.inverse, ctx.dtypes, ctx.needs_input_grad[4:], ctx.flag))
+        ctx.flag = None  # a second backward is checked by itself
+        for place, (layout, shape) in enumerate(ctx.padded):
+            gradient = left[place]
+            if layout and gradient is not None:
+                left[place] = gradient.reshape(shape)
+        return None, None, None, None, *left
+
+
+__all__ = ["ELEMENTS", "ELEMENTS_APART", "MOST", "LinkedCopies", "blocks"]

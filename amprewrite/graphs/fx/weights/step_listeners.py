@@ -1,0 +1,63 @@
+"""One hook on the steps of all optimizers, for as long as anything wants to hear of them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+
+class Listener(Protocol):
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+
+
+class _Listening:
+    """Who is told of a step. One hook serves them all, for as long as there are any."""
+
+    def __init__(self) -> None:
+        self._told: set[weakref.ref[Listener]] = set()
+        self._hook: Any = None
+
+    def add(self, listener: Listener) -> None:
+        self._told.add(weakref.ref(listener, self._gone))
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(_after_any_step)
+
+    def discard(self, listener: Listener) -> None:
+        self._gone(weakref.ref(listener))
+
+    def _gone(self, ref: weakref.ref[Listener]) -> None:
+        self._told.discard(ref)
+        if not self._told and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        for ref in tuple(self._told):
+            listener = ref()
+            if listener is not None:
+                listener.stepped(optimizer)
+
+
+_LISTENING = _Listening()
+
+
+@torch.compiler.disable  # type: ignore[misc]
+def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _LISTENING.stepped(optimizer)
+
+
+def add_listener(listener: Listener) -> None:
+    """Tell `listener` of every step from now on. It is not kept alive."""
+    _LISTENING.add(listener)
+
+
+def drop_listener(listener: Listener) -> None:
+    """Tell it no more."""
+    _LISTENING.discard(listener)
+
+
+__all__ = ["Listener", "add_listener", "drop_listener"]

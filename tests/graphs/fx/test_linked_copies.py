@@ -1,0 +1,190 @@
+"""Low copies of weights in training: values, gradients, launches, memory, and what no multi-tensor launch can do."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amprewrite
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.ops.scale_ops import cast_in
+from amprewrite.graphs.fx.weights.linked_copies import ELEMENTS, MOST, LinkedCopies, blocks
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.ir.plans.pad_plan import Layout
+
+LOW = torch.float16
+
+
+def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(*shape, requires_grad=True) for shape in shapes]
+
+
+def linked(dtypes: list[torch.dtype], layouts: list[Layout] | None = None) -> LinkedCopies:
+    return LinkedCopies(dtypes, layouts or [()] * len(dtypes), WeightCache())
+
+
+class Ops(TorchDispatchMode):
+    """Names of the ATen ops that ran, and how many tensors a multi-tensor op was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_copies_and_gradients_are_those_of_one_by_one() -> None:
+    inverse = torch.tensor(2.0**-6)
+    given = [*weights((4, 4), (4, 4), (4,)), torch.randn(4, 4)]
+    low = linked([LOW] * 4).take(given, inverse)
+    assert all(torch.equal(copy, w.to(LOW)) for copy, w in zip(low, given, strict=True))
+    (low[0].sum() + low[2].square().sum()).backward()
+    assert given[1].grad is None and given[3].grad is None, "absent gradients stay absent"
+    alone = given[2].detach().clone().requires_grad_()
+    cast_in(alone, LOW, inverse).square().sum().backward()
+    assert torch.equal(alone.grad, given[2].grad)
+
+
+def test_a_weight_of_that_dtype_is_its_own_copy_and_its_gradient_is_unscaled() -> None:
+    (w, v) = weights((3, 3), (3,))
+    low, same = linked([LOW, torch.float32]).take([w, v], torch.tensor(0.25))
+    assert same.data_ptr() == v.data_ptr() and low.dtype == LOW
+    (low.float().sum() + same.sum()).backward()
+    assert torch.equal(v.grad, torch.full((3,), 0.25)) and torch.equal(w.grad, torch.full((3, 3), 0.25))
+
+
+def test_gradients_widen_before_they_are_unscaled() -> None:
+    """2**-20 * 2**-14 is nothing in fp16 and plenty in fp32."""
+    given = weights((3, 5), (5,))
+    copies = linked([LOW] * 2).take(given, torch.tensor(2.0**-14))
+    torch.autograd.backward(copies, [torch.full_like(copy, 2.0**-20) for copy in copies])
+    assert all(torch.equal(w.grad, torch.full_like(w, 2.0**-34)) for w in given)
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_one_launch_makes_all_and_few_bring_gradients_back(factor: float | None) -> None:
+    given = weights(*[(4, 4)] * 10)
+    inverse = None if factor is None else torch.tensor(factor)
+    of = linked([torch.bfloat16] * 10)
+    with Ops() as forward:
+        copies = of.take(given, inverse)
+    total = torch.stack([copy.sum() for copy in copies]).sum()
+    with Ops() as backward:
+        total.backward()
+    assert forward.names["_foreach_copy_"] == 1 and not forward.names["_to_copy"]
+    assert backward.names["_foreach_copy_"] == 1 and not backward.names["_to_copy"]
+    assert backward.names["_amp_foreach_non_finite_check_and_unscale_"] == (factor is not None)
+    assert all(torch.equal(w.grad, torch.full((4, 4), factor or 1.0)) for w in given)
+
+
+def test_second_derivatives_go_through() -> None:
+    def penalty(low: bool) -> Tensor:
+        (w, v) = weights((8, 8), (8, 1))
+        torch.manual_seed(1)
+        x = torch.randn(16, 8)
+        a, b = linked([torch.bfloat16] * 2).take([w, v], None) if low else (w, v)
+        out = (torch.tanh(x.to(a.dtype) @ a) @ b).float()
+        (gradient,) = torch.autograd.grad(out.sum(), w, create_graph=True)
+        gradient.square().sum().backward()
+        return w.grad
+
+    got, want = penalty(True), penalty(False)
+    assert (got - want).norm() < 3e-2 * want.norm()
+
+
+def test_memory_of_copies_is_given_back_after_backward() -> None:
+    given = weights((64, 64))
+    of = linked([LOW])
+    (copy,) = of.take(given, None)
+    storage = torch.multiprocessing.reductions.StorageWeakRef(copy.untyped_storage())
+    copy.sum().backward()
+    del copy
+    gc.collect()
+    assert storage.expired() and len(of.cache) == 0
+
+
+def test_two_forwards_before_a_backward_have_copies_of_their_own() -> None:
+    given = weights((4, 4))
+    of = linked([LOW])
+    (first,) = of.take(given, None)
+    with torch.no_grad():
+        given[0].mul_(2.0)
+    (second,) = of.take(given, None)
+    assert torch.equal(second, given[0].to(LOW)) and torch.equal(first * 2, second)
+
+
+def test_padded_copies_lend_memory_whose_padding_is_zero() -> None:
+    given = [*weights((5, 3), (5, 3)), torch.randn(5, 3)]
+    layouts: list[Layout] = [((0, ((5, 8),)),)] * 3
+    of = linked([torch.bfloat16] * 3, layouts)
+    places = []
+    for _ in range(3):
+        used, unused, frozen = of.take(given, torch.tensor(0.25))
+        for copy, w in ((used, given[0]), (unused, given[1]), (frozen, given[2])):
+            assert torch.equal(copy, pad_cast(w, torch.bfloat16, layouts[0]))
+        del copy, w
+        assert used.requires_grad and not frozen.requires_grad
+        places.append({copy.data_ptr() for copy in (used, unused, frozen)})
+        given[0].grad = None
+        used.sum().backward()
+        assert torch.equal(given[0].grad, torch.full((5, 3), 0.25)) and given[1].grad is None
+        del used, unused, frozen
+    assert places[0] == places[1] == places[2] and len(places[0]) == 3
+    held = of.take(given, None)
+    assert places[0].isdisjoint(copy.data_ptr() for copy in of.take(given, None)), "what is held is not lent again"
+    assert places[0] == {copy.data_ptr() for copy in held}
+
+
+def test_forward_mode_derivatives_take_casts_one_by_one() -> None:
+    (w,) = weights((3, 3))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(w.detach(), torch.ones(3, 3))
+        (copy,) = linked([torch.bfloat16]).take([dual], None)
+        tangent = forward_ad.unpack_dual(copy).tangent
+    assert tangent is not None and torch.equal(tangent, torch.ones(3, 3, dtype=torch.bfloat16))
+
+
+def test_blocks_are_runs_of_bounded_size() -> None:
+    assert blocks([]) == ()
+    assert blocks([10] * 3) == ((0, 1, 2),)
+    assert blocks([ELEMENTS, 10, ELEMENTS, 10]) == ((0,), (1, 3), (2,))
+    assert blocks([ELEMENTS // 2] * 3) == ((0, 1), (2,))
+    assert [len(block) for block in blocks([10] * (MOST + 1))] == [MOST, 1]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_training_step_casts_weights_and_gradients_in_few_launches(dtype: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())])
+    amp = amprewrite.rewrite(model, dtype=dtype)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with Ops() as ops:
+            loss = amp(torch.randn(8, 32)).square().mean()
+            loss.backward()
+        optimizer.step()
+    assert ops.names["_foreach_copy_"] == 2
+    assert ops.names["_to_copy"] <= 3, "the input, the result and its gradient"
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in amp.parameters())
+
+
+def test_frozen_weights_keep_copies_over_forwards_of_an_accumulated_step() -> None:
+    amp = amprewrite.rewrite(nn.Linear(16, 16), dtype="bf16")
+    x = torch.randn(4, 16)
+    amp(x).sum().backward()
+    with amp.frozen_weights():
+        amp(x).sum().backward()
+        with Ops() as ops:
+            amp(x).sum().backward()
+    assert ops.names["_foreach_copy_"] == 1, "the gradients alone"
