@@ -20,7 +20,7 @@ if _TYPE_CHECKING:
     from amprewrite.accuracy.debug import debug
     from amprewrite.accuracy.sensitivity import sensitivity
     from amprewrite.accuracy.verify import verify
-    from amprewrite.api.rewrite import plan, rewrite
+    from amprewrite.api.rewrite import plan, restore, rewrite
     from amprewrite.api.training_log import TrainingLog
     from amprewrite.ir.evidence.ranges import Calibration
     from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan, Skipped
@@ -59,7 +59,7 @@ _HOMES = {
     "amprewrite.ir.plans.plan": ("Cast", "NodePlan", "RegionPlan", "Skipped"),
     "amprewrite.report.cast_plan": ("CastPlan",),
     "amprewrite.ir.evidence.ranges": ("Calibration",),
-    "amprewrite.api.rewrite": ("plan", "rewrite"),
+    "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
     "amprewrite.accuracy.sensitivity": ("sensitivity",),
     "amprewrite.accuracy.verify": ("verify",),
     "amprewrite.api.training_log": ("TrainingLog",),
@@ -122,6 +122,7 @@ __all__ = [
     "calibrate",
     "debug",
     "plan",
+    "restore",
     "rewrite",
     "rewrite_onnx",
     "sensitivity",

@@ -55,6 +55,7 @@ def rewrite(
     backend: str | Callable[..., Any] = "eager",
     cache_weights: bool | str = True,
     strict: bool = False,
+    inplace: bool = False,
 ) -> M:
     """A mixed-precision twin of `model`: same class, same Parameters and buffers, fp32 in and out.
 
@@ -97,6 +98,8 @@ def rewrite(
             collectives): most are found at a later call, with a warning, but not all. False: every weight is cast where it is
             read, and no memory is kept.
         strict: whatever cannot be captured raises CaptureError instead of running in fp32 with a warning.
+        inplace: turn `model` itself into the rewritten model and return it, for code that goes on with the object it has, as
+            many trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model is as it was.
 
     Raises:
         PolicyError: options that make no sense. CaptureError: a model that cannot be captured. PlanError: a plan that does
@@ -105,8 +108,10 @@ def rewrite(
     """
     from amprewrite.api.module import Rewritten
     from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
-    from amprewrite.runtime.model.rewritten import capture_now, is_rewritten, module_of, plain_of, wrap
+    from amprewrite.runtime.model.rewritten import is_rewritten, module_of, plain_of, put_back_on_error, wrap, wrap_in_place
 
+    if flag("inplace", inplace) and isinstance(model, torch.export.ExportedProgram):
+        raise PolicyError("inplace=True turns a module into its rewrite, and an ExportedProgram is none; use amp = rewrite(program)")
     module = module_of(model)
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
@@ -124,14 +129,38 @@ def rewrite(
     options.pad.check_modules(path for path, _ in module.named_modules())
     _check_high(high)
     refuse_ambient_autocast()
-    module = plain_of(module) if is_rewritten(module) else module
-    options = replace(options, **measured_options(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
-    amp = wrap(module, options, Rewritten)
+    plain = plain_of(module) if is_rewritten(module) else module
+    options = replace(options, **measured_options(plain, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
+    calls = None if example_inputs is None and example_kwargs is None else (tuple(example_inputs or ()), example_kwargs or {})
+    if not inplace:
+        return _ready(wrap(plain, options, Rewritten), optimizer, calls)  # type: ignore[no-any-return]
+    with put_back_on_error(module):
+        return _ready(wrap_in_place(module, options, Rewritten), optimizer, calls)  # type: ignore[no-any-return]
+
+
+def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Any:
+    """`amp` with its optimizers attached, and captured if there are example inputs."""
+    from amprewrite.runtime.model.rewritten import capture_now
+
     for each in optimizers_of(optimizer):
         amp.attach(each)
-    if example_inputs is not None or example_kwargs is not None:
-        capture_now(amp, tuple(example_inputs or ()), example_kwargs or {})
-    return amp  # type: ignore[no-any-return]
+    if example is not None:
+        capture_now(amp, *example)
+    return amp
+
+
+def restore(model: M) -> M:
+    """Turn a rewritten model back into the plain fp32 model it was, in place, and return it.
+
+    Parameters, buffers, hooks and what `.compile()` made before `rewrite(model, inplace=True)` are as they were. Its optimizers are
+    no longer guarded. PlanError if the model was never rewritten; CaptureError if it went through fully_shard since.
+    """
+    from amprewrite.runtime.model.rewritten import unwrap_in_place
+
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"restore takes a rewritten nn.Module, not {type(model).__name__}")
+    unwrap_in_place(model)
+    return model
 
 
 def measured_options(

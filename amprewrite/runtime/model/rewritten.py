@@ -7,6 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +17,13 @@ from torch import nn
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
 from amprewrite.runtime.model.half_parameters import lost_masters
+from amprewrite.runtime.model.in_place import BEFORE, FORWARD, SESSION, Before
 from amprewrite.runtime.model.part_calls import NO_REPLICAS, REPLICATE, PartForward, PartReplicas, call_as_part
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.subclass import original_of, subclass_of
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Entry, Session, enter
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
-
-_SESSION = "_amprewrite_session"
-_FORWARD = "_amprewrite_forward"
 
 
 class RewrittenBase(nn.Module):
@@ -92,7 +91,7 @@ class RewrittenBase(nn.Module):
 
         @functools.wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            session = self.__dict__.get(_SESSION)
+            session = self.__dict__.get(SESSION)
             if session is None:
                 return cls.forward(self, *args, **kwargs)
             if session.root is not self:
@@ -146,12 +145,12 @@ _FOREIGN_SESSION = (
 
 def is_rewritten(model: nn.Module) -> bool:
     """Whether the module itself came out of a rewrite. One whose class merely derives from such a module's class did not."""
-    return _SESSION in model.__dict__
+    return SESSION in model.__dict__
 
 
 def session_of(model: nn.Module) -> Session:
     """The session of a rewritten model; PlanError if the module was never rewritten."""
-    found: Session | None = model.__dict__.get(_SESSION)
+    found: Session | None = model.__dict__.get(SESSION)
     if found is None:
         raise PlanError(f"this {type(model).__name__} was not rewritten, so it has no plan; call amprewrite.rewrite(model) first")
     return found
@@ -196,12 +195,13 @@ def plain_of(model: nn.Module) -> nn.Module:
 def _unwrap(twin: nn.Module) -> None:
     """Turn a fresh twin of a rewritten module into what that was before, in place."""
     twin.__class__ = original_class(twin)
-    twin.__dict__.pop(_SESSION)
+    twin.__dict__.pop(SESSION)
+    twin.__dict__.pop(BEFORE, None)
     for module in twin.modules():
         if isinstance(module.__dict__.get("forward"), PartForward):
             del module.__dict__["forward"]
         module.__dict__.pop(REPLICATE, None)
-        own_forward = module.__dict__.pop(_FORWARD, None)
+        own_forward = module.__dict__.pop(FORWARD, None)
         if own_forward is not None:
             module.__dict__["forward"] = own_forward
 
@@ -211,7 +211,7 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(generate)
     def generate_with_kept_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        session: Session | None = self.__dict__.get(_SESSION)
+        session: Session | None = self.__dict__.get(SESSION)
         if session is None:
             return generate(self, *args, **kwargs)
         with session.cache.frozen(session.weight_names, "generate()", everywhere=False):
@@ -226,6 +226,71 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
     Parts that were rewritten before are taken over. PolicyError if the model's class derives from that of a rewritten module,
     CaptureError for a TorchScript module.
     """
+    _refuse_class(model)
+    amp = clone_of(model, subclass_of(face, type(model)))
+    _take_over(amp, type(model), kind(options, amp))
+    return amp
+
+
+@contextmanager
+def put_back_on_error(model: nn.Module) -> Iterator[None]:
+    """Around a rewrite in place. If it raises, `model` is what it was; if not, an earlier rewrite guards no optimizer any more."""
+    before, old = Before(model), model.__dict__.get(SESSION)
+    try:
+        yield
+    except BaseException:
+        failed = model.__dict__.get(SESSION)
+        before.put_back(model)
+        _retire(failed, model)
+        raise
+    _retire(old, model)
+
+
+def _retire(session: Session | None, model: nn.Module) -> None:
+    """Guard no optimizer for a session that is no longer that of `model`."""
+    if session is not None and model.__dict__.get(SESSION) is not session:
+        session.gate.retire()
+
+
+def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase]) -> Any:
+    """Turn `model` itself into a rewritten one; raises as `wrap` does. One that was rewritten before starts from its plain self."""
+    if is_rewritten(model):
+        _make_plain(model)
+    _refuse_class(model)
+    cls, before = type(model), Before(model)
+    before.set_aside()
+    model.__class__ = subclass_of(face, cls)
+    session = Session(options, model)
+    model.__dict__[BEFORE] = before
+    _take_over(model, cls, session)
+    return model
+
+
+def unwrap_in_place(model: nn.Module) -> None:
+    """Turn a rewritten model into what it was before; PlanError if it was never rewritten, CaptureError if FSDP2 has it."""
+    session = session_of(model)
+    _make_plain(model)
+    _retire(session, model)
+
+
+def _make_plain(model: nn.Module) -> None:
+    session = session_of(model)
+    if original_of(type(model)) is None:
+        raise CaptureError(
+            f"{type(model).__name__} went through fully_shard after the rewrite, and its class builds on the rewritten one; restore the "
+            "model before fully_shard, or load its state_dict into a plain model"
+        )
+    session.cache.clear()
+    before: Before | None = model.__dict__.get(BEFORE)
+    if before is not None:
+        before.put_back(model)
+        return
+    for module in model.modules():
+        module.__dict__.pop("_compiled_call_impl", None)  # a twin has none but ours
+    _unwrap(model)
+
+
+def _refuse_class(model: nn.Module) -> None:
     cls = type(model)
     if issubclass(cls, RewrittenBase):
         raise PolicyError(
@@ -234,10 +299,12 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError("a TorchScript module hides its Python code from capture; rewrite the model it was made from")
-    amp = clone_of(model, subclass_of(face, cls))
-    session = kind(options, amp)
-    amp.__dict__[_SESSION] = session
-    parts = part_paths(model, options.granularity)
+
+
+def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
+    """Lead every call of `amp`, whose class was `cls`, and of its parts through `session`."""
+    amp.__dict__[SESSION] = session
+    parts = part_paths(amp, session.options.granularity)
     session.entries[""] = Entry(session, "", _take_forward(amp, cls), captured=not parts)
     known: weakref.WeakSet[nn.Module] = weakref.WeakSet([amp])
     for path, module in _modules_not_in(known, amp, session):
@@ -250,7 +317,6 @@ def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = Rewritt
         elif not parts or _is_inside(path, parts):
             call_as_part(session, path, module)
     session.take_in = lambda: _take_in(session, parts, known)
-    return amp
 
 
 def _modules_not_in(known: weakref.WeakSet[nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
@@ -287,7 +353,7 @@ def _take_forward(module: nn.Module, cls: type[nn.Module]) -> Callable[..., Any]
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:
         return cls.forward.__get__(module)  # type: ignore[no-any-return]
-    module.__dict__[_FORWARD] = own_forward
+    module.__dict__[FORWARD] = own_forward
     return own_forward
 
 

@@ -77,8 +77,13 @@ class Guard:
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
 
+    def remove(self, gate: Gate) -> None:
+        """Guard the optimizer for `gate` no longer."""
+        for ref in [each for each in self._refs if each() is gate]:
+            self.drop(ref)
+
     def drop(self, ref: weakref.ref[Gate]) -> None:
-        """Forget a gate that died; with the last one the hooks go."""
+        """Forget a gate that died or was retired; with the last one the hooks go."""
         self._refs = [each for each in self._refs if each is not ref]
         if self._refs or in_a_step():
             return

@@ -152,6 +152,16 @@ class StepGate:
         self._guard(optimizer)
         self._attached.add(optimizer)
 
+    def retire(self) -> None:
+        """Guard nothing any more: the model is no longer rewritten."""
+        for optimizer in self._guarded:
+            guard_of(optimizer).remove(self)
+        ref = _LISTENERS.get(id(self))
+        if ref is not None:
+            _gone(id(self), ref)
+        self.adopt = False
+        self._forget_optimizers()
+
     def guards(self, optimizer: Optimizer) -> bool:
         """Whether overflowing steps of `optimizer` are skipped."""
         return optimizer in self._guarded and self.loss_scale.enabled
