@@ -20,6 +20,7 @@ if _TYPE_CHECKING:
     from amprewrite.accuracy.debug import debug
     from amprewrite.accuracy.sensitivity import sensitivity
     from amprewrite.accuracy.verify import verify
+    from amprewrite.api.compile_backend import compile_backend, compiled
     from amprewrite.api.rewrite import plan, restore, rewrite
     from amprewrite.api.training_log import TrainingLog
     from amprewrite.ir.evidence.ranges import Calibration
@@ -59,6 +60,7 @@ _HOMES = {
     "amprewrite.ir.plans.plan": ("Cast", "NodePlan", "RegionPlan", "Skipped"),
     "amprewrite.report.cast_plan": ("CastPlan",),
     "amprewrite.ir.evidence.ranges": ("Calibration",),
+    "amprewrite.api.compile_backend": ("compile_backend", "compiled"),
     "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
     "amprewrite.accuracy.sensitivity": ("sensitivity",),
     "amprewrite.accuracy.verify": ("verify",),
@@ -120,6 +122,8 @@ __all__ = [
     "StaticLossScale",
     "TrainingLog",
     "calibrate",
+    "compile_backend",
+    "compiled",
     "debug",
     "plan",
     "restore",

@@ -116,18 +116,13 @@ def rewrite(
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
     example_kwargs = None if example_kwargs is None else keywords("example_kwargs", example_kwargs)
-    options = _options(module, dtype, lists, overrides, plan, backend, cache_weights, strict)
-    options = replace(
-        options,
-        loss_scale=_checked_scale(loss_scale, options.low),
-        granularity=parse_granularity(granularity, module),
-        device=_checked_device(device, flag("measure", measure)),
-        measure=bool(measure),
-        memory=_checked_memory(memory),
-        pad=parse_pad(pad, torch.cuda.is_available()),
-    )
-    options.pad.check_modules(path for path, _ in module.named_modules())
-    _check_high(high)
+    refuse_trainable(module)
+    options = checked_options(
+        dtype=dtype, lists=lists, overrides=overrides, plan=plan, backend=backend, cache_weights=cache_weights, strict=strict,
+        device=device, measure=measure, memory=memory, high=high, loss_scale=loss_scale, pad=pad,
+    )  # fmt: skip
+    options = replace(options, granularity=parse_granularity(granularity, module))
+    check_patterns(options, module)
     refuse_ambient_autocast()
     plain = plain_of(module) if is_rewritten(module) else module
     options = replace(options, **measured_options(plain, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
@@ -201,17 +196,23 @@ def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | Non
     return found
 
 
-def _options(
-    module: nn.Module,
-    dtype: str | torch.dtype | Format | None,
-    lists: str | OpLists,
-    overrides: Mapping[str, str] | None,
-    plan: CastPlan | None,
-    backend: str | Callable[..., Any],
-    cache_weights: bool | str,
-    strict: bool,
+def checked_options(
+    *,
+    dtype: str | torch.dtype | Format | None = None,
+    lists: str | OpLists = "default",
+    overrides: Mapping[str, str] | None = None,
+    plan: CastPlan | None = None,
+    backend: str | Callable[..., Any] = "eager",
+    cache_weights: bool | str = True,
+    strict: bool = False,
+    device: str | None = None,
+    measure: bool = False,
+    memory: float = 0.0,
+    high: str = "fp32",
+    loss_scale: Any = "auto",
+    pad: Any = "auto",
 ) -> Options:
-    refuse_trainable(module)
+    """The options of `rewrite` that can be checked without a model; raises as `rewrite` does."""
     if not is_flag(cache_weights) and not is_word(cache_weights, "step"):
         raise PolicyError(f"cache_weights={shown(cache_weights)} is not understood: use True, False or 'step'")
     if plan is not None and not isinstance(plan, CastPlan):
@@ -228,6 +229,28 @@ def _options(
     if not isinstance(lists, str | OpLists):
         raise OpListError(f"lists={shown(lists)} is no preset; use the name of one, or an OpLists value")
     op_lists(lists, low or LOW_FORMATS[1], "cpu")
+    _check_backend(backend)
+    if low is FP32 and plan is None:
+        lists = op_lists("default", LOW_FORMATS[1], "cpu")
+    _check_high(high)
+    return Options(
+        low, lists, checked, backend, cache_weights, strict, plan,
+        loss_scale=_checked_scale(loss_scale, low),
+        device=_checked_device(device, flag("measure", measure)),
+        measure=bool(measure),
+        memory=_checked_memory(memory),
+        pad=parse_pad(pad, torch.cuda.is_available()),
+    )  # fmt: skip
+
+
+def check_patterns(options: Options, module: nn.Module) -> None:
+    """PolicyError if a pattern of the options matches no module of the model."""
+    paths = [path for path, _ in module.named_modules()]
+    Policy(options.low or LOW_FORMATS[1], overrides=options.overrides).check_modules(paths)
+    options.pad.check_modules(paths)
+
+
+def _check_backend(backend: Any) -> None:
     if not (isinstance(backend, str) or callable(backend)):
         raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
     if not is_word(backend, "eager"):
@@ -238,11 +261,6 @@ def _options(
         except Exception as error:
             known = ", ".join(torch._dynamo.list_backends())
             raise PolicyError(f"backend={shown(backend)} is no torch.compile backend; there are eager, {known}") from error
-    options = Options(low, lists, checked, backend, cache_weights, strict, plan)
-    if low is FP32 and plan is None:
-        options = Options(low, op_lists("default", LOW_FORMATS[1], "cpu"), checked, backend, cache_weights, strict, plan)
-    Policy(low or LOW_FORMATS[1], overrides=checked).check_modules(path for path, _ in module.named_modules())
-    return options
 
 
 def _checked_scale(loss_scale: Any, low: Format | None) -> Any:

@@ -1,0 +1,220 @@
+"""What torch.compile's backend "amprewrite" does with a captured graph: it is rewritten as a graph of a rewritten model is.
+
+1. Dynamo captures, guards and dispatches under its user's own settings, and hands over one graph at a time.
+2. Graphs that share parameters belong together: they have one session, and so one loss scale and one set of guarded optimizers. The
+   parameters are those that a graph reads, and those of the modules that its code was captured from.
+3. Dynamo runs a graph for every model whose code and shapes are the same. The first call with other parameters rewrites it again,
+   for the session of those.
+4. Each call of a graph is a forward of its own: what may stand between two graphs is not known here.
+5. A session holds the user's modules weakly: Dynamo keeps graphs until their code is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.captured import copy_graph
+from amprewrite.runtime.captured.entries import Entry
+from amprewrite.runtime.captured.region import Region
+from amprewrite.runtime.model.half_parameters import refuse_trainable
+from amprewrite.runtime.options import Options
+from amprewrite.runtime.session import Session
+from amprewrite.tables.errors import PolicyError
+
+
+def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
+    """The rewritten graph of one that torch.compile captured."""
+    modules = _modules_of_frame()
+    for each in modules:
+        refuse_trainable(each)
+    return _GraphOfMany(module, inputs, modules, options)
+
+
+class _GraphOfMany:
+    """A captured graph, rewritten once for each set of parameters that it is called with."""
+
+    def __init__(self, module: torch.fx.GraphModule, inputs: list[Any], modules: Sequence[nn.Module], options: Options) -> None:
+        self._options = options
+        self._again, _ = copy_graph(module)
+        self._places = [place for place, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
+        read = self._read(inputs)
+        self._regions: dict[CompiledSession, Region] = {}
+        self._now = self._rewrite(_session_for(modules, read, options), module, inputs)
+        self._latest = [weakref.ref(each) for each in read]
+
+    def __call__(self, *inputs: Any) -> Any:
+        read = [inputs[place] for place in self._places]
+        if not all(map(_is_still, self._latest, read)):
+            self._now = self._for_others(self._read(inputs), list(inputs))
+            self._latest = [weakref.ref(each) for each in read]
+        session, region = self._now
+        return session.run(region, *inputs)
+
+    def _read(self, inputs: Sequence[Any]) -> list[nn.Parameter]:
+        return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
+
+    def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
+        """The session of these parameters, and its own rewrite of this graph."""
+        self._regions = {session: region for session, region in self._regions.items() if any(True for _ in session.root.parameters())}
+        session = _session_for((), read, self._options) if read else self._now[0]
+        if session in self._regions:
+            return session, self._regions[session]
+        return self._rewrite(session, copy_graph(self._again)[0], inputs)
+
+    def _rewrite(self, session: CompiledSession, module: torch.fx.GraphModule, inputs: list[Any]) -> tuple[CompiledSession, Region]:
+        self._regions[session] = session.take(module, inputs)
+        return session, self._regions[session]
+
+
+def _is_still(ref: weakref.ref[Tensor], value: Any) -> bool:
+    return ref() is value
+
+
+def sessions_of(module: nn.Module) -> list[CompiledSession]:
+    """The sessions of what torch.compile captured of this module, the oldest first; those of other options each have their own."""
+    own = {id(p) for p in module.parameters()}
+    found = [each for each in _SESSIONS if any(id(p) in own for p in each.root.parameters())]
+    return sorted(found, key=lambda each: each.number)
+
+
+class Captured(nn.Module):
+    """Stands for what graphs were captured from: modules and loose parameters, held weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tops: list[weakref.ref[nn.Module]] = []
+        self._loose: list[weakref.ref[Tensor]] = []
+
+    @property
+    def tops(self) -> list[nn.Module]:
+        """The outermost modules that are still there."""
+        return [module for ref in self._tops if (module := ref()) is not None]
+
+    def add(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
+        """Take in what one more graph was captured from. A module inside another is named by that one."""
+        tops = list(dict.fromkeys((*self.tops, *modules)))
+        inside = {inner for top in tops for inner in top.modules() if inner is not top}
+        self._tops = [weakref.ref(top) for top in tops if top not in inside]
+        known = {id(p) for p in self.parameters()}
+        self._loose += [weakref.ref(p) for p in parameters if id(p) not in known]
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
+        yield "", self
+        for path, module in self._walk("named_modules"):
+            if path:
+                yield path, module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        yield from self._walk("named_parameters", *args, **kwargs)
+        for number, ref in enumerate(self._loose):
+            parameter = ref()
+            if parameter is not None:
+                yield f"parameter_{number}", parameter  # type: ignore[misc]
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
+        yield from self._walk("named_buffers", *args, **kwargs)
+
+    def _walk(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Names below the only top are its own; of several tops each has its number in front."""
+        tops = self.tops
+        for number, top in enumerate(tops):
+            front = f"{number}." if len(tops) > 1 else ""
+            for path, found in getattr(top, method)(*args, **kwargs):
+                yield f"{front}{path}".rstrip("."), found
+
+
+class CompiledSession(Session):
+    """The session of graphs that torch.compile captured. Each is itself alone, for sets to hold."""
+
+    number: int
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
+        """Rewrite one more graph."""
+        graphs = self.entries[""].graphs
+        region = self.rewrite_region(graphs, module, inputs)
+        graphs.regions.append(region)
+        return region
+
+    def run(self, region: Region, *inputs: Any) -> Any:
+        """Call a graph, as a forward of its own."""
+        state = self.state
+        scaled = torch.is_grad_enabled() and self.loss_scale.enabled
+        if scaled:
+            self.gate.forward_began()
+        state.ran = []
+        try:
+            results = region.call(*inputs)
+        finally:
+            self._end_forward()
+        if scaled:
+            self.gate.await_backward(tree_leaves(results))
+        if (ran := tuple(state.ran)) != self.last:
+            self._remember(self.entries[""], ran)
+        return results
+
+    def look_at_weights(self) -> bool:
+        """Dynamo captures anew if its guards fail, and at no other time."""
+        return False
+
+    def _check_node_overrides(self) -> None:
+        """Graphs may still come: what no graph so far has is said, and is no error."""
+        try:
+            super()._check_node_overrides()
+        except PolicyError as error:
+            self.warn_once(str(error))
+
+
+_SESSIONS: weakref.WeakSet[CompiledSession] = weakref.WeakSet()
+
+
+def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: Options) -> CompiledSession:
+    """The session that shares parameters with what is captured now, which it takes in; a new one if there is none."""
+    own = {id(p) for p in (*read, *(p for module in modules for p in module.parameters()))}
+    for session in sorted(_SESSIONS, key=lambda each: each.number):
+        if session.options == options and any(id(p) in own for p in session.root.parameters()):
+            session.root.add(modules, read)  # type: ignore[operator]
+            return session
+    root = Captured()
+    root.add(modules, read)
+    session = CompiledSession(options, root)
+    session.number = max((each.number for each in _SESSIONS), default=0) + 1
+    session.entries[""] = Entry(session, "", root.forward, captured=False)
+    _SESSIONS.add(session)
+    return session
+
+
+def _modules_of_frame() -> list[nn.Module]:
+    """The modules that the code under capture holds in its variables, or reads parameters of."""
+    scope = InstructionTranslator.current_tx().output.root_tx
+    found = [module for value in scope.f_locals.values() for module in _modules_in(value)]
+    return list(dict.fromkeys(found))
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    """A module, the module of a bound method, or the modules in a closure's cell or a partial."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, types.MethodType):
+        yield from _modules_in(value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from _modules_in(value.func)
+    elif isinstance(value, types.CellType):
+        try:
+            inside = value.cell_contents
+        except ValueError:  # an empty cell
+            return
+        yield from _modules_in(inside)
+
+
+__all__ = ["CompiledSession", "compile_graph", "sessions_of"]
