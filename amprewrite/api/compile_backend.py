@@ -17,8 +17,8 @@ from torch import nn
 
 from amprewrite.api.rewrite import check_patterns, checked_options
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.runtime.training.find_optimizers import optimizer_inside
 from amprewrite.runtime.training.loss_scale import LossScale
+from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
 from amprewrite.tables.errors import PlanError, PolicyError
 
 if TYPE_CHECKING:

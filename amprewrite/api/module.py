@@ -10,8 +10,8 @@ import torch
 
 from amprewrite.report.cast_plan import CastPlan, PendingPlan
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
-from amprewrite.runtime.training.find_optimizers import optimizer_inside
 from amprewrite.runtime.training.loss_scale import LossScale
+from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
 from amprewrite.tables.errors import EmitError
 
 if TYPE_CHECKING:

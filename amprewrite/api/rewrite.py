@@ -20,8 +20,8 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.half_parameters import refuse_trainable
 from amprewrite.runtime.model.parts import MODEL, parse_granularity
 from amprewrite.runtime.options import Options
-from amprewrite.runtime.training.find_optimizers import optimizer_inside
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
+from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keywords, shown
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import OpListError, PlanError, PolicyError

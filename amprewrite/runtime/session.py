@@ -43,8 +43,8 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
 from amprewrite.runtime.compiler.plain_words import own_autocast
 from amprewrite.runtime.model.half_parameters import frozen_note, lost_masters
 from amprewrite.runtime.options import Options
-from amprewrite.runtime.training.find_optimizers import parameters_of
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
+from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
 from amprewrite.tables.devices import Device, best_format, device_row, named_device

@@ -76,7 +76,7 @@ class _GraphOfMany:
         return session, self._regions[session]
 
 
-def _is_still(ref: weakref.ref[Tensor], value: Any) -> bool:
+def _is_still(ref: weakref.ref[Any], value: Any) -> bool:
     return ref() is value
 
 

@@ -20,7 +20,7 @@ import amprewrite.runtime.captured.overflow_retry
 import amprewrite.runtime.captured.region
 import amprewrite.runtime.captured.weight_watch
 import amprewrite.runtime.training.loss_scale
-import amprewrite.runtime.training.optimizer_hooks
+import amprewrite.runtime.training.optimizers.optimizer_hooks
 import amprewrite.runtime.training.overflow_control
 from amprewrite.runtime.training.loss_scale import LossScale
 

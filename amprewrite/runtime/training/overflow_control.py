@@ -1,6 +1,6 @@
 """Whose optimizer steps are guarded, and what happens when too many of them overflow.
 
-A gate belongs to a rewritten model; optimizer_hooks.py does the work on each optimizer, without wrapping it.
+A gate belongs to a rewritten model; optimizers/optimizer_hooks.py does the work on each optimizer, without wrapping it.
 
 A dynamic scale is used from the forward on that knows an optimizer: it is an overflowing step that brings the scale down, so
 without steps it would stay too large. Until then the scale of a forward is 1, as under torch.autocast without a GradScaler.
@@ -35,10 +35,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
-from amprewrite.runtime.training.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import local_values
-from amprewrite.runtime.training.optimizer_hooks import guard_of, params_of
+from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
+from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of, params_of
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 
@@ -176,6 +176,8 @@ class StepGate:
 
         A dynamic scale is 1 until an optimizer is known, and while all parameters are frozen: no step of theirs would bring it down.
         """
+        for optimizer in self._guarded:
+            guard_of(optimizer).resume()
         if self.loss_scale.kind == "dynamic" and not any(p.requires_grad for p in self.parameters()):
             return self._ones_on(device)
         if self.loss_scale.kind != "dynamic" or self._knows_optimizer():

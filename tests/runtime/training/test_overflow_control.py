@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_map_only
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
-from amprewrite.runtime.training.find_optimizers import sharded_parameters
 from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite
-from amprewrite.runtime.training.optimizer_hooks import params_of
+from amprewrite.runtime.training.optimizers.carried_scale import KEY
+from amprewrite.runtime.training.optimizers.find_optimizers import sharded_parameters
+from amprewrite.runtime.training.optimizers.optimizer_hooks import params_of
 from amprewrite.runtime.training.overflow_control import StepGate, Stuck
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
@@ -85,9 +86,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 def frozen(optimizer: torch.optim.Optimizer) -> Any:
-    """All that a step could move, settings included, as plain numbers."""
+    """All that a step could move, settings included, as plain numbers; without the loss scale, which no plain optimizer carries."""
     tensors = [p.detach() for g in optimizer.param_groups for p in g["params"]]
-    return tree_map_only(Tensor, lambda t: (t.dtype, t.tolist()), (optimizer.state_dict(), tensors))
+    state = optimizer.state_dict()
+    state["param_groups"][0].pop(KEY, None)
+    return tree_map_only(Tensor, lambda t: (t.dtype, t.tolist()), (state, tensors))
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -12,6 +12,9 @@ Before each step:
    Parameters, state, step counts and gradients of the real one stay as they are, and its scheduler sees a step.
 5. With a closure, evaluate it first, check, and let the step find the loss ready.  LBFGS, which evaluates again and
    again, is put back to where it began if a later evaluation overflows.
+6. Tell wrappers that hold a schedule how it went (wrappers.py). They want to know at once, so then a fused step is read, too.
+
+The optimizer's state_dict carries the loss scales (carried_scale.py).
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.runtime.training.backwards import Noted
-from amprewrite.runtime.training.find_optimizers import in_a_step
 from amprewrite.runtime.training.loss_scale import LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import find_nonfinite
+from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
+from amprewrite.runtime.training.optimizers.find_optimizers import in_a_step
+from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
 
 _FRAMES = 12
 """How far up the stack to look for who called `step`."""
@@ -70,12 +75,41 @@ class Guard:
         self._found: Tensor | None = None
         self._closure: _Closure | None = None
         self._warm: tuple[int, int, int] | None = None
-        self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
+        self._latest: bool | Tensor = False
+        self._arrived = Arrived()
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self.before),
+            optimizer.register_step_post_hook(self.after),
+            optimizer.register_state_dict_post_hook(self._saved),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
 
     def add(self, gate: Gate) -> None:
         """Guard the optimizer for `gate`, too."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
+        self.resume()
+
+    def resume(self) -> None:
+        """Load the loss scales that came with a checkpoint of the optimizer, if one did."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._arrived.resume(optimizer, self._scales())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the latest step was skipped (a host read after a fused one)."""
+        return self._latest if isinstance(self._latest, bool) else self._latest.item() > 0
+
+    def _scales(self) -> list[LossScale]:
+        return list({id(gate.loss_scale): gate.loss_scale for gate in self.gates()}.values())
+
+    def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        save(self._scales(), state)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self.resume()
 
     def remove(self, gate: Gate) -> None:
         """Guard the optimizer for `gate` no longer."""
@@ -89,6 +123,8 @@ class Guard:
             return
         for hook in self._hooks:
             hook.remove()
+        for wrapper in self._told:
+            tell(wrapper, False)
         optimizer = self._optimizer()
         if optimizer is not None:
             _GUARDS.pop(optimizer, None)
@@ -124,10 +160,13 @@ class Guard:
         if callable(closure):
             return self._before_closure(optimizer, args, kwargs, closure)
         found = self.look(optimizer)
+        wrappers = list(wrappers_above(caller, optimizer))
         if found is None:
+            self._went(False, wrappers)
             return None
         fused = self._skips_by_itself(optimizer)
-        overflow = None if fused else found.item() > 0
+        overflow = None if fused and not wrappers else found.item() > 0
+        self._went(found if overflow is None else overflow, wrappers)
         self._tell(gates, optimizer, found, overflow)
         if fused:
             self._found = optimizer.found_inf = found  # type: ignore[attr-defined]
@@ -148,15 +187,26 @@ class Guard:
 
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_inner_step(_running_step(optimizer), optimizer):
+        caller = _running_step(optimizer)
+        if _is_inner_step(caller, optimizer):
             return
         closure = self._closure
         self._clear(optimizer)
-        if closure is None or closure.found is None:
+        if closure is None:
+            return
+        self._went(closure.overflow, list(wrappers_above(caller, optimizer)))
+        if closure.found is None:
             return
         if closure.overflow:
             closure.rewind()
         self._tell(self.gates(), optimizer, closure.found, closure.overflow)
+
+    def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
+        """Keep how a step went, and tell those that ask."""
+        self._latest = skipped
+        for wrapper in wrappers:
+            tell(wrapper, self.skipped)
+            self._told.add(wrapper)
 
     def _tell(self, gates: list[Gate], optimizer: Optimizer, found: Tensor, overflow: bool | None) -> None:
         params = list(params_of(optimizer))
