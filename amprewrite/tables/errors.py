@@ -49,6 +49,13 @@ class StaleWeightsError(AmpRewriteError):
     """A weight changed unseen while low copies of it were kept: results may come from its old values."""
 
 
+class MissingPackageError(AmpRewriteError, ImportError):
+    """A part of amprewrite needs a library that is not installed."""
+
+    def __init__(self, part: str, package: str, extra: str) -> None:
+        super().__init__(f"{part} needs {package}, which is not installed: pip install 'amprewrite[{extra}]'", name=package)
+
+
 class AmpRewriteWarning(UserWarning):
     """Something runs other than asked, and the message says what and why."""
 

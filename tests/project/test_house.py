@@ -19,7 +19,10 @@ from amprewrite.tables.formats import FORMATS, LOW_FORMATS, parse_format
 
 ROOT = Path(__file__).parents[2]
 FACE = "amprewrite"
-FLOORS = {"tables": 1, "ir": 2, "planner": 3, "graphs": 3, "passes": 4, "runtime": 5, "report": 5, "accuracy": 6, "api": 7, FACE: 8}
+FLOORS = {
+    "tables": 1, "ir": 2, "planner": 3, "graphs": 3, "passes": 4, "runtime": 5, "report": 5, "accuracy": 6, "api": 7, "integrations": 8,
+    FACE: 9,
+}  # fmt: skip
 """Floor of each package. An import points to a lower floor, or stays in its package; neighbours on one floor never import each other."""
 FX_ROOMS = (
     "amprewrite.graphs.fx", "amprewrite.passes.normalise", "amprewrite.passes.apply", "amprewrite.passes.lower",
@@ -40,7 +43,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "nobody takes what is private to another file": {},
     "torch.fx stays in its rooms": {},
     "ONNX stays in its rooms": {},
-    "a folder has few entries": {},
+    "a folder has few entries": {"amprewrite": "each floor is a package of its own, and users import amprewrite.integrations by name"},
     "a long file gives its reason": {},
     "a room says what it is for": {},
 }

@@ -152,6 +152,12 @@ class StepGate:
         self._guard(optimizer)
         self._attached.add(optimizer)
 
+    def attach_if_own(self, optimizer: Optimizer) -> None:
+        """Guard `optimizer` if it owns parameters of the model and nothing guards it yet."""
+        optimizer = optimizer_inside(optimizer)
+        if self.loss_scale.enabled and optimizer not in self._guarded and self._owns(optimizer):
+            self.attach(optimizer)
+
     def retire(self) -> None:
         """Guard nothing any more: the model is no longer rewritten."""
         for optimizer in self._guarded:

@@ -66,6 +66,12 @@ def guard_of(optimizer: Optimizer) -> Guard:
     return guard
 
 
+def step_was_skipped(optimizer: Optimizer) -> bool:
+    """Whether the latest step of an optimizer was skipped (a host read after a fused one); False for one that nothing guards."""
+    guard = _GUARDS.get(optimizer)
+    return guard is not None and guard.skipped
+
+
 class Guard:
     """The hooks on one optimizer; several gates share them, so that gradients are checked once and all gates agree."""
 

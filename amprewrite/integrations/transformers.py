@@ -1,0 +1,200 @@
+"""transformers: a `quantization_config` for `from_pretrained`, and a callback for its Trainer and TRL's.
+
+    model = AutoModel.from_pretrained(path, quantization_config=AmpRewriteConfig(dtype="fp16"))
+    trainer = Trainer(model, args, callbacks=[AmpRewriteCallback(dtype="fp16")])
+
+1. The config is registered under the name "amprewrite" when this file is imported. A model that was loaded with it is saved with it.
+   A process that loads that model again imports this file first.
+2. Both rewrite the model in place, for transformers goes on with the object that it has.
+3. What a model class names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stays fp32, unless `overrides` says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from amprewrite.api.rewrite import checked_options, restore, rewrite
+from amprewrite.report.cast_plan import CastPlan
+from amprewrite.runtime.model.rewritten import is_rewritten, session_of
+from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.errors import AmpRewriteWarning, MissingPackageError, PolicyError
+from amprewrite.tables.formats import FP32, LOW_DTYPES, LOW_FORMATS, dtype_name, parse_format
+
+try:
+    from transformers import TrainerCallback
+    from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise MissingPackageError("amprewrite.integrations.transformers", "transformers", "transformers") from error
+
+NAME = "amprewrite"
+_SAVED = ("dtype", "lists", "overrides", "plan", "loss_scale", "pad", "granularity", "backend", "cache_weights", "strict")
+"""The options that a config.json can say; the others of `rewrite` concern one machine or one batch."""
+
+
+@register_quantization_config(NAME)
+class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Options of `amprewrite.rewrite` that are saved with a model; `plan` is a CastPlan or its JSON text.
+
+    PolicyError for an option that makes no sense, or that JSON cannot say.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        options = {name: value for name, value in options.items() if name != "quant_method"}
+        unknown = sorted(options.keys() - set(_SAVED))
+        if unknown:
+            raise PolicyError(f"AmpRewriteConfig has no option {unknown[0]!r}; it takes {', '.join(_SAVED)}")
+        if isinstance(options.get("dtype"), torch.dtype):
+            options["dtype"] = parse_format(options["dtype"]).name
+        if isinstance(options.get("plan"), CastPlan):
+            options["plan"] = options["plan"].to_json()
+        for name, value in options.items():
+            if not _is_json(value):
+                raise PolicyError(
+                    f"AmpRewriteConfig is saved as JSON, which cannot say {name}={shown(value)}; use amprewrite.rewrite(model)"
+                )
+        self.quant_method = NAME
+        self.options = options
+        checked_options(**{name: value for name, value in self.rewrite_options().items() if name != "granularity"})
+
+    def rewrite_options(self) -> dict[str, Any]:
+        """The options as `rewrite` takes them."""
+        plan = self.options.get("plan")
+        return {**self.options, **({} if plan is None else {"plan": CastPlan.from_json(plan)})}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What stands in config.json."""
+        return {"quant_method": self.quant_method, **self.options}
+
+
+@register_quantizer(NAME)
+class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers calls around loading a model with an AmpRewriteConfig."""
+
+    is_trainable = True
+    is_qat_trainable = True
+    is_compileable = False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """The weights are saved as they are: in fp32, under their own names."""
+        return True
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Weights are loaded in fp32: they are the master weights."""
+        if dtype in LOW_DTYPES:
+            warnings.warn(
+                f"this model would be loaded in {dtype_name(dtype)}; with AmpRewriteConfig its weights are loaded in fp32, as master "
+                "weights, and its ops run low. Give dtype=torch.float32 to say so yourself",
+                AmpRewriteWarning,
+                stacklevel=2,
+            )
+        return FP32.dtype
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        return rewrite(model, inplace=True, **_with_fp32_modules(model, self.quantization_config.rewrite_options()))
+
+    def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
+        """What `model.dequantize()` does: the plain model again."""
+        return restore(model)
+
+
+class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
+    """Rewrites the Trainer's model in place, guards its optimizer, and logs the loss scale and the skipped steps.
+
+    `options` are those of `amprewrite.rewrite`; a model that is rewritten already stays as it is. PolicyError if the Trainer's arguments
+    ask for a mixed precision of its own, or for torch.compile around the model.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._model: nn.Module | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Rewrite the model as soon as the Trainer has it, so that it evaluates and predicts in low precision, too."""
+        self._take(args, model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        """Guard the optimizer; a model that `model_init` made since is rewritten now."""
+        self._take(args, model)
+        if self._model is not None and optimizer is not None:
+            session_of(self._model).gate.attach_if_own(optimizer)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add `loss_scale` and `skipped_steps` to what is logged."""
+        if self._model is None or logs is None or not session_of(self._model).loss_scale.enabled:
+            return
+        report = session_of(self._model).loss_scale.report()
+        found = {"loss_scale": report.scale, "skipped_steps": report.skipped}
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def _take(self, args: Any, model: Any) -> None:
+        _refuse_own_precision(args)
+        if not isinstance(model, nn.Module):
+            return
+        model = _inside(model)
+        if not is_rewritten(model):
+            rewrite(model, inplace=True, **_with_fp32_modules(model, self._options))
+        self._model = model
+
+
+def _refuse_own_precision(args: Any) -> None:
+    """PolicyError if the Trainer would put torch.autocast or torch.compile around the rewritten model."""
+    for row in LOW_FORMATS:
+        if getattr(args, row.name, False):
+            default = " (TRL's default)" if "trl" in type(args).__module__ else ""
+            raise PolicyError(
+                f"{type(args).__name__}({row.name}=True){default} runs the model under torch.autocast, and a rewritten model has its "
+                f"casts in its graph: give {row.name}=False there, and AmpRewriteCallback(dtype={row.name!r}) here"
+            )
+    if getattr(args, "torch_compile", False):
+        raise PolicyError(
+            f"{type(args).__name__}(torch_compile=True) would compile around the rewritten model, whose graphs it cannot see: give "
+            "torch_compile=False there, and AmpRewriteCallback(backend='inductor') here"
+        )
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model inside wrappers of distributed training, which call it."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with overrides for what the model's class keeps in fp32. A plan to follow has decided that already."""
+    if options.get("plan") is not None:
+        return dict(options)
+    low = options.get("dtype")
+    narrow = low is not None and parse_format(low).narrow
+    kept = {f"module:{path}": FP32.name for path in fp32_modules(model, narrow)}
+    return {**options, "overrides": {**kept, **(options.get("overrides") or {})}}
+
+
+def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
+    """Paths of the modules that transformers keeps in fp32: always the strict ones, the others only in a narrow format."""
+    names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if narrow:
+        names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    if not names:
+        return
+    pattern = re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(names)))
+    yield from (path for path, _ in model.named_modules() if path and pattern.search(path))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+__all__ = ["NAME", "AmpRewriteCallback", "AmpRewriteConfig", "AmpRewriteQuantizer", "fp32_modules"]

@@ -1,0 +1,148 @@
+"""Fifty fp16 steps with overflows under a trainer, whole or from its checkpoint of step 25: `resume_program.py LIBRARY WAY FOLDER PART`.
+
+Prints the losses of the last 25 steps and a digest of weights, optimizer state, learning rate and loss scale, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import amprewrite
+
+STEPS, HALF = 50, 25
+SCALE = {"init": 2.0**22, "growth_interval": 4}
+"""Overflows at once, and again whenever it has grown too large."""
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "labels": x.sum(-1, keepdim=True)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        y = self.second(torch.relu(self.first(x)))
+        return {"logits": y} if labels is None else {"loss": (y - labels).square().mean(), "logits": y}
+
+
+def scale() -> amprewrite.DynamicLossScale:
+    return amprewrite.DynamicLossScale(**SCALE)
+
+
+def told(losses: Iterable[float], model: nn.Module, optimizer: Any, amp: Any) -> None:
+    state = optimizer.state_dict()
+    numbers = [p.tolist() for p in model.parameters()]
+    numbers += [[value.tolist() for value in each.values()] for each in state["state"].values()]
+    report = amp.loss_scale.report()
+    facts = [report.scale, report.steps, report.skipped, state["param_groups"][0]["lr"]]
+    digest = hashlib.sha256(json.dumps([numbers, amp.loss_scale.state_dict()]).encode()).hexdigest()
+    print("RESULT" + json.dumps({"losses": list(losses)[-HALF:], "facts": facts, "digest": digest}))
+
+
+def run_trainer(way: str, folder: Path, resume: bool) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from amprewrite.integrations.transformers import AmpRewriteCallback
+
+    model = Net()
+    callbacks = [AmpRewriteCallback(dtype="fp16", loss_scale=scale())] if way == "callback" else []
+    amp = model if callbacks else amprewrite.rewrite(model, dtype="fp16", loss_scale=scale())
+    args = TrainingArguments(
+        str(folder), max_steps=STEPS, save_steps=HALF, logging_steps=1, report_to=[], use_cpu=True, learning_rate=1e-2, warmup_steps=5,
+        per_device_train_batch_size=4, disable_tqdm=True, max_grad_norm=1.0,
+    )  # fmt: skip
+    trainer = Trainer(amp, args, train_dataset=Rows(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{HALF}") if resume else None)
+    told([each["loss"] for each in trainer.state.log_history if "loss" in each], model, trainer.optimizer, amp)
+
+
+def run_accelerate(way: str, folder: Path, resume: bool) -> None:
+    from accelerate import Accelerator
+
+    from amprewrite.integrations.accelerate import prepare
+
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    stepped = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(stepped, 1.0, 0.1, STEPS)
+    loader = DataLoader(Rows(), batch_size=4)
+    if way == "prepare":
+        amp, stepped, loader, scheduler = prepare(accelerator, model, stepped, loader, scheduler, dtype="fp16", loss_scale=scale())
+    else:
+        amp, stepped, loader, scheduler = accelerator.prepare(
+            amprewrite.rewrite(model, dtype="fp16", loss_scale=scale()), stepped, loader, scheduler
+        )
+    if resume:
+        accelerator.load_state(str(folder))
+        loader = accelerator.skip_first_batches(loader, HALF)
+    losses = []
+    for step, batch in enumerate(loader, start=HALF if resume else 0):
+        if step == HALF and not resume:
+            accelerator.save_state(str(folder))
+        loss = amp(**batch)["loss"]
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(amp.parameters(), 1.0)
+        stepped.step()
+        scheduler.step()
+        stepped.zero_grad()
+        losses.append(loss.item())
+    told(losses, model, stepped, accelerator.unwrap_model(amp))
+
+
+def run_lightning(way: str, folder: Path, resume: bool) -> None:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from amprewrite.integrations.lightning import AmpRewritePrecision
+
+    losses: list[float] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = self.net(**batch)["loss"]
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            stepped = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.LinearLR(stepped, 1.0, 0.1, STEPS)
+            return {"optimizer": stepped, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module = Module()
+    plugins = [AmpRewritePrecision("fp16", loss_scale=scale())] if way == "plugin" else []
+    if not plugins:
+        amprewrite.rewrite(module, dtype="fp16", loss_scale=scale(), inplace=True)
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=2, limit_train_batches=HALF, plugins=plugins, callbacks=[saver], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Rows(), batch_size=4), ckpt_path=str(folder / "epoch=0.ckpt") if resume else None)
+    told(losses, module.net, trainer.optimizers[0], module)
+
+
+if __name__ == "__main__":
+    library, way, folder, part = sys.argv[1:]
+    torch.manual_seed(0)
+    {"trainer": run_trainer, "accelerate": run_accelerate, "lightning": run_lightning}[library](way, Path(folder), part == "resumed")
