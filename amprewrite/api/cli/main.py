@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from amprewrite.api.cli import commands
+from amprewrite.api.cli.doctor import doctor
 from amprewrite.api.cli.models import HOW, first_line
 from amprewrite.api.cli.output import ERR
 from amprewrite.tables.boundary.printable import printable
@@ -50,6 +51,7 @@ EXAMPLES = {
     "lists": ["amprewrite lists softmax --dtype fp16", "amprewrite lists --lists tf | grep deny"],
     "passes": ["amprewrite passes"],
     "devices": ["amprewrite devices --json"],
+    "doctor": ["amprewrite doctor", "amprewrite doctor --json > report.json"],
 }
 
 
@@ -76,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
             epilog=f"examples:\n{shown}\n\n{epilog or (MODEL if model else '')}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        made.set_defaults(run=getattr(commands, name))
+        made.set_defaults(run=doctor if name == "doctor" else getattr(commands, name))
         made.add_argument("--json", action="store_true", help="print data instead of text")
         if model:
             made.add_argument("--trust", action="store_true", help="load a .pt2 file that may run code")
@@ -116,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     _policy(made)
     command("passes", "print the passes in their order", model=False)
     command("devices", "print the device table, and what this machine has", model=False)
+    command("doctor", "print what this machine has and gains, and check numbers; status 1 if a check fails", model=False)
     return top
 
 

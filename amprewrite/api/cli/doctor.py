@@ -1,0 +1,181 @@
+"""`amprewrite doctor`: what this machine has and gains, and whether a small model computes what it should. Paste it into a bug report.
+
+1. Versions of what amprewrite is built on and works with.
+2. For each device: the low formats that its row in the device table names, and the speed of a matrix product in each, timed here.
+3. Kernels: Triton, and optimizers whose fused steps skip by themselves.
+4. Self-check: a small model in each low format, forward, backward, and a step that overflows, against fp32. Status 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from amprewrite.api.cli.output import as_json, say, table
+from amprewrite.api.rewrite import rewrite
+from amprewrite.tables.devices import best_format, device_row
+from amprewrite.tables.errors import one_line
+from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
+from amprewrite.tables.version import VERSION
+
+PACKAGES = ("torch", "numpy", "networkx", "scipy", "triton", "onnx", "onnxruntime", "transformers", "accelerate", "lightning", "peft")
+_SIDE = {"cpu": 384, "cuda": 4096}
+_ROOM = 16
+"""Relative errors that a small model may have, in units of the format's own rounding."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one device makes of one format."""
+
+    device: str
+    format: str
+    speed: float
+    """Of a matrix product, against fp32."""
+    note: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question to the small model, and its answer."""
+
+    device: str
+    format: str
+    what: str
+    ok: bool
+    found: str
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what was found; status 1 if a check failed."""
+    began = time.perf_counter()
+    versions, kernels = dict(_versions()), dict(_kernels())
+    gains = [gain for device in _devices() for gain in _gains(device)]
+    checks = [check for device in _devices() for row in LOW_FORMATS for check in _checks(device, row)]
+    failed = not all(check.ok for check in checks)
+    if options.json:
+        as_json({"versions": versions, "gains": [asdict(g) for g in gains], "kernels": kernels, "checks": [asdict(c) for c in checks]})
+        return int(failed)
+    say(table(("version", ""), versions.items()))
+    say([("", "")])
+    say(table(("device", "format", "speed", ""), [(g.device, g.format, f"{g.speed:.3g} x fp32", g.note) for g in gains]))
+    say([("", "")])
+    say(table(("kernels", ""), kernels.items()))
+    say([("", "")])
+    rows = [(c.device, c.format, c.what, "ok" if c.ok else "FAILED", c.found) for c in checks]
+    say(table(("device", "format", "self-check", "", ""), rows, ["" if c.ok else "bad" for c in checks]))
+    say([("note", f"{len(checks)} checks in {time.perf_counter() - began:.0f} s; a failed one is a bug: report it with this text")])
+    return int(failed)
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "amprewrite", VERSION
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+    yield "CUDA", str(torch.version.cuda or torch.version.hip or "none in this build of torch")
+
+
+def _kernels() -> Iterator[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        yield "Triton", "not used: it serves CUDA devices, and there is none"
+    else:
+        yield "Triton", "used for casts and pads" if find_spec("triton") is not None else "missing: torch does its work in more passes"
+    for device in _devices():
+        weight = nn.Parameter(torch.zeros(2, device=device))
+        try:
+            torch.optim.AdamW([weight], fused=True)
+            yield f"fused AdamW on {device}", "there: it skips overflowing steps without a wait for the device"
+        except RuntimeError as error:
+            yield f"fused AdamW on {device}", f"missing ({one_line(error, 80)}): a step reads one number back"
+
+
+def _gains(device: str) -> Iterator[Gain]:
+    row = device_row(device)
+    best, plain = best_format(row), _seconds_of_product(device, FP32)
+    for low in LOW_FORMATS:
+        if low is best:
+            note = "dtype=None takes this"
+        elif low.name in row.low_formats:
+            note = f"its matrix units have {low.name}"
+        else:
+            note = f"{row.name}: no matrix units for {low.name}"
+        yield Gain(device, low.name, plain / _seconds_of_product(device, low), note)
+
+
+def _seconds_of_product(device: str, row: Format) -> float:
+    """The best of three."""
+    side = _SIDE[torch.device(device).type]
+    x = torch.randn(side, side, device=device).to(row.dtype)
+    return min(_seconds(lambda: x @ x, device) for _ in range(3))
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    began = time.perf_counter()
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+class _Small(nn.Module):
+    """A residual block with attention: the usual ops of both colours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.inner(self.norm(x)).chunk(3, -1)
+        x = x + self.outer(nn.functional.scaled_dot_product_attention(query, key, value))
+        return torch.logsumexp(nn.functional.gelu(x), -1)
+
+
+def _checks(device: str, low: Format) -> Iterator[Check]:
+    """Results, gradients, and a step that overflows. An error of any kind is an answer, too."""
+    with torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
+        torch.manual_seed(0)
+        model, x = _Small().to(device), torch.randn(4, 16, 32, device=device)
+    room = _ROOM * torch.finfo(low.dtype).eps
+    try:
+        exact = model(x)
+        wanted = torch.autograd.grad(exact.mean(), list(model.parameters()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        amp = rewrite(model, dtype=low, loss_scale=2.0**10, optimizer=optimizer, strict=True)
+        result = amp(x)
+        error = _relative([result.detach()], [exact.detach()])
+        yield Check(device, low.name, "results", error < room and result.dtype is FP32.dtype, f"relative error {error:.1e}")
+        result.mean().backward()
+        error = _relative([p.grad for p in model.parameters() if p.grad is not None], list(wanted))
+        yield Check(device, low.name, "gradients", error < room, f"relative error {error:.1e}")
+        before = [p.detach().clone() for p in model.parameters()]
+        (amp(x) * float("inf")).mean().backward()
+        optimizer.step()
+        kept = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        skipped = kept and amp.loss_scale.report().skipped == 1
+        yield Check(device, low.name, "overflow", skipped, "the step was skipped" if skipped else "the step was not skipped")
+    except Exception as error:  # whatever goes wrong on a user's machine is what the report is for
+        yield Check(device, low.name, "ran to the end", False, f"{type(error).__name__}: {one_line(error)}")
+
+
+def _relative(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    flat = [torch.cat([each.flatten() for each in part]) for part in (found, wanted)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm()) if flat[0].shape == flat[1].shape else float("inf")
+
+
+__all__ = ["doctor"]
