@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -156,7 +157,7 @@ def _checks(device: str, low: Format) -> Iterator[Check]:
         exact = model(x)
         wanted = torch.autograd.grad(exact.mean(), list(model.parameters()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        amp = rewrite(model, dtype=low, loss_scale=2.0**10, optimizer=optimizer, strict=True)
+        amp: Any = rewrite(model, dtype=low, loss_scale=2.0**10, optimizer=optimizer, strict=True)
         result = amp(x)
         error = _relative([result.detach()], [exact.detach()])
         yield Check(device, low.name, "results", error < room and result.dtype is FP32.dtype, f"relative error {error:.1e}")
