@@ -162,6 +162,21 @@ def test_a_dtype_that_the_model_spells_out_is_kept(capture: Capture, ask: Callab
     assert module(X, W)[0].dtype is torch.float32
 
 
+def test_an_op_of_two_operands_that_is_told_a_dtype_gets_them_alike(capture: Capture) -> None:
+    """A softmax that is told fp32 converts its operand itself. Its derivative wants both operands of one dtype."""
+    call = lambda x, w: torch.ops.aten._softmax_backward_data(x @ w, torch.softmax(x, -1), -1, torch.float32)  # noqa: E731
+    module, plan = rewrite_graph(read(capture(call, X, torch.eye(X.shape[1]))))
+    assert {node.colour.value for node in plan.nodes if node.op == "matmul"} == {"low"}
+    torch.testing.assert_close(module(X, torch.eye(X.shape[1]))[0], call(X, torch.eye(X.shape[1])), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(("shapes", "low"), [(((4,), (4,)), False), (((3, 4), (4,)), False), (((3, 4), (5, 4)), True)])
+def test_inner_of_a_vector_is_a_dot(capture: Capture, shapes: tuple[tuple[int, ...], ...], low: bool) -> None:
+    """What is bound by bytes is worth no cast; torch.autocast leaves it in fp32, too."""
+    _, plan = rewrite_graph(read(capture(torch.inner, *(torch.randn(shape) for shape in shapes))))
+    assert [node.colour.value == "low" for node in plan.nodes if node.op == "inner"] == [low]
+
+
 def test_the_given_graph_is_not_edited_by_rewrite_graph(capture: Capture) -> None:
     module = capture(two_readers, X, W)
     before = module.code
