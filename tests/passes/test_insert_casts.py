@@ -177,6 +177,12 @@ def test_inner_of_a_vector_is_a_dot(capture: Capture, shapes: tuple[tuple[int, .
     assert [node.colour.value == "low" for node in plan.nodes if node.op == "inner"] == [low]
 
 
+@pytest.mark.parametrize(("equation", "low"), [("ij,kl->ijkl", False), ("ij,kl->ik", False), ("ij,ij->ij", False), ("ij,kj->ik", True)])
+def test_an_einsum_without_a_matrix_product_is_none(capture: Capture, equation: str, low: bool) -> None:
+    _, plan = rewrite_graph(read(capture(lambda a, b: torch.einsum(equation, a, b), torch.randn(3, 4), torch.randn(3, 4))))
+    assert [node.colour.value == "low" for node in plan.nodes if node.op == "einsum"] == [low]
+
+
 def test_the_given_graph_is_not_edited_by_rewrite_graph(capture: Capture) -> None:
     module = capture(two_readers, X, W)
     before = module.code

@@ -167,9 +167,17 @@ def compare_call(call: Call, dtype: str, unset: bool) -> Row:
     if chance:
         return {"outcome": "right", "low": low}
     error, theirs = distance(exact, ours), float("inf") if rival.raised else distance(exact, rival)
-    good = error <= max(FLOOR[dtype], SHARE * theirs) or (rival.raised and error <= FLOOR[dtype])
+    given = distance(exact, run(rounded(call, dtype), copy.deepcopy(call.module))) if isinstance(call.module, Fed) else 0.0
+    good = error <= max(FLOOR[dtype], SHARE * max(given, 0.0 if rival.raised else theirs))
     why = {} if good else {"why": f"off by {error:.3g}, autocast by {theirs:.3g}"}
     return {"outcome": "right" if good else "off", "error": error, "autocast": theirs, "low": low, **why}
+
+
+def rounded(call: Call, dtype: str) -> Call:
+    """The call with its first input rounded: what no policy that runs the product before it low can do without."""
+    first = call.args[0].detach()
+    low = first.to(parse_format(dtype).dtype).to(first.dtype).requires_grad_(call.args[0].requires_grad)
+    return Call(call.module, (low, *call.args[1:]), call.kwargs, call.label)
 
 
 def seeds(number: int) -> None:

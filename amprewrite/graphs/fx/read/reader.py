@@ -93,9 +93,9 @@ def read_graph(
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     """What the lists say of the op as it is called here.
 
-    Four things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, a power
-    that only a tanh reads (GELU) may overflow without harm, a product of a value with itself is a square, and `inner` of a
-    vector is no matrix product but a dot.
+    Five things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, a power
+    that only a tanh reads (GELU) may overflow without harm, a product of a value with itself is a square, `inner` of a
+    vector is no matrix product but a dot, and an einsum that sums over no dim of two operands is one neither.
     """
     if fact.row is None:
         return None
@@ -107,6 +107,8 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     if lists.rule == "cost" and fact.row.name not in lists.asked:
         if kind is OpKind.ALLOW and fact.op == "inner" and _reads_a_vector(fact.node):
             return lists.kind("dot")
+        if kind is OpKind.ALLOW and fact.op == "einsum" and not flops(fact.op, fact.node):
+            return lists.kind("mul")
         small = not low.narrow or _only_tanh_reads(fact.node)
         if kind is OpKind.DENY and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
             return OpKind.INFER if small else kind
