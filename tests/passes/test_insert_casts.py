@@ -183,6 +183,26 @@ def test_an_einsum_without_a_matrix_product_is_none(capture: Capture, equation: 
     assert [node.colour.value == "low" for node in plan.nodes if node.op == "einsum"] == [low]
 
 
+GUMBELS = {
+    "by hand": lambda x, w: torch.softmax(x @ w - torch.log(-torch.log(torch.rand(64, 16) * 0.9999999 + 1e-38)), -1),
+    "rand_like": lambda x, w: x @ w - torch.log(-torch.log1p(-torch.rand_like(x @ w).clamp(1e-7, 1 - 1e-7))),
+    "uniform_": lambda x, w: x @ w * -torch.log(1 - torch.empty(64, 16).uniform_()),
+    "distribution": lambda x, w: x @ w + torch.distributions.Gumbel(0.0, 1.0, validate_args=False).sample((64, 16)),
+}
+
+
+@pytest.mark.parametrize("call", GUMBELS.values(), ids=GUMBELS)
+def test_a_draw_before_a_logarithm_stays_fp32(capture: Capture, call: Callable[..., torch.Tensor]) -> None:
+    """One in 512 draws rounds up to one in bf16. The logarithm of its distance from one is infinite."""
+    x, w = torch.ones(64, 16), torch.eye(16)
+    module, plan = rewrite_graph(read(capture(call, x, w)))
+    assert "low" in {node.colour.value for node in plan.nodes}
+    for _ in range(20):
+        assert module(x, w)[0].isfinite().all()
+    drawn = [node for node in plan.nodes if node.op in ("rand", "rand_like", "uniform", "log", "log1p")]
+    assert drawn and not [node.name for node in drawn if node.colour.value == "low"]
+
+
 def test_the_given_graph_is_not_edited_by_rewrite_graph(capture: Capture) -> None:
     module = capture(two_readers, X, W)
     before = module.code

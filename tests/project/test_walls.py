@@ -60,6 +60,29 @@ def test_all_of_onnxs_cases_convert_or_say_why_not(dtype: str, tmp_path: Path) -
     assert sum(row["name"].startswith("real/") and row["outcome"] == "right" for row in found) == LIGHT
 
 
+# -- PyTorch's databases -----------------------------------------------------------------------
+TWICE_ROUNDED = {"module/nn.Bilinear", "op/nn.functional.bilinear"}
+"""Two products one after another, each rounded in low; torch.autocast runs the first one low only. Off by 1.5e-2 at most in bf16."""
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_sample_of_pytorchs_databases_is_right(dtype: str, tmp_path: Path) -> None:
+    """What was wrong once (inner, einsum, a derivative that is told a dtype), lazy modules, and what has its own rule."""
+    words = "op/inner,op/einsum,op/_softmax_backward_data,module/nn.LazyConv1d,op/to_sparse,op/empty_like,op/cumsum,module/nn.GRUCell"
+    found = rows("torch_ops.py", tmp_path / "rows.jsonl", "--dtype", dtype, "--samples", "2", "--only", words)
+    assert set(outcomes(found)) == {"right"}, found
+    assert len(found) >= 8 and sum(row["low"] for row in found) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_all_of_pytorchs_databases_raise_nothing_and_are_as_exact_as_autocast(dtype: str, tmp_path: Path) -> None:
+    found = rows("torch_ops.py", tmp_path / "rows.jsonl", "--dtype", dtype, seconds=4 * 3600)
+    bad = [row for row in found if row["outcome"] not in ("right", "no sample", "fp32 fails") and row["name"] not in TWICE_ROUNDED]
+    assert not bad, bad
+    assert outcomes(found)["right"] > 700
+
+
 def test_a_wall_goes_on_where_it_ended_and_outlives_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(WALL))
     import children

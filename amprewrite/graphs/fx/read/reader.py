@@ -32,6 +32,7 @@ from amprewrite.graphs.fx.node_facts import (
     Fact,
     arguments,
     device_of,
+    draws_before_logs,
     example_value,
     hint,
     is_opaque,
@@ -84,6 +85,9 @@ def read_graph(
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
         fact.pinned = _pin(fact, kind, low, ties, training)
         fact.may_saturate = _may_saturate(fact, facts, low)
+    for node in draws_before_logs(facts) if lists.rule == "cost" else ():
+        if facts[node].pinned is None:
+            facts[node].pinned = Colour.HIGH, Reason.DRAWN, ""
     _absorb_explicit_internal(facts, lists)
     order = canonical_order(facts)
     graph = OpGraph.of(_vertex(facts[node], lists, ties, entry) for node in order)
