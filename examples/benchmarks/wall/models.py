@@ -252,8 +252,8 @@ def _judge_format(
     try:
         with torch.autocast("cpu", dtype=low):
             other = step(rival, given)
-            with theirs:
-                rival(**given)
+        with torch.autocast("cpu", dtype=low), theirs:  # a context of its own: casts of weights are kept within one
+            rival(**given)
         against = [error(exact, other[0]), error(gradients, other[1])]
     except Exception:  # autocast need not run what we run
         against = [float("inf")] * 2
