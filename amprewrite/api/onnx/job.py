@@ -20,8 +20,9 @@ from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.load import make_ready
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.weights import Loss
+from amprewrite.graphs.onnx.run.compare import difference, has_values, relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
-from amprewrite.graphs.onnx.run.rounded import relative_error, strict_outputs
+from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
 from amprewrite.graphs.onnx.write.save import Written, written
@@ -38,6 +39,8 @@ from amprewrite.tables.ops.op_lists import OpLists, op_lists
 
 TARGET = "meta"
 """Device whose lists and costs are used: no particular one, a file is made for any accelerator."""
+SAME = 1e-3
+"""Relative error up to which two opsets of one model give the same: their kernels may sum in another order."""
 LONGEST = 1e6
 """Seconds beyond which a time limit is none."""
 
@@ -143,6 +146,8 @@ class Job:
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
         self.model = model
+        self.before_raising: ir.Model | None = None
+        """The model at its own opset, if that was raised."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
         """The plan, and whether only nodes that an override names count."""
@@ -151,8 +156,9 @@ class Job:
 
     def prepare(self) -> None:
         """Make the model ready and check overrides against it."""
-        self.model, notes = make_ready(self.model, self.low, self.lists)
-        self.notes += notes
+        ready = make_ready(self.model, self.low, self.lists)
+        self.model, self.before_raising = ready.model, ready.before
+        self.notes += ready.notes
         if not self.exported:
             nodes = [node for graph in self.model.graphs() for node in graph]
             self.policy.check_modules({module for node in nodes if (module := provenance(node)[0])})
@@ -191,7 +197,19 @@ class Job:
             self.notes.append(f"no sample run, so no ranges are known and range-bound ops stay fp32: {samples.problem}")
         elif samples.made_up:
             self.notes.append("ranges come from a run on made-up inputs; calibration= takes real ones")
+        if samples.empty:
+            self.notes.append(f"{', '.join(sorted(samples.empty))} held no element in a sample, so what reads it shows no range there")
+        if self.before_raising is not None:
+            self.check_raised(self.before_raising, samples, limit)
         return samples
+
+    def check_raised(self, before: ir.Model, samples: Samples, limit: TimeLimit) -> None:
+        """CaptureError if the model gives something else since its opset was raised. One that cannot be run before is taken on trust."""
+        error = difference(before, samples, limit)
+        if error is not None and not error <= SAME:
+            opset = self.model.opset_imports[""]
+            said = f"onnx's version converter changes what {self.name} gives (by {error:.3g}) when it raises its opset to {opset}"
+            raise CaptureError(f"{said}; export it again at a newer opset")
 
     # -- 3. emit ---------------------------------------------------------------------------------
     def emit(self, region: RegionPlan, report: OnnxReport, samples: Samples, order: Order) -> OnnxResult:
@@ -224,7 +242,7 @@ class Job:
         strict = None
         try:
             loaded = self._run_here(file or proto, samples, order.time_limit)
-            if samples.feeds:
+            if has_values(samples.outputs):
                 folder = made.path.parent if made is not None and outside else None
                 strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
         except TooSlow as error:
@@ -237,7 +255,7 @@ class Job:
             return
         error = report.strict_error
         if error is None:
-            raise EmitError("max_rel_err= cannot be kept: the model did not run on samples; pass calibration=")
+            raise EmitError("max_rel_err= cannot be kept: the model did not run on samples, or gave nothing on them; pass calibration=")
         if not error <= order.max_rel_err:
             plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
             result = OnnxResult(plan, replace(report, notes=plan.notes), None, None, self.model)
@@ -261,11 +279,12 @@ class Job:
         if any(not row.ort_cpu and row.name in border for row in FORMATS.values()):
             self.notes.append(f"ONNX Runtime takes and gives no {self.low.name} here; checked, loaded, and run under strict rounding only")
             return None
-        kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if v.dtype is not None}
-        feeds = [{name: np.asarray(array, kinds[name]) for name, array in feed.items()} for feed in samples.feeds]
+        kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if isinstance(v.type, ir.TensorType)}
+        feeds = [{n: np.asarray(given, kinds[n]) if n in kinds else given for n, given in feed.items()} for feed in samples.feeds]
         seconds = seconds_for(weight_bytes(self.model), limit)
         try:
-            return relative_error(samples.outputs, [run_within(runner, None, feed, seconds) for feed in feeds])
+            found = [run_within(runner, None, feed, seconds) for feed in feeds]
+            return relative_error(samples.outputs, found) if has_values(samples.outputs) else None
         except TooSlow:
             raise
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -30,6 +30,15 @@ ABSOLUTE = {"float"}
 """Conversions that are always spelled out."""
 BIT_VIEWS = {"view", "view_copy"}
 """Ops that read the bits of their operand as another dtype where they are told one."""
+DRAWS = {"rand", "rand_like", "uniform"}
+"""Ops that draw uniformly from below one."""
+FAR = 10
+"""Ops between a draw and a logarithm from which on the one says nothing of the other."""
+_SHIFTS = {"add", "sub", "rsub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "minimum", "maximum"} | {
+    "view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "alias", "detach", "clone", "contiguous",
+}  # fmt: skip
+"""Ops that keep a draw one."""
+_LOGS = {"log", "log2", "log10", "log1p"}
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), memory that does (SHARED), or the op of a result
 that its own backward reads (READ_BACK)."""
@@ -77,6 +86,26 @@ def example_value(node: torch.fx.Node) -> Any:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]:
+    """Uniform draws, what pointwise ops make of them, and the logarithms that read that.
+
+    A draw below one rounds up to one in a low format. Gumbel and exponential sampling take the logarithm of its distance from one.
+    """
+    made: dict[torch.fx.Node, int] = {}
+    found: set[torch.fx.Node] = set()
+    for node, fact in facts.items():
+        steps = min((made[each] + 1 for each in node.all_input_nodes if each in made), default=FAR)
+        if fact.dtype != "fp32" or not (fact.op in DRAWS or (steps < FAR and fact.op in _SHIFTS | _LOGS)):
+            continue
+        made[node] = 0 if fact.op in DRAWS else steps
+        waiting = [node] if fact.op in _LOGS else []
+        while waiting:
+            last = waiting.pop()
+            found.add(last)
+            waiting += [each for each in last.all_input_nodes if each in made and each not in found]
+    return found
 
 
 def is_checkpoint(node: torch.fx.Node) -> bool:

@@ -23,7 +23,7 @@ _FIXED = {
     "tensor(bool)": ir.DataType.BOOL,
 }  # fmt: skip
 OLDEST = 7
-"""Opsets before it broadcast by attribute: they are refused."""
+"""Opsets before it broadcast by attribute: they are raised to it."""
 NEWEST = 24
 """No opset is raised beyond it: runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
 FLOW = {"If", "Loop", "Scan"}
@@ -131,7 +131,13 @@ class Signature:
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
         """Whether operand `index` has the type of `group`, or is cast along with it."""
-        own = self.input(index)
+        return self._goes_along(self.input(index), op_type, group, fmt)
+
+    def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
+        """Whether result `index` has the type of `group`, or one that goes along with it."""
+        return self._goes_along(self.output(index), op_type, group, fmt)
+
+    def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:
         return own == group or (op_type in SIDE_FOLLOWS and self.allows(own, fmt))
 
 

@@ -212,6 +212,7 @@ _CONDITIONS = {
     Reason.CONSTANT: "in a format that holds the constant: {detail}",
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",
     Reason.CANCELS: "if no difference magnified its rounding ({detail})",
+    Reason.DRAWN: "if no logarithm read the draw",
     Reason.SENSITIVE: "with a looser tolerance ({detail})",
     Reason.RETURNED: "if it were returned only, or read only",
     Reason.SHARED: "if what is returned did not lie in its memory",

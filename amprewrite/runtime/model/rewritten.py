@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
@@ -117,7 +119,16 @@ def module_of(model: Any) -> nn.Module:
     if type(model).__name__ == "OptimizedModule":
         raise CaptureError("this module went through torch.compile; rewrite the original with backend='inductor' instead")
     _refuse_sharded(model)
+    _refuse_lazy(model)
     return model
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """CaptureError if a parameter or buffer has no shape before the first call: that call changes the class of its module."""
+    held = itertools.chain(model.named_parameters(), model.named_buffers())
+    path = next((name for name, tensor in held if isinstance(tensor, UninitializedTensorMixin)), None)
+    if path is not None:
+        raise CaptureError(f"{path} belongs to a lazy module and has no shape yet; call the model once on an input, then rewrite it")
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -6,10 +6,12 @@ import re
 import tracemalloc
 
 import numpy as np
+import onnx
 import pytest
-from onnx_help import I64, colours, const, gemm_chain, net, node, noise, value, weight
+from onnx import helper
+from onnx_help import F32, I64, Net, colours, const, gemm_chain, net, node, noise, run, value, weight
 
-from amprewrite import PolicyError
+from amprewrite import EmitError, PolicyError
 from amprewrite.api.onnx.convert import rewrite_onnx
 from amprewrite.graphs.onnx.run.samples import KEPT
 
@@ -117,13 +119,56 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, calibration, says):
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_an_empty_batch_shows_nothing_and_is_refused():
+def test_an_empty_batch_shows_no_range_and_measures_no_error():
     nodes = [node("MatMul", ["x", "w"], ["out"], name="a")]
     given = net(nodes, [value("x", "batch", 16)], [value("out", "batch", 16)], [weight("w", 16, 16)], {})
-    with pytest.raises(PolicyError, match=r"x is empty \(shape \[0, 16\]\)"):
-        rewrite_onnx(given.model, calibration={"x": noise(0, 16)})
+    result = rewrite_onnx(given.model, calibration={"x": noise(0, 16)})
+    assert any("x held no element in a sample" in note for note in result.report.notes)
+    assert (result.report.samples, result.report.strict_error, result.report.runtime_error) == (1, None, None)
+    assert colours(result.model) == {"a": "low"}
+    with pytest.raises(EmitError, match="max_rel_err= cannot be kept"):
+        rewrite_onnx(given.model, calibration={"x": noise(0, 16)}, max_rel_err=0.5)
+    both = rewrite_onnx(given.model, calibration=[{"x": noise(0, 16)}, {"x": noise(4, 16)}])
+    assert both.report.strict_error is not None and 0 < both.report.strict_error < 1e-2
     with pytest.raises(PolicyError, match=r"x has shape \[3, 15\], the model wants \[batch, 16\]"):
         rewrite_onnx(given.model, calibration={"x": noise(3, 15)})
+
+
+def sequence(name: str) -> onnx.ValueInfoProto:
+    return helper.make_value_info(name, helper.make_sequence_type_proto(helper.make_tensor_type_proto(F32, ["n", 16])))
+
+
+def over_a_sequence() -> Net:
+    """The first of a sequence through a product, beside the sequence itself."""
+    nodes = [node("SequenceAt", ["xs", "zero"], ["x"]), node("MatMul", ["x", "w"], ["out"], name="a"), node("Identity", ["xs"], ["same"])]
+    held = [weight("w", 16, 16), const("zero", 0, np.int64)]
+    return net(nodes, [sequence("xs")], [value("out", "n", 16), sequence("same")], held, {"xs": [noise(4, 16), noise(2, 16)]})
+
+
+def test_a_sequence_is_a_list_of_arrays():
+    given = over_a_sequence()
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert colours(result.model)["a"] == "low"
+    assert result.report.strict_error is not None and 0 < result.report.strict_error < 1e-2
+    got, same = run(result.model, given.feed)
+    np.testing.assert_allclose(got, run(given.model, given.feed)[0], rtol=0, atol=5e-3)
+    assert [each.shape for each in same] == [(4, 16), (2, 16)]
+    assert rewrite_onnx(given.model).report.samples == 1  # made up
+
+
+@pytest.mark.parametrize(
+    ("sample", "says"),
+    [
+        (noise(4, 16), "xs is a ndarray, the model wants a list of arrays"),
+        (None, "xs is a NoneType, the model wants a list of arrays"),
+        ([noise(4, 16), noise(4, 15)], "xs[1] has shape [4, 15], the model wants [n, 16]"),
+        ([noise(4, 16).astype(np.float64)], "xs[0] is float64, the model wants float32"),
+        ([None], "xs[0] is None, the model wants an array"),
+    ],
+)
+def test_a_sequence_that_does_not_fit_is_refused(sample, says):
+    with pytest.raises(PolicyError, match=re.escape(says)):
+        rewrite_onnx(over_a_sequence().model, calibration={"xs": sample})
 
 
 def test_a_sample_on_which_the_model_fails_is_named():

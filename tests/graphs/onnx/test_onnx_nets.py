@@ -8,7 +8,7 @@ from onnx_help import HAND, colours, export, ops, run, torch_nets
 
 import amprewrite.api.onnx.convert as convert
 from amprewrite.graphs.onnx.ops import HEAVY
-from amprewrite.graphs.onnx.run.rounded import relative_error
+from amprewrite.graphs.onnx.run.compare import relative_error
 
 MOST_CASTS = {
     "bert": 2, "gpt2": 1, "t5": 1, "vit": 2, "convnext": 2, "swin": 2, "resnet": 2, "whisper": 2,

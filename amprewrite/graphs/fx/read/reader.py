@@ -32,6 +32,7 @@ from amprewrite.graphs.fx.node_facts import (
     Fact,
     arguments,
     device_of,
+    draws_before_logs,
     example_value,
     hint,
     is_opaque,
@@ -84,6 +85,9 @@ def read_graph(
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
         fact.pinned = _pin(fact, kind, low, ties, training)
         fact.may_saturate = _may_saturate(fact, facts, low)
+    for node in draws_before_logs(facts) if lists.rule == "cost" else ():
+        if facts[node].pinned is None:
+            facts[node].pinned = Colour.HIGH, Reason.DRAWN, ""
     _absorb_explicit_internal(facts, lists)
     order = canonical_order(facts)
     graph = OpGraph.of(_vertex(facts[node], lists, ties, entry) for node in order)
@@ -93,8 +97,9 @@ def read_graph(
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     """What the lists say of the op as it is called here.
 
-    Three things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, a power
-    that only a tanh reads (GELU) may overflow without harm, and a product of a value with itself is a square.
+    Five things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, a power
+    that only a tanh reads (GELU) may overflow without harm, a product of a value with itself is a square, `inner` of a
+    vector is no matrix product but a dot, and an einsum that sums over no dim of two operands is one neither.
     """
     if fact.row is None:
         return None
@@ -104,12 +109,22 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
     if kind is None and lists.rule == "autocast":
         return OpKind.INFER  # torch.autocast lets it follow its inputs
     if lists.rule == "cost" and fact.row.name not in lists.asked:
+        if kind is OpKind.ALLOW and fact.op == "inner" and _reads_a_vector(fact.node):
+            return lists.kind("dot")
+        if kind is OpKind.ALLOW and fact.op == "einsum" and not flops(fact.op, fact.node):
+            return lists.kind("mul")
         small = not low.narrow or _only_tanh_reads(fact.node)
         if kind is OpKind.DENY and fact.op == "pow" and fact.node.args[1:] and fact.node.args[1] in (2, 3):
             return OpKind.INFER if small else kind
         if kind is OpKind.INFER and fact.op == "mul" and len(fact.node.args) == 2 and fact.node.args[0] is fact.node.args[1]:
             return kind if small else lists.kind("square")
     return kind
+
+
+def _reads_a_vector(node: torch.fx.Node) -> bool:
+    """Whether an operand has one dimension or none."""
+    values = [example_value(operand) for _, operand in arguments(node)]
+    return any(isinstance(value, torch.Tensor) and value.dim() < 2 for value in values)
 
 
 def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
@@ -244,8 +259,8 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """An op told its result's dtype converts its input itself; one that reads bits does not."""
-    if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS:
+    """An op told its result's dtype converts its input itself; one that reads bits does not, and one of several wants them alike."""
+    if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 
 

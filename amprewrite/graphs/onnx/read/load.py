@@ -1,14 +1,15 @@
 """What comes in: ONNX models read from anywhere, and made ready for the passes.
 
-1. Read a path, a protobuf or an onnx_ir model; refuse what is broken, incomplete or too old.
+1. Read a path, a protobuf or an onnx_ir model; refuse what is broken or incomplete.
 2. Inline local functions; turn initialisers that are inputs, too, into constants.
-3. Fill in missing types; raise the opset where listed ops take the low format only at a later one.
+3. Fill in missing types; raise the opset (`opsets`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -16,13 +17,13 @@ import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands
-from amprewrite.graphs.onnx.ops import FLOW, OLDEST, fill_types, format_of, op_of, opset_taking
+from amprewrite.graphs.onnx.ops import FLOW, OLDEST, fill_types, format_of
+from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, PolicyError, one_line
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists
-from amprewrite.tables.vocabulary import OpKind
 
 Source = str | Path | onnx.ModelProto | ir.Model
 TRIES = 20
@@ -92,14 +93,21 @@ def name_of(source: Source) -> str:
     return printable(source) if isinstance(source, str | Path) else "the model"
 
 
-def make_ready(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
-    """The model as the passes take it, and notes on what was done to it. CaptureError for opsets that are too old."""
+@dataclass(frozen=True)
+class Ready:
+    """A model as the passes take it."""
+
+    model: ir.Model
+    notes: list[str]
+    """What was done to it."""
+    before: ir.Model | None
+    """The model before its opset was raised, to compare the two; None if it was not."""
+
+
+def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
+    """The model as the passes take it. CaptureError if its opset is too old and cannot be raised."""
     notes: list[str] = []
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
-    if opset < OLDEST:
-        remedy = "raise it with onnx.version_converter.convert_version"
-        raise CaptureError(f"the model is of opset {opset}, older than {OLDEST}; {remedy}")
-    model.opset_imports[""] = opset
+    opset = name_opset(model)
     sort_nodes(model)
     if model.functions:
         notes.append(f"{len(model.functions)} local functions were inlined")
@@ -109,11 +117,15 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, 
         model.ir_version = max(model.ir_version, 4)
         notes.append("initialisers that were inputs, too, are constants now")
     notes += infer_types(model)
-    model, more = raise_opset(model, low, lists)
+    before = model
+    if opset < OLDEST:
+        model = raise_old(model)
+        notes += [f"opset raised from {opset} to {OLDEST}: ops of older ones broadcast by attribute", *infer_types(model)]
+    model, more = raise_for_format(model, low, lists)
     notes += more
     if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):
         notes.append("no value of the model is fp32: there is nothing to rewrite")
-    return model, notes
+    return Ready(model, notes, None if model is before else before)
 
 
 def sort_nodes(model: ir.Model) -> None:
@@ -180,32 +192,3 @@ def _hollow(model: ir.Model) -> onnx.ModelProto:
     del graph.initializer[:]
     graph.initializer.extend(kept.initializer)
     return proto
-
-
-def raise_opset(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
-    """The model at the opset at which all listed ops of it take the low format, as far as there is one."""
-    opset = model.opset_imports[""]
-    wanted = {n.op_type for g in model.graphs() for n in g if not n.domain and _wants_low(n, lists)}
-    needed = max((opset_taking(op_type, opset, low) for op_type in wanted), default=opset)
-    if needed == opset:
-        return model, []
-    from onnxscript import version_converter
-
-    raised = model.clone()
-    try:
-        version_converter.convert_version(raised, needed, fallback=True)
-    except Exception as error:
-        return model, [f"opset {opset} could not be raised to {needed} for {low.name}: {one_line(error)}"]
-    if raised.opset_imports[""] != needed:
-        return model, [f"opset {opset} could not be raised to {needed} for {low.name}: the converter has no way"]
-    least = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", needed)])
-    raised.ir_version = max(raised.ir_version, least)
-    return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
-
-
-def _wants_low(node: ir.Node, lists: OpLists) -> bool:
-    if node.op_type in FLOW:  # it hands on what its body makes
-        bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
-        return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
-    kind = lists.kind(op_of(node))
-    return kind not in (None, OpKind.DENY) and any(format_of(value) == "fp32" for value in node.outputs)

@@ -216,9 +216,11 @@ class RangeFacts:
         return any(f.overflow and (f.mask or op in FILLS) for f in found)
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> set[str]:
-        """Type variables beside the result's own whose constants would be lost: they stay fp32 by themselves."""
+        """Type variables beside the result's own that stay fp32 by themselves: their constants would be lost, or they are statistics."""
         if node.op_type not in SIDE_FOLLOWS:
             return set()
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # a step of training: its averages add up over many
+            return {sig.output(index) for index in range(1, len(node.outputs))} - {group}
         lost = [
             (sig.input(index), loss)
             for index, value in self.constants_of(node)

@@ -216,8 +216,11 @@ class _Reader:
             self.of[floats[0]], self.reading.values[name] = name, floats[0]
             self.ranges.observe(name, floats[0], may_saturate)
         elif floats and sig is not None:
+            fixed = self.ranges.fixed_groups(node, sig, group) if listed else set()
             for value in floats:
-                self.add_result(name, value, sig.output(value.index() or 0) == group, pinned, may_saturate)
+                place = value.index() or 0
+                grouped = sig.result_follows(node.op_type, place, group, self.low) and sig.output(place) not in fixed
+                self.add_result(name, value, grouped, pinned, may_saturate)
         else:
             for value in floats:
                 self.add_result(name, value, True, pinned, may_saturate)

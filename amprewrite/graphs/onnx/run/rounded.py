@@ -11,9 +11,8 @@ overflow; for bf16 it has hardly any kernels at all. Here the file itself is mad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -117,33 +116,3 @@ def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
     node = onnx.NodeProto(op_type="Cast", input=[source], output=[result])
     node.attribute.add(name="to", type=onnx.AttributeProto.INT, i=to)
     return node
-
-
-def _arrays(results: Any) -> Iterator[np.ndarray]:
-    """The arrays of all results: a sequence holds several, a map one a key, an optional that is empty none."""
-    if isinstance(results, np.ndarray | np.generic):
-        yield np.asarray(results)
-    elif isinstance(results, Mapping):
-        for each in results.values():
-            yield from _arrays(each)
-    elif isinstance(results, list | tuple):
-        for each in results:
-            yield from _arrays(each)
-    elif isinstance(results, int | float):
-        yield np.asarray(results)
-
-
-def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
-    """Relative L2 error of all floating outputs together; infinite where a value is not finite that should be."""
-    error = size = 0.0
-    for wants, gots in zip(wanted, got, strict=True):
-        for want, have in zip(_arrays(wants), _arrays(gots), strict=True):
-            if want.dtype.kind != "f":
-                continue
-            left, right = want.astype(np.float64), have.astype(np.float64)
-            same = np.isfinite(left)
-            if not np.isfinite(right[same]).all():
-                return float("inf")
-            error += float(((left - right)[same] ** 2).sum())
-            size += float((left[same] ** 2).sum())
-    return (error / size) ** 0.5 if size else error**0.5

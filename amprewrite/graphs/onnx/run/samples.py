@@ -21,7 +21,8 @@ from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, TooSlow
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PolicyError, one_line
 
-Feed = dict[str, np.ndarray]
+Feed = dict[str, Any]
+"""What each input takes: an array, a list of arrays for a sequence, None for an optional that is left out."""
 CHUNK = 2**28
 """Elements of inner values that one run may hold."""
 SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
@@ -64,6 +65,8 @@ class Samples:
     seen: int = 0
     """How many there were in all."""
     made_up: bool = True
+    empty: set[str] = field(default_factory=set)
+    """Inputs that held no element in a sample: it shows no range of theirs."""
     problem: str = ""
     """Why there are none."""
     invalid: str = ""
@@ -132,18 +135,29 @@ def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
         raise PolicyError(f"{where} has {given}; the model's inputs are {', '.join(inputs)}")
     feed: Feed = {}
     for name, value in inputs.items():
-        array = np.asarray(sample[name])
-        wanted = value.dtype.numpy() if value.dtype is not None else array.dtype
-        if array.dtype != wanted:
-            raise PolicyError(f"{where}: {name} is {array.dtype}, the model wants {wanted}")
-        dims = list(value.shape) if value.shape is not None else list(array.shape)
-        if len(dims) != array.ndim or any(isinstance(d, int) and d != have for d, have in zip(dims, array.shape, strict=True)):
-            shown = [dim if isinstance(dim, int) else str(dim.value or "any") for dim in dims]
-            raise PolicyError(f"{where}: {name} has shape {list(array.shape)}, the model wants [{', '.join(map(str, shown))}]")
-        if not array.size:
-            raise PolicyError(f"{where}: {name} is empty (shape {list(array.shape)}), so it shows no range; give at least one element")
-        feed[name] = array
+        feed[name] = _checked_value(value, value.type, sample[name], f"{where}: {name}")
     return feed
+
+
+def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, where: str) -> Any:
+    """What an input takes: an array; a list of them for a sequence; None, too, for an optional."""
+    if isinstance(kind, ir.OptionalType):
+        return None if given is None else _checked_value(value, kind.elem_type, given, where)
+    if isinstance(kind, ir.SequenceType):
+        if not isinstance(given, list | tuple):
+            raise PolicyError(f"{where} is a {type(given).__name__}, the model wants a list of arrays")
+        return [_checked_value(value, kind.elem_type, each, f"{where}[{index}]") for index, each in enumerate(given)]
+    if given is None:
+        raise PolicyError(f"{where} is None, the model wants an array")
+    array = np.asarray(given)
+    wanted = kind.dtype.numpy() if kind is not None else array.dtype
+    if array.dtype != wanted:
+        raise PolicyError(f"{where} is {array.dtype}, the model wants {wanted}")
+    dims = list(value.shape) if value.shape is not None else list(array.shape)
+    if len(dims) != array.ndim or any(isinstance(d, int) and d != have for d, have in zip(dims, array.shape, strict=True)):
+        shown = [dim if isinstance(dim, int) else str(dim.value or "any") for dim in dims]
+        raise PolicyError(f"{where} has shape {list(array.shape)}, the model wants [{', '.join(map(str, shown))}]")
+    return array
 
 
 # -- made-up inputs -----------------------------------------------------------------
@@ -152,7 +166,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for first, rest in SIZES:
         feed = _made_up(model, first, rest)
-        shapes = tuple(array.shape for array in feed.values())
+        shapes = tuple(np.shape(given) for given in feed.values())
         if shapes not in seen:
             seen.add(shapes)
             yield feed
@@ -167,7 +181,9 @@ def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
         for place, dim in enumerate(value.shape if value.shape is not None else ()):
             size = first if place == 0 else rest
             shape.append(dim if isinstance(dim, int) else open_dims.setdefault(str(dim.value), size) if dim.value else size)
-        feed[str(value.name)] = _noise(value, tuple(shape), generator)
+        made = _noise(value, tuple(shape), generator)
+        kind = value.type.elem_type if isinstance(value.type, ir.OptionalType) else value.type
+        feed[str(value.name)] = [made] if isinstance(kind, ir.SequenceType) else made
     return feed
 
 
@@ -255,6 +271,7 @@ class _Observer:
         for name, seen in ranges.items():
             samples.ranges[name] = samples.ranges[name] | seen if name in samples.ranges else seen
         samples.seen += 1
+        samples.empty |= {name for name, given in feed.items() if isinstance(given, np.ndarray) and not given.size}
         held = sum(_bytes(feed.values()) + _bytes(kept) for feed, kept in zip(samples.feeds, samples.outputs, strict=True))
         if not samples.feeds or (len(samples.feeds) < KEPT and held + _bytes(feed.values()) + _bytes(outputs) <= KEPT_BYTES):
             samples.feeds.append(feed)

@@ -1,0 +1,156 @@
+"""The opset of a model: named where none is, raised where it is too old to read, and where listed ops take the low format only later.
+
+1. A model of other domains alone gets an opset of onnx's own ops: casts are such ops.
+2. Opsets before OLDEST broadcast by attribute. onnx's version converter brings such a model to OLDEST.
+3. A newer opset is chosen if it lets more ops of the model take the low format.
+
+A raised model is not trusted: what it gives on sample runs is compared with what the model as it came gives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.check import invalid
+from amprewrite.graphs.onnx.ops import FLOW, OLDEST, constant_tensor, format_of, op_of, opset_taking
+from amprewrite.graphs.onnx.run.onnx_runtime import is_large
+from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.errors import CaptureError, one_line
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.vocabulary import OpKind
+
+CASTS = 13
+"""The opset given to a model that names none: the first whose Cast takes every format."""
+REMEDY = "raise it with onnx.version_converter.convert_version"
+
+
+def name_opset(model: ir.Model) -> int:
+    """The opset of onnx's own ops, under its short name. A model without such ops gets CASTS."""
+    domains = model.opset_imports
+    if "" not in domains and "ai.onnx" not in domains:
+        if model.ir_version >= 3 and not any(node.domain in ("", "ai.onnx") for graph in model.graphs() for node in graph):
+            domains[""] = CASTS
+            _raise_ir_version(model, CASTS)
+        else:
+            domains[""] = 1
+    domains[""] = domains.get("", 0) or domains["ai.onnx"]
+    return domains[""]
+
+
+# -- too old ---------------------------------------------------------------------------------
+def raise_old(model: ir.Model) -> ir.Model:
+    """A model of an opset before OLDEST at OLDEST. CaptureError if onnx's version converter has no way."""
+    opset = model.opset_imports[""]
+    said = f"the model is of opset {opset}, older than {OLDEST}"
+    if is_large(model):
+        raise CaptureError(f"{said}, and too large for onnx's version converter; export it again at a newer opset")
+    old = model.clone()
+    _unbroadcast_slopes(old, said)
+    proto = ir.to_proto(old)
+    problem = invalid(proto, full=False)  # the converter is given nothing that is malformed
+    if problem:
+        raise CaptureError(f"{said}, and not valid ONNX: {problem}; export it again")
+    try:
+        made = ir.from_proto(onnx.version_converter.convert_version(proto, OLDEST))
+    except Exception as error:
+        raise CaptureError(f"{said}, and cannot be raised: {one_line(error)}; export it again at a newer opset") from error
+    _raise_ir_version(made, OLDEST)
+    _fold_unsqueezes(made)
+    return made
+
+
+def _fold_unsqueezes(model: ir.Model) -> None:
+    """Shape constants once and for all where the converter put an Unsqueeze behind them: such a node has no format of its own."""
+    for graph in model.graphs():
+        for node in list(graph):
+            value, result = node.inputs[0] if node.inputs else None, node.outputs[0]
+            if result.type is None:
+                result.shape = None  # onnx_ir writes no shape without a type
+            tensor = constant_tensor(value) if value is not None else None
+            if node.op_type != "Unsqueeze" or tensor is None or result.is_graph_output():
+                continue
+            held = tensor.numpy()
+            for axis in sorted(node.attributes["axes"].as_ints()):
+                held = np.expand_dims(held, axis)
+            result.replace_all_uses_with(_initializer(graph, f"{result.name}_held", held))
+            graph.remove(node, safe=True)
+        for name in [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
+            del graph.initializers[name]
+
+
+def _initializer(graph: ir.Graph, name: str, held: np.ndarray) -> ir.Value:
+    tensor = ir.tensor(held, name=name)
+    made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor)
+    graph.register_initializer(made)
+    return made
+
+
+def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
+    """Give slopes of PRelu the shape that OLDEST asks for: one a channel became one broadcast from the right, and the converter forgets."""
+    for graph in model.graphs():
+        for node in list(graph):
+            slope = node.inputs[1] if node.op_type == "PRelu" and len(node.inputs) > 1 else None
+            if slope is None or (slope.shape is not None and len(slope.shape) != 1) or _is_single(slope):
+                continue
+            data = node.inputs[0]
+            if data is None or data.shape is None:
+                raise CaptureError(f"{said}; {printable(slope.name)} cannot be shaped for PRelu, whose input has no known rank; {REMEDY}")
+            if len(data.shape) > 2:
+                _unsqueeze(graph, node, slope, list(range(1, len(data.shape) - 1)))
+
+
+def _is_single(value: ir.Value) -> bool:
+    return value.shape is not None and list(value.shape) == [1]
+
+
+def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int]) -> None:
+    """Let a PRelu read its slope with further dimensions of one behind the channels."""
+    tensor, name = constant_tensor(slope), f"{slope.name}_of_{node.outputs[0].name}"
+    if tensor is not None:
+        shaped = _initializer(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))
+    else:
+        made = ir.node("Unsqueeze", [slope], {"axes": axes})
+        graph.insert_before(node, [made])
+        shaped = made.outputs[0]
+        shaped.name, shaped.type = name, slope.type
+    node.replace_input_with(1, shaped)
+
+
+# -- the low format ---------------------------------------------------------------------------
+def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
+    """The model at the opset at which all listed ops of it take the low format, as far as there is one."""
+    opset = model.opset_imports[""]
+    nodes = [node for graph in model.graphs() for node in graph if not node.domain]
+    wanted = {node.op_type for node in nodes if _wants_low(node, lists)}
+    needed = max((opset_taking(op_type, opset, low) for op_type in wanted), default=opset)
+    if needed == opset:
+        return model, []
+    kept = f"opset {opset} could not be raised to {needed} for {low.name}"
+    if opset < 9 and any(node.op_type == "Scan" for node in nodes):
+        return model, [f"{kept}: a Scan of opset 8 has a batch, and no later one has"]
+    from onnxscript import version_converter
+
+    raised = model.clone()
+    try:
+        version_converter.convert_version(raised, needed, fallback=True)
+    except Exception as error:
+        return model, [f"{kept}: {one_line(error)}"]
+    if raised.opset_imports[""] != needed:
+        return model, [f"{kept}: the converter has no way"]
+    _raise_ir_version(raised, needed)
+    return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
+
+
+def _raise_ir_version(model: ir.Model, opset: int) -> None:
+    model.ir_version = max(model.ir_version, onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)]))
+
+
+def _wants_low(node: ir.Node, lists: OpLists) -> bool:
+    if node.op_type in FLOW:  # it hands on what its body makes
+        bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
+        return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
+    kind = lists.kind(op_of(node))
+    return kind not in (None, OpKind.DENY) and any(format_of(value) == "fp32" for value in node.outputs)

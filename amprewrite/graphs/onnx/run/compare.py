@@ -1,0 +1,67 @@
+"""How far two runs of ONNX models are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, run_within
+from amprewrite.graphs.onnx.run.samples import Samples
+
+
+def difference(model: ir.Model, samples: Samples, limit: TimeLimit = "auto") -> float | None:
+    """Relative error of the samples' outputs against those of `model`; None if it does not run, or gives other numbers each time."""
+    if not samples.feeds:
+        return None
+    with Runnable(model, limit) as runnable:
+        if runnable.invalid():
+            return None
+        try:
+            runner = runnable.session()
+            once, again = ([run_within(runner, None, feed, runnable.seconds) for feed in samples.feeds] for _ in range(2))
+        except Exception:  # ONNX Runtime has no kernels for much of what is old: then nothing can be said
+            return None
+    if relative_error(once, again) != 0:
+        return None
+    try:
+        return relative_error(once, samples.outputs)
+    except ValueError:  # other shapes, or another number of results
+        return float("inf")
+
+
+def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
+    """Relative L2 error of all floating outputs together; infinite where a value is not finite that should be."""
+    error = size = 0.0
+    for wants, gots in zip(wanted, got, strict=True):
+        for want, have in zip(_arrays(wants), _arrays(gots), strict=True):
+            if want.dtype.kind != "f":
+                continue
+            left, right = want.astype(np.float64), have.astype(np.float64)
+            same = np.isfinite(left)
+            if not np.isfinite(right[same]).all():
+                return float("inf")
+            error += float(((left - right)[same] ** 2).sum())
+            size += float((left[same] ** 2).sum())
+    return (error / size) ** 0.5 if size else error**0.5
+
+
+def has_values(outputs: Sequence[Sequence[Any]]) -> bool:
+    """Whether any of the results holds an element: an error over none says nothing."""
+    return any(array.size for array in _arrays(outputs))
+
+
+def _arrays(results: Any) -> Iterator[np.ndarray]:
+    """The arrays of all results: a sequence holds several, a map one a key, an optional that is empty none."""
+    if isinstance(results, np.ndarray | np.generic):
+        yield np.asarray(results)
+    elif isinstance(results, Mapping):
+        for each in results.values():
+            yield from _arrays(each)
+    elif isinstance(results, list | tuple):
+        for each in results:
+            yield from _arrays(each)
+    elif isinstance(results, int | float):
+        yield np.asarray(results)

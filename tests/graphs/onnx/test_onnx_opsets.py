@@ -1,0 +1,134 @@
+"""Opsets: named where none is, raised where too old, and what raising changes is found out."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from onnx_help import F32, colours, const, gemm_chain, graph, net, node, noise, run, value, weight
+
+from amprewrite import CaptureError, rewrite_onnx
+from amprewrite.graphs.onnx.ops import OLDEST
+from amprewrite.graphs.onnx.read import opsets
+
+
+def old(*nodes: onnx.NodeProto, outs=None, inits=(), opset: int = 6, shape: tuple[int, ...] = (4, 16)) -> onnx.ModelProto:
+    ids = [helper.make_opsetid("", opset)]
+    made = graph(list(nodes), "old", [value("x", *shape)], outs or [value("out", *shape)], list(inits))
+    return helper.make_model(made, opset_imports=ids, ir_version=4)
+
+
+def test_an_old_model_is_raised_and_says_so():
+    """Gemm and Add of opset 6 broadcast by attribute, Add along an axis."""
+    model = old(
+        node("Gemm", ["x", "w", "b"], ["h"], broadcast=1),
+        node("Add", ["h", "c"], ["out"], broadcast=1, axis=0),
+        inits=[weight("w", 16, 16), weight("b", 16), weight("c", 4)],
+    )
+    feed = {"x": noise(4, 16)}
+    result = rewrite_onnx(model, calibration=feed)
+    assert result.report.notes[0].startswith(f"opset raised from 6 to {OLDEST}")
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    wanted = feed["x"] @ held["w"] + held["b"] + held["c"][:, None]
+    np.testing.assert_allclose(run(result.model, feed)[0], wanted, rtol=0, atol=5e-3)
+    made = [each.op_type for each in result.model.graph.node]
+    assert sorted(made) == ["Add", "Cast", "Cast", "Gemm"], "the shape of c is folded into it"
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_slope_per_channel_stays_one_per_channel(computed: bool) -> None:
+    """The converter leaves its shape as it is, which opset 7 broadcasts from the right: here over the last dimension, as large."""
+    nodes = [node("PRelu", ["x", "s"], ["out"])]
+    if computed:
+        nodes = [node("Identity", ["held"], ["s"]), *nodes]
+    model = old(*nodes, inits=[weight("held" if computed else "s", 3)], shape=(2, 3, 3))
+    feed = {"x": noise(2, 3, 3)}
+    slope = onnx.numpy_helper.to_array(model.graph.initializer[0])
+    wanted = np.where(feed["x"] > 0, feed["x"], feed["x"] * slope[:, None])
+    np.testing.assert_allclose(run(rewrite_onnx(model, calibration=feed).model, feed)[0], wanted, rtol=0, atol=2e-3)
+
+
+def test_a_slope_for_an_unknown_rank_is_refused() -> None:
+    model = old(node("Strange", ["x"], ["h"], domain="acme"), node("PRelu", ["h", "s"], ["out"]), inits=[weight("s", 3)], shape=(2, 3, 3))
+    model.opset_import.append(helper.make_opsetid("acme", 1))
+    with pytest.raises(CaptureError, match="s cannot be shaped for PRelu, whose input has no known rank"):
+        rewrite_onnx(model)
+
+
+def test_a_converter_that_changes_numbers_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = onnx.version_converter.convert_version
+
+    def wrong(model: onnx.ModelProto, target: int) -> onnx.ModelProto:
+        made = convert(model, target)
+        made.graph.node[0].op_type = "Sin"
+        return made
+
+    monkeypatch.setattr(opsets.onnx.version_converter, "convert_version", wrong)
+    with pytest.raises(CaptureError, match=r"converter changes what the model gives \(by .*\) when it raises its opset to 7"):
+        rewrite_onnx(old(node("Relu", ["x"], ["out"])))
+
+
+def test_what_the_converter_cannot_raise_says_why() -> None:
+    model = old(node("Cast", ["x"], ["out"], to="FLOAT"), opset=1)
+    with pytest.raises(CaptureError, match="the model is of opset 1, older than 7, and "):
+        rewrite_onnx(model)
+
+
+def test_a_scan_with_a_batch_is_not_raised() -> None:
+    """A Scan of opset 8 has a batch dimension that later ones do not have; the converter only changes the number."""
+    body = graph(
+        [node("MatMul", ["s", "w"], ["m"]), node("Add", ["m", "e"], ["t"]), node("Identity", ["t"], ["y"])], "body",
+        [value("s", 4, 4), value("e", 4, 4)], [value("t", 4, 4), value("y", 4, 4)], [weight("w", 4, 4)],
+    )  # fmt: skip
+    nodes = [node("Scan", ["", "s0", "x"], ["last", "ys"], body=body, num_scan_inputs=1)]
+    shapes = {"s0": (1, 4, 4), "x": (1, 3, 4, 4)}
+    feed = {name: noise(*shape) for name, shape in shapes.items()}
+    given = net(nodes, [value(n, *s) for n, s in shapes.items()], [value("last", 1, 4, 4), value("ys", 1, 3, 4, 4)], [], feed, opset=8)
+    result = rewrite_onnx(given.model, dtype="bf16", calibration=feed)
+    assert any("a Scan of opset 8 has a batch" in note for note in result.report.notes)
+    assert result.model.opset_import[0].version == 8
+    assert result.report.strict_error is not None and result.report.strict_error < 1e-2
+
+
+def test_a_model_of_other_domains_alone_gets_an_opset_for_casts() -> None:
+    nodes = [node("Binarizer", ["x"], ["out"], domain="ai.onnx.ml", threshold=0.5)]
+    made = graph(nodes, "ml", [value("x", 4, 16)], [value("out", 4, 16)])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("ai.onnx.ml", 1)], ir_version=3)
+    result = rewrite_onnx(model)
+    assert {each.domain: each.version for each in result.model.opset_import} == {"ai.onnx.ml": 1, "": opsets.CASTS}
+    assert result.report.strict_error == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_attention_keeps_keys_and_values_in_one_format(dtype: str) -> None:
+    """Its values have a type variable of their own, and so has the result that holds them."""
+    shapes = {"q": (2, 3, 4, 8), "k": (2, 3, 6, 8), "v": (2, 3, 6, 8), "pk": (2, 3, 5, 8), "pv": (2, 3, 5, 8)}
+    feed = {name: noise(*shape) for name, shape in shapes.items()}
+    outs = [value("out", 2, 3, 4, 8), value("nk", 2, 3, 11, 8), value("nv", 2, 3, 11, 8)]
+    nodes = [node("Attention", ["q", "k", "v", "", "pk", "pv"], ["out", "nk", "nv"], name="a")]
+    given = net(nodes, [value(n, *s) for n, s in shapes.items()], outs, [], feed, opset=23)
+    result = rewrite_onnx(given.model, dtype=dtype, calibration=feed, overrides={"node:a": "low"})
+    assert colours(result.model) == {"a": "low"}
+    assert result.report.strict_error is not None and result.report.strict_error < 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_running_averages_of_a_batch_norm_stay_fp32(dtype: str) -> None:
+    norm = node("BatchNormalization", ["h", "s", "b", "m", "v"], ["out", "nm", "nv"], training_mode=1, name="bn")
+    nodes = [node("MatMul", ["x", "w"], ["h"]), norm]
+    held = [weight("w", 16, 16), weight("s", 16), weight("b", 16)]
+    ins = [value("x", 64, 16), value("m", 16), value("v", 16)]
+    feed = {"x": noise(64, 16), "m": noise(16), "v": np.abs(noise(16))}
+    given = net(nodes, ins, [value("out", 64, 16), value("nm", 16), value("nv", 16)], held, feed, opset=15)
+    result = rewrite_onnx(given.model, dtype=dtype, calibration=feed, overrides={"node:bn": "low"})
+    types = {info.name: info.type.tensor_type.elem_type for info in (*result.model.graph.value_info, *result.model.graph.output)}
+    assert types["nm"] == types["nv"] == F32
+    read = next(each for each in result.model.graph.node if each.op_type == "BatchNormalization").input
+    assert list(read)[3:] == ["m", "v"]
+
+
+def test_newer_opsets_are_left_alone() -> None:
+    result = rewrite_onnx(gemm_chain(node("Add", ["h", "one"], ["mid"]), inits=[const("one", 1.0)]).model)
+    assert result.model.opset_import[0].version == 18
+    assert not any("raised" in note for note in result.report.notes)
