@@ -102,7 +102,7 @@ class Graph:
         return {name for name in self.open if not low[end(name)]}
 
     def _copy(self, node: OpNode) -> int:
-        return self.model.cast(node) + (self.model.gradient_cast(node) if self.model.training else 0)
+        return self.model.cast(node) + self.model.gradient_cast(node)
 
     def _copies(self, network: Network, node: OpNode, end: Callable[[str], int]) -> None:
         maker, cost = end(node.name), self._copy(node)

@@ -48,6 +48,7 @@ def rewrite(
     device: str | None = None,
     measure: bool = False,
     memory: float = 0.0,
+    parity: str | float = "train",
     high: str = "fp32",
     loss_scale: Any = "auto",
     pad: Any = "auto",
@@ -77,6 +78,11 @@ def rewrite(
         device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.tables.devices.NAMED` has them all) instead of the one at
             hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
         memory: seconds that a gigabyte of activations kept for backward is worth to the plan, such as 0.01; 0 plans for speed.
+        parity: one plan for all graphs of the model, so that training, evaluation, inference and exports compute the same numbers.
+            "train" or "eval" say whose cost counts, a number between 0 and 1 how much a step of training counts beside a pass
+            without gradients. An op has one colour in all graphs, whatever their sizes: the graph that is captured first decides,
+            and an op that a later graph must keep high is high in all from then on. False: each graph gets the plan that is
+            cheapest for it, and numbers differ by the rounding.
         measure: time ops and casts on the device at hand instead of taking prices from the table; kept on disk.
         high: "fp32". TF32 is no choice: PyTorch has one switch for the whole process, which kernels read as they start, so
             no region of a graph can have its own without changing it for everybody and breaking torch.compile's guards.
@@ -119,6 +125,7 @@ def rewrite(
         device=_checked_device(device, flag("measure", measure)),
         measure=bool(measure),
         memory=_checked_memory(memory),
+        parity=_checked_parity(parity),
         pad=parse_pad(pad, torch.cuda.is_available()),
     )
     options.pad.check_modules(path for path, _ in module.named_modules())
@@ -239,6 +246,18 @@ def _checked_memory(memory: Any) -> float:
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9
+
+
+def _checked_parity(parity: Any) -> float | None:
+    """How much a step of training counts in the prices of all graphs; None if each graph has its own."""
+    words = {"train": 1.0, "eval": 0.0}
+    if isinstance(parity, str) and parity in words:
+        return words[parity]
+    if is_flag(parity):
+        return words["train"] if parity else None
+    if not isinstance(parity, int | float) or not 0 <= parity <= 1:
+        raise PolicyError(f"parity={shown(parity)} is not understood: use 'train', 'eval', a number between 0 and 1, or False")
+    return float(parity)
 
 
 def _check_high(high: Any) -> None:
