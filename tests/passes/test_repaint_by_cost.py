@@ -182,6 +182,7 @@ def cases(seed: int, count: int, most: int) -> Iterator[tuple[str, Exhaustive]]:
     while count:
         case = chain(text := random_text(rng), LISTS, training=rng.random() < 0.5)
         case.know(planned_for=rng.choice((CPU, CPU_BF16, V100, T4, H100)))
+        case.know(policy=replace(case.problem.policy, parity=rng.choice((None, None, 0.0, 0.3, 1.0))))
         case.run(PaintLists())
         open_names = [node.name for node in case.graph if node.name not in case.paints]
         if 2 <= len({case.graph[name].precision_group or name for name in open_names}) <= most:
