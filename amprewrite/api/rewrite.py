@@ -45,6 +45,7 @@ def rewrite(
     calibration: Calibration | Iterable[Any] | None = None,
     tolerance: float | None = None,
     accuracy: str | None = None,
+    metric: Any = None,
     device: str | None = None,
     measure: bool = False,
     memory: float = 0.0,
@@ -75,6 +76,9 @@ def rewrite(
         tolerance: relative L2 error of the outputs that may be spent; the cheapest plan found within it is taken.
         accuracy: "autocast": the cheapest plan found whose error is not above that of torch.autocast's rules. Both measure on
             the calibration batches, or on `example_inputs`; `amprewrite.accuracy.frontier.search` has the details and the frontier.
+        metric: what `tolerance` and `accuracy` measure: None or "l2", the relative L2 error of all outputs; "logprob", the mean
+            Kullback-Leibler divergence in nats of the next token's probabilities (the softmax of the logits) from those of fp32; or a
+            function of (fp32 output, output) that gives a number.
         device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.tables.devices.NAMED` has them all) instead of the one at
             hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
         memory: seconds that a gigabyte of activations kept for backward is worth to the plan, such as 0.01; 0 plans for speed.
@@ -132,7 +136,8 @@ def rewrite(
     _check_high(high)
     refuse_ambient_autocast()
     module = plain_of(module) if is_rewritten(module) else module
-    options = replace(options, **measured_options(module, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
+    target = tolerance, accuracy, metric
+    options = replace(options, **measured_options(module, options, calibration, target, example_inputs, example_kwargs))
     amp = wrap(module, options, Rewritten)
     for each in optimizers_of(optimizer):
         amp.attach(each)
@@ -145,14 +150,14 @@ def measured_options(
     module: nn.Module,
     options: Options,
     calibration: Calibration | Iterable[Any] | None,
-    tolerance: float | None,
-    accuracy: str | None,
+    target: tuple[float | None, str | None, Any],
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What sample batches say of the model: the options `calibration` and `keep_high`."""
+    """What sample batches say of the model: the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
     from amprewrite.accuracy.calibrate import calibrate
     from amprewrite.accuracy.frontier import check_target, search
+    from amprewrite.accuracy.strict.metric import parse_metric
     from amprewrite.accuracy.trial import Call, tee
 
     found: dict[str, Any] = {}
@@ -164,11 +169,12 @@ def measured_options(
         found["calibration"] = calibrate(module, tee(calibration, batches), progress=False)
     if calibration is not None:
         found["calibration"].check(module)
-    check_target(tolerance, accuracy)
+    tolerance, accuracy, metric = target
+    check_target(tolerance, accuracy, parse_metric(metric))
     if tolerance is not None or accuracy is not None:
         if options.given is not None:
             raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")
-        found["keep_high"] = search(module, batches, replace(options, **found), tolerance, accuracy).keep_high
+        found["keep_high"] = search(module, batches, replace(options, **found), tolerance, accuracy, metric=metric).keep_high
     return found
 
 
