@@ -102,8 +102,8 @@ def sensitivity(
             total = out[node.name] + into[node.name]
             if node.role == "op" and total:
                 name = f"{captured.problem.name}/{node.name}" if several else node.name
-                errors = tuple(map(asked.of_squares, (total, out[node.name], into[node.name])))
-                causes.append(Cause(name, node.op, *errors, module=node.module, source=node.source))
+                error, result, operands = map(asked.of_squares, (total, out[node.name], into[node.name]))
+                causes.append(Cause(name, node.op, error, result, operands, node.module, node.source))
     return Sensitivity(low.name, tuple(sorted(causes, key=lambda cause: -cause.error)), asked.unit)
 
 
