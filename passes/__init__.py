@@ -23,6 +23,7 @@ from amprewrite.passes.normalise.open_grad_regions import OpenGradRegions
 from amprewrite.passes.normalise.restore_hooks import RestoreHooks
 from amprewrite.passes.normalise.strip_checks import StripChecks
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
+from amprewrite.passes.paint.paint_agreed import PaintAgreed
 from amprewrite.passes.paint.paint_all_low import PaintAllLow
 from amprewrite.passes.paint.paint_as_given import PaintAsGiven
 from amprewrite.passes.paint.paint_autocast import PaintAutocast
@@ -69,10 +70,10 @@ PLAN: tuple[Deciding, ...] = (
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
-    "cost": (PaintLists(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintByCost(), DeclineSmallGraphs(), *PLAN),
-    "tf": (PaintLists(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
-    "autocast": (PaintLists(), PaintTies(), *EVIDENCE, PaintAutocast(), *PLAN),
-    "all-low": (PaintLists(), PaintTies(), *EVIDENCE, PaintAllLow(), *PLAN),
+    "cost": (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintByCost(), DeclineSmallGraphs(), *PLAN),
+    "tf": (PaintLists(), PaintAgreed(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
+    "autocast": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, PaintAutocast(), *PLAN),
+    "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
 """The deciding passes by the rule of the op lists; "given" follows a plan that was made before."""

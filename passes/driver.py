@@ -19,8 +19,9 @@ from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import magnitudes
-from amprewrite.graphs.fx.read.reader import read_graph
+from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
+from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.op_graph import Demand, OpNode
@@ -61,25 +62,31 @@ def read_problem(
     scale_loss: bool = False,
     calibration: Calibration | None = None,
     keep_high: KeepHigh | None = None,
+    agreed: Agreed = NOTHING_AGREED,
     given: ModelPlan | None = None,
 ) -> Captured:
     """The problem of a captured graph, nothing decided yet.
 
     `inputs` are the real tensors that the graph takes, its weights among them; () if they are not at hand. `names` are those of the
     model's positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
+
+    With parity a graph without gradients is read as if it had some: it has the marks and pins that the one for training has.
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
     if policy.low is not FP32:
         note_memory(module.graph)
     normalised = EditedGraph(module, {})
-    run_passes(NORMALISE, Reading(lists, policy.low, training), normalised, name)
+    alike = policy.parity is not None
+    grad = torch.is_grad_enabled() or (alike and not turns_grad_on(module.graph))
+    reading = Reading(lists, policy.low, training or alike, grad)
+    run_passes(NORMALISE, reading, normalised, name)
     module = normalised.module
-    graph, nodes = read_graph(module, policy.low, lists, entry, names, training)
+    graph, nodes = read_graph(module, policy.low, lists, entry, names, reading.training, grad)
     problem = Problem(
         graph=graph, policy=policy, lists=lists, name=name, entry=entry, training=training, scale_loss=scale_loss,
         fold_masks=fold_masks, device=device, planned_for=named_device(policy.device) if policy.device else None,
-        calibration=calibration, keep_high=keep_high, pad=pad,
+        calibration=calibration, keep_high=keep_high, agreed=agreed, pad=pad,
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
         far_constants=read_far_constants(nodes, policy.low),
     )  # fmt: skip
@@ -220,8 +227,9 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
             inner.meta["grapharg"] = kept_meta(outer.meta)["grapharg"]
     around = captured.problem
     part = read_problem(
-        body, policy, name=name, entry=around.entry, training=around.training, calibration=around.calibration, keep_high=around.keep_high
-    )
+        body, policy, name=name, entry=around.entry, training=around.training, calibration=around.calibration,
+        keep_high=around.keep_high, agreed=around.agreed,
+    )  # fmt: skip
     inside, outside = part.names, captured.names
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), part.module.graph.find_nodes(op="placeholder"), strict=True))
     known = {inside[copies[inner]]: around.magnitudes.get(outside.get(outer, "")) for inner, outer in given}

@@ -10,7 +10,8 @@ time + λ·error² is found exactly, under the additive error of `sensitivity`:
 3. The error grows with the set of low ops. So as λ grows the low sets of least size only shrink: for λ < μ and their least
    minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (For linear errors this is Gallo,
    Grigoriadis and Tarjan 1989; monotone submodular ones need no more.)
-4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity; then those are raised too, by the same cut.
+4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity; then those are raised too, by the same cut. For the
+   divergence of probabilities the last of them, which gives the logits, is as free from the start as what is cheap.
 5. Equal layers change colour at the same λ. Between two such plans, off the convex hull, stand those that keep high the
    first layers only: prefixes of the difference in the order of the graph.
 """
@@ -21,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from amprewrite.accuracy.strict.edges import Edges
+from amprewrite.accuracy.strict.metric import Metric
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import elements_read
 from amprewrite.ir.evidence.keep_high import KeepHigh
@@ -51,8 +53,8 @@ def movable(node: OpNode) -> bool:
 class Graph:
     """One graph with its edges' errors, ready to be cut at any price."""
 
-    def __init__(self, problem: Problem, edges: Edges) -> None:
-        self.graph, self.edges = problem.graph, edges
+    def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
+        self.graph, self.edges, self.metric = problem.graph, edges, metric
         self.fingerprint = fingerprint(problem.graph)
         self.model = problem.costs
         decisions = Decisions()
@@ -63,6 +65,7 @@ class Graph:
         self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.precision_group not in tied}
         self.low = {name for name, paint in paints.items() if name not in self.open and paint.colour is Colour.LOW}
         self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
+        self.heavy -= _heads(self.graph, self.heavy) if metric.head_first else set()
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
         times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
         self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
@@ -102,7 +105,7 @@ class Graph:
         return {name for name in self.open if not low[end(name)]}
 
     def _copy(self, node: OpNode) -> int:
-        return self.model.cast(node) + (self.model.gradient_cast(node) if self.model.training else 0)
+        return self.model.cast(node) + self.model.gradient_cast(node)
 
     def _copies(self, network: Network, node: OpNode, end: Callable[[str], int]) -> None:
         maker, cost = end(node.name), self._copy(node)
@@ -141,7 +144,19 @@ class Graph:
         if not touching:
             return "its neighbours are kept"
         (value, reader), squared = max(touching.items(), key=lambda item: item[1])
-        return f"rounding {value} for {reader} adds {math.sqrt(squared):.2g} to the output's error"
+        return f"rounding {value} for {reader} adds {self.metric.of_squares(squared):.2g} to the output's error"
+
+
+def _heads(graph: OpGraph, heavy: set[str]) -> set[str]:
+    """The heavy ops that no other one comes after."""
+    before: set[str] = set()
+    waiting = [feeder.name for name in heavy for feeder in graph.feeders(name)]
+    while waiting:
+        name = waiting.pop()
+        if name not in before:
+            before.add(name)
+            waiting += [feeder.name for feeder in graph.feeders(name)]
+    return heavy - before
 
 
 def _reads(graph: OpGraph, node: OpNode) -> Iterator[tuple[OpNode, Operand]]:
@@ -163,10 +178,10 @@ def _hands_on(node: OpNode) -> bool:
 class Chain:
     """Nested sets of nodes to keep high: the first is empty, the last holds every node."""
 
-    def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]]) -> None:
-        """`own` gives the names that the planner itself runs low in a graph."""
+    def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
+        """`own` gives the names that the planner itself runs low in a graph, `metric` is what the errors of the edges are."""
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
-        self.graphs = [Graph(captured.problem, found) for captured, found in edges]
+        self.graphs = [Graph(captured.problem, found, metric) for captured, found in edges]
         ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
         self._rank = {(g.fingerprint, name): (self.graphs.index(g), rank) for g, name, rank in ranks}
         self._sets: list[tuple[frozenset[tuple[str, str]], bool]] = [(frozenset(), False)]

@@ -23,6 +23,7 @@ from torch import nn
 
 from amprewrite.accuracy.error_cut import Chain
 from amprewrite.accuracy.sensitivity import measure_edges
+from amprewrite.accuracy.strict.metric import Judged, Metric, parse_metric
 from amprewrite.accuracy.strict.score import RoundedRunner, planned, reference, run_fp32, strict_error
 from amprewrite.accuracy.trial import Forward, Trial
 from amprewrite.graphs.fx.captured import Captured
@@ -49,7 +50,7 @@ class Candidate:
 
     name: str
     error: float
-    """Strict: relative L2 of the outputs, root mean square over the batches."""
+    """Strict: what the metric says over all batches."""
     seconds: float
     """Of ops that the planner prices and of casts, in one pass, by the cost model: compare, do not add up."""
     activation_casts: int
@@ -69,6 +70,8 @@ class Frontier:
     """Length of the chain that was searched."""
     evaluations: int
     """Plans of the chain that were run."""
+    unit: str = "relative L2"
+    """What the errors are."""
 
     @property
     def chosen(self) -> Candidate:
@@ -79,6 +82,7 @@ class Frontier:
         """The plans that were tried, as a rich table."""
         title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g}"
         table = Table(title=title, caption="* the plan that was taken")
+        title += f" ({self.unit})"
         for column in ("plan", "error", "predicted time", "activation casts", "low ops"):
             table.add_column(column, justify="left" if column == "plan" else "right")
         for each in self.candidates:
@@ -98,7 +102,7 @@ class Frontier:
         except ImportError as error:
             raise AccuracyError("plot() needs matplotlib: pip install 'amprewrite[plot]'; print(frontier) needs nothing") from error
         figure = Figure(figsize=(6, 4), layout="constrained")
-        axes = figure.add_subplot(xlabel="predicted time, us", ylabel="strict error, relative L2", yscale="symlog")
+        axes = figure.add_subplot(xlabel="predicted time, us", ylabel=f"strict error, {self.unit}", yscale="symlog")
         finite = [each for each in self.candidates if math.isfinite(each.error)]
         axes.set_yscale("symlog", linthresh=max(min((e.error for e in finite if e.error), default=1e-8), 1e-8))
         axes.plot([1e6 * each.seconds for each in finite], [each.error for each in finite], "o", label="tried")
@@ -115,32 +119,36 @@ def search(
     tolerance: float | None = None,
     accuracy: str | None = None,
     forward: Forward | None = None,
+    metric: Any = None,
 ) -> Frontier:
     """The cheapest plan of the chain whose strict error is within the target, as `rewrite` takes it.
+
+    `metric` says what the error is: None, "logprob" or a function, as in `rewrite`.
 
     Raises PolicyError for a target that makes no sense, AccuracyError for one that fp32 itself or the chain's last plan
     misses, and where there are no batches.
     """
-    check_target(tolerance, accuracy)
+    measure = parse_metric(metric)
+    check_target(tolerance, accuracy, measure)
     asked = f"tolerance={tolerance:g}" if tolerance is not None else f"accuracy={shown(accuracy)}"
     if not batches:
         raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
     trial = Trial(module, options, forward)
     low = options.low or _low_of(trial)
     trial = Trial(module, replace(options, low=low), forward)
-    exact = reference(trial, batches)
+    exact = reference(trial, batches, measure)
     tried: list[Candidate] = []
 
     def run(name: str, prepare: Callable[[Captured], Captured]) -> float:
         manner = RoundedRunner(prepare)
-        error = strict_error(trial, batches, exact, manner)
+        error = strict_error(trial, batches, exact, manner, measure)
         tried.append(_candidate(name, error, manner))
         return error
 
     target = tolerance if tolerance is not None else run("torch.autocast's rules", autocast_rules)
     if tolerance is not None:
-        check_floor(trial, batches, exact, tolerance)
-    chain = Chain(measure_edges(trial, batches, low), _own_choice)
+        check_floor(trial, batches, exact, tolerance, measure)
+    chain = Chain(measure_edges(trial, batches, low, measure), _own_choice, measure)
 
     def error_of(index: int) -> float:
         return run(chain.words(index), lambda captured: _keeping(captured, chain.keep_high(index)))
@@ -162,8 +170,9 @@ def search(
             keep, name = theirs, _THEIRS
     candidates = sorted((replace(each, chosen=each.name == name) for each in tried), key=lambda each: -each.error)
     taken = next(each for each in candidates if each.chosen)
-    note = f"{asked}: {name}; strict error {taken.error:.3g} where {target:.3g} was allowed; {len(errors)} of {len(chain)} plans tried"
-    return Frontier(replace(keep, note=note), target, tuple(candidates), len(chain), len(errors))
+    of = "" if metric is None else f" ({measure.unit})"
+    note = f"{asked}: {name}; strict error{of} {taken.error:.3g} where {target:.3g} was allowed; {len(errors)} of {len(chain)} plans tried"
+    return Frontier(replace(keep, note=note), target, tuple(candidates), len(chain), len(errors), measure.unit)
 
 
 _THEIRS = "what torch.autocast keeps high, casts shared"
@@ -180,14 +189,21 @@ def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
     return KeepHigh(graphs)
 
 
-def check_target(tolerance: float | None, accuracy: str | None) -> None:
+def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) -> None:
     """PolicyError if what is asked for makes no sense."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and not is_word(accuracy, "autocast"):
         raise PolicyError(f"accuracy={shown(accuracy)} is not known: 'autocast' is; for a number use tolerance=")
-    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1):
-        raise PolicyError(f"tolerance={shown(tolerance)} is no relative error: use a number between 0 and 1, such as 1e-3")
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (number and 0 < tolerance < _most(metric)):
+        kind = "relative error: use a number between 0 and 1" if _most(metric) == 1 else "error: use a positive number"
+        raise PolicyError(f"tolerance={shown(tolerance)} is no {kind}, such as 1e-3")
+
+
+def _most(metric: Metric) -> float:
+    """The error that no tolerance reaches."""
+    return math.inf if isinstance(metric, Judged) else 1
 
 
 def _low_of(trial: Trial) -> Format:
@@ -196,7 +212,7 @@ def _low_of(trial: Trial) -> Format:
     return session.policy_for(session._device()).low
 
 
-def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch.Tensor]], tolerance: float) -> None:
+def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:
     """AccuracyError for a tolerance below the error that a last-bit change of weights and inputs makes in fp32 itself."""
     generator = torch.Generator().manual_seed(0)
 
@@ -210,7 +226,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch
         with torch.no_grad():
             return run_fp32(captured, tuple(nudged(value) for value in inputs))
 
-    floor = strict_error(trial, batches, exact, manner)
+    floor = strict_error(trial, batches, exact, manner, metric)
     if tolerance < floor:
         raise AccuracyError(
             f"tolerance={tolerance:g} is below what fp32 itself reproduces: a change in the last bit of weights and inputs moves the "

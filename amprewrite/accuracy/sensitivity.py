@@ -4,7 +4,8 @@
 2. Multiply the outputs by random signs z and run backward: for an edge with gradient g and rounding error d of its value,
    sum(d**2 * g**2) is, over the draws of z, the squared output error that rounding the value for this reader causes
    (Hutchinson's estimator; roundings count as independent of one another).
-3. Divide by the squared norm of the outputs: the unit is the square of a relative L2 error, and edges add up.
+3. Divide by the squared norm of the outputs: the unit is the square of a relative L2 error, and edges add up. For the divergence of
+   probabilities the draws are of Fisher's information (`amprewrite.accuracy.strict.metric`), and edges add up in nats.
 
 First order, as the sensitivities of mixed-precision planners are (Gaudi's AMP by IP, arXiv 2505.13060; HAWQ-V3): a rounding
 that sends a value out of range counts with the whole value.
@@ -12,7 +13,6 @@ that sends a value out of range counts with the whole value.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from amprewrite.accuracy.strict.edges import EdgeProbe, Edges
-from amprewrite.accuracy.strict.run import output_floats
+from amprewrite.accuracy.strict.metric import Metric, parse_metric
 from amprewrite.accuracy.trial import MOST_KEPT, Batches, Forward, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.evidence.ranges import as_text
@@ -38,7 +38,7 @@ PROBES = 4
 
 @dataclass(frozen=True)
 class Cause:
-    """The error that running one node low causes, all else in fp32. Relative L2 of the model's outputs."""
+    """The error that running one node low causes, all else in fp32."""
 
     name: str
     op: str
@@ -57,10 +57,12 @@ class Sensitivity:
 
     low: str
     causes: tuple[Cause, ...]
+    unit: str = "relative L2"
+    """What the errors are."""
 
     def table(self, n: int = 20) -> Table:
         """The `n` worst nodes as a rich table."""
-        table = Table(title=f"output error that each node causes alone in {self.low}: the {min(n, len(self.causes))} worst")
+        table = Table(title=f"output error ({self.unit}) that each node causes alone in {self.low}: the {min(n, len(self.causes))} worst")
         for title in ("node", "module", "error", "by its result", "by its operands"):
             table.add_column(title, justify="left" if title in ("node", "module") else "right")
         for cause in self.causes[:n]:
@@ -77,15 +79,17 @@ def sensitivity(
     *,
     dtype: Any = DEFAULT_LOW.name,
     forward: Forward | None = None,
+    metric: Any = None,
 ) -> Sensitivity:
     """Rank the nodes of `model` by the error that each causes alone when it runs in `dtype`, on at most 8 batches.
 
-    Batches are as `amprewrite.calibrate` takes them. Raises CalibrationError for batches that do not fit, and where no output
-    depends on a floating value; PolicyError for an unknown dtype.
+    Batches are as `amprewrite.calibrate` takes them. `metric="logprob"` ranks by the divergence of the next token's probabilities, in
+    nats; None by the relative L2 error of all outputs. Raises CalibrationError for batches that do not fit, and where no output
+    depends on a floating value; PolicyError for an unknown dtype or metric.
     """
     module, low = module_of(model), parse_format(dtype)
-    trial = Trial(module, Options(low), forward)
-    edges = measure_edges(trial, list(islice(Batches(batches, module, forward is not None), MOST_KEPT)), low)
+    trial, asked = Trial(module, Options(low), forward), parse_metric(metric)
+    edges = measure_edges(trial, list(islice(Batches(batches, module, forward is not None), MOST_KEPT)), low, asked)
     causes = []
     several = len(edges) > 1
     for captured, found in edges:
@@ -98,20 +102,20 @@ def sensitivity(
             total = out[node.name] + into[node.name]
             if node.role == "op" and total:
                 name = f"{captured.problem.name}/{node.name}" if several else node.name
-                errors = (math.sqrt(total), math.sqrt(out[node.name]), math.sqrt(into[node.name]))
-                causes.append(Cause(name, node.op, *errors, node.module, node.source))
-    return Sensitivity(low.name, tuple(sorted(causes, key=lambda cause: -cause.error)))
+                error, result, operands = map(asked.of_squares, (total, out[node.name], into[node.name]))
+                causes.append(Cause(name, node.op, error, result, operands, node.module, node.source))
+    return Sensitivity(low.name, tuple(sorted(causes, key=lambda cause: -cause.error)), asked.unit)
 
 
-def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tuple[Captured, Edges]]:
-    """The squared relative output error of every edge of every graph that runs, averaged over the batches."""
+def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Metric) -> list[tuple[Captured, Edges]]:
+    """The output error of every edge, as its share of a sum of squares, of every graph that runs, averaged over the batches."""
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
     for batch in batches:
         depth, hooks_barred = _transforms_open()
         with torch.enable_grad():
             try:
-                outputs = [t for t in output_floats(trial.run(batch, probe)) if t.requires_grad]
+                outputs = [t for t in metric.outputs(trial.run(batch, probe)) if t.requires_grad]
             except RuntimeError as error:
                 torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # a graph that stops in a transform leaves it open
                 if not hooks_barred:
@@ -119,13 +123,12 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format) -> list[tup
                 said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
                 raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
         trial.check_captured()
-        size = sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
+        size = metric.size(outputs)
         if not size:
             raise CalibrationError(f"no floating output of {trial.name} depends on its inputs or weights: there is no error to measure")
         probe.weight = 1 / (size * PROBES * len(batches))
         for draw in range(PROBES):
-            signs = [(torch.randint(0, 2, t.shape, generator=generator) * 2 - 1).to(t) for t in outputs]
-            signs = [torch.where(t.detach().isfinite(), sign, 0) for t, sign in zip(outputs, signs, strict=True)]
+            signs = [metric.draw(t, generator) for t in outputs]
             torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
         probe.leaves.clear()
     return list(probe.edges.values())

@@ -39,8 +39,8 @@ class _TrialSession(Session):
         captured = self.read_region(graphs, module, example_inputs)
         problem = captured.problem
         captured.by_autocast = read_problem(
-            module, Policy(problem.policy.low, "autocast"), name=problem.name, entry=problem.entry, training=problem.training,
-            names=graphs.entry.names,
+            module, Policy(problem.policy.low, "autocast", parity=problem.policy.parity), name=problem.name, entry=problem.entry,
+            training=problem.training, names=graphs.entry.names,
         )  # fmt: skip
         read_parts(captured)
         plan = RegionPlan(name=problem.name, nodes=(), casts=(), training=problem.training, entry=problem.entry)

@@ -46,6 +46,9 @@ def export_with_plan(
     names = parameter_names(plain.forward)
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
     edited, region = rewrite_graph(captured)
+    if session.options.low is not None:  # else graphs that run here may stay fp32, whatever is exported
+        with session.lock:
+            session.agreement.join(region, session.entries.values(), session.note)
     if region.left and session.options.strict:
         raise CaptureError(region.left[0])
     _keep_out_of_state(edited, plain)

@@ -45,9 +45,11 @@ def rewrite(
     calibration: Calibration | Iterable[Any] | None = None,
     tolerance: float | None = None,
     accuracy: str | None = None,
+    metric: Any = None,
     device: str | None = None,
     measure: bool = False,
     memory: float = 0.0,
+    parity: str | float = "train",
     high: str = "fp32",
     loss_scale: Any = "auto",
     pad: Any = "auto",
@@ -75,9 +77,17 @@ def rewrite(
         tolerance: relative L2 error of the outputs that may be spent; the cheapest plan found within it is taken.
         accuracy: "autocast": the cheapest plan found whose error is not above that of torch.autocast's rules. Both measure on
             the calibration batches, or on `example_inputs`; `amprewrite.accuracy.frontier.search` has the details and the frontier.
+        metric: what `tolerance` and `accuracy` measure: None or "l2", the relative L2 error of all outputs; "logprob", the mean
+            Kullback-Leibler divergence in nats of the next token's probabilities (the softmax of the logits) from those of fp32; or a
+            function of (fp32 output, output) that gives a number.
         device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.tables.devices.NAMED` has them all) instead of the one at
             hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
         memory: seconds that a gigabyte of activations kept for backward is worth to the plan, such as 0.01; 0 plans for speed.
+        parity: one plan for all graphs of the model, so that training, evaluation, inference and exports compute the same numbers.
+            "train" or "eval" say whose cost counts, a number between 0 and 1 how much a step of training counts beside a pass
+            without gradients. An op has one colour in all graphs, whatever their sizes: the graph that is captured first decides,
+            and an op that a later graph must keep high is high in all from then on. False: each graph gets the plan that is
+            cheapest for it, and numbers differ by the rounding.
         measure: time ops and casts on the device at hand instead of taking prices from the table; kept on disk.
         high: "fp32". TF32 is no choice: PyTorch has one switch for the whole process, which kernels read as they start, so
             no region of a graph can have its own without changing it for everybody and breaking torch.compile's guards.
@@ -119,13 +129,14 @@ def rewrite(
     refuse_trainable(module)
     options = checked_options(
         dtype=dtype, lists=lists, overrides=overrides, plan=plan, backend=backend, cache_weights=cache_weights, strict=strict,
-        device=device, measure=measure, memory=memory, high=high, loss_scale=loss_scale, pad=pad,
+        device=device, measure=measure, memory=memory, high=high, loss_scale=loss_scale, pad=pad, parity=parity,
     )  # fmt: skip
     options = replace(options, granularity=parse_granularity(granularity, module))
     check_patterns(options, module)
     refuse_ambient_autocast()
     plain = plain_of(module) if is_rewritten(module) else module
-    options = replace(options, **measured_options(plain, options, calibration, tolerance, accuracy, example_inputs, example_kwargs))
+    target = tolerance, accuracy, metric
+    options = replace(options, **measured_options(plain, options, calibration, target, example_inputs, example_kwargs))
     calls = None if example_inputs is None and example_kwargs is None else (tuple(example_inputs or ()), example_kwargs or {})
     if not inplace:
         return _ready(wrap(plain, options, Rewritten), optimizer, calls)  # type: ignore[no-any-return]
@@ -162,14 +173,14 @@ def measured_options(
     module: nn.Module,
     options: Options,
     calibration: Calibration | Iterable[Any] | None,
-    tolerance: float | None,
-    accuracy: str | None,
+    target: tuple[float | None, str | None, Any],
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What sample batches say of the model: the options `calibration` and `keep_high`."""
+    """What sample batches say of the model: the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
     from amprewrite.accuracy.calibrate import calibrate
     from amprewrite.accuracy.frontier import check_target, search
+    from amprewrite.accuracy.strict.metric import parse_metric
     from amprewrite.accuracy.trial import Call, tee
 
     found: dict[str, Any] = {}
@@ -181,11 +192,12 @@ def measured_options(
         found["calibration"] = calibrate(module, tee(calibration, batches), progress=False)
     if calibration is not None:
         found["calibration"].check(module)
-    check_target(tolerance, accuracy)
+    tolerance, accuracy, metric = target
+    check_target(tolerance, accuracy, parse_metric(metric))
     if tolerance is not None or accuracy is not None:
         if options.given is not None:
             raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")
-        found["keep_high"] = search(module, batches, replace(options, **found), tolerance, accuracy).keep_high
+        found["keep_high"] = search(module, batches, replace(options, **found), tolerance, accuracy, metric=metric).keep_high
     return found
 
 
@@ -211,6 +223,7 @@ def checked_options(
     high: str = "fp32",
     loss_scale: Any = "auto",
     pad: Any = "auto",
+    parity: str | float = "train",
 ) -> Options:
     """The options of `rewrite` that can be checked without a model; raises as `rewrite` does."""
     if not is_flag(cache_weights) and not is_word(cache_weights, "step"):
@@ -240,6 +253,7 @@ def checked_options(
         measure=bool(measure),
         memory=_checked_memory(memory),
         pad=parse_pad(pad, torch.cuda.is_available()),
+        parity=_checked_parity(parity),
     )  # fmt: skip
 
 
@@ -286,6 +300,18 @@ def _checked_memory(memory: Any) -> float:
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9
+
+
+def _checked_parity(parity: Any) -> float | None:
+    """How much a step of training counts in the prices of all graphs; None if each graph has its own."""
+    words = {"train": 1.0, "eval": 0.0}
+    if isinstance(parity, str) and parity in words:
+        return words[parity]
+    if is_flag(parity):
+        return words["train"] if parity else None
+    if not isinstance(parity, int | float) or not 0 <= parity <= 1:
+        raise PolicyError(f"parity={shown(parity)} is not understood: use 'train', 'eval', a number between 0 and 1, or False")
+    return float(parity)
 
 
 def _check_high(high: Any) -> None:

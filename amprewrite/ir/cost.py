@@ -7,6 +7,8 @@ gradient is cast all the same, in inference the kernel that converts as it reads
 made at every call, as runs do by default: they and their gradients cost their bytes, for a few launches make all. Where copies are
 kept (a block of frozen weights, `cache_weights="step"`, a file) they cost nothing without gradients.
 
+A price may be a mixture of both: where one plan serves training and inference, `CostModel.training` says how much of each counts.
+
 Where memory has a price (`rewrite(..., memory=...)`), a step of training pays for the bytes of every result and copy besides:
 they are what may be kept for backward.
 
@@ -52,7 +54,8 @@ class CostModel:
 
     device: Device
     low: Format
-    training: bool
+    training: float
+    """Share of a step of training in the price; the rest is a pass without gradients. True is all, False is none."""
     cached_weights: bool = True
     """Whether low copies of parameters outlive a call without gradients."""
     timings: Timings | None = None
@@ -77,10 +80,10 @@ class CostModel:
         if fmt is not FP32 and node.kind is not OpKind.CLEAR:
             seconds += RISK * self.device.launch
         kept = 0.0 if moves_nothing(node) else self._kept(node.numel * fmt.bytes)
-        return _ticks(seconds * (3 if self.training else 1) + kept)
+        return _ticks(seconds * (1 + 2 * self.training) + kept)
 
     def _kept(self, size: int) -> float:
-        return size * self.memory if self.training else 0.0
+        return size * self.memory * self.training
 
     def _seconds(self, node: OpNode, fmt: Format, read: int) -> float:
         if moves_nothing(node):
@@ -96,26 +99,39 @@ class CostModel:
 
     def cast(self, node: OpNode) -> int:
         """One copy of the node's result in the other format, forward."""
-        if node.role == "parameter" and self.cached_weights and not self.training:
+        if not 0 < self.training < 1:
+            return self._cast(node, bool(self.training))
+        return round(self.training * self._cast(node, True) + (1 - self.training) * self._cast(node, False))
+
+    def _cast(self, node: OpNode, training: bool) -> int:
+        if node.role == "parameter" and self.cached_weights and not training:
             return 0
         measured = self.timings.cast(node.numel, self.low) if self.timings is not None else None
         moved = node.numel * (FP32.bytes + self.low.bytes) / self.device.bandwidth
         if node.role == "parameter" and self.together:
             return _ticks(moved if measured is None else max(measured - self.device.launch, 0.0))
-        kept = 0.0 if node.role == "parameter" else self._kept(node.numel * self.low.bytes)
+        kept = node.numel * self.low.bytes * self.memory if training and node.role != "parameter" else 0.0
         return _ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def gradient_cast(self, node: OpNode) -> int:
-        """What a value pays once, besides copies, for readers of the other format: its gradient's cast, or slower kernels."""
-        if not self.training:
-            return round(MIXING * self.cast(node))
-        return 0 if node.role in ("constant", "buffer") else self.cast(node)
+        """The cast of a value's gradient, which the value pays once for all readers of the other format that `sends_gradients`."""
+        if not self.training or node.role in ("constant", "buffer"):
+            return 0
+        return round(self.training * self._cast(node, True))
 
-    def crosses(self, reader: OpNode, operand: Operand, want: Colour) -> bool:
-        """Whether this reader makes a value pay for `crossing` when it computes in the colour that the value has not."""
-        if self.training:
-            return reader.carries_fp32 or reader.role == "output"
-        return want is Colour.HIGH and operand in reader.promoted
+    def mixed_read(self, node: OpNode) -> int:
+        """What reading a low value as it is costs the kernels without gradients that `mixes`: they are a little slower."""
+        return 0 if self.training >= 1 else round((1 - self.training) * MIXING * self._cast(node, False))
+
+
+def sends_gradients(reader: OpNode) -> bool:
+    """Whether a backward pass sends this reader's operands gradients in the format that it computes in."""
+    return reader.carries_fp32 or reader.role == "output"
+
+
+def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
+    """Whether a kernel that computes in the colour `want` reads the operand in another format and converts it on the way."""
+    return want is Colour.HIGH and operand in reader.promoted
 
 
 def moves_nothing(node: OpNode) -> bool:
@@ -173,13 +189,14 @@ class Prices:
                 key = keys.setdefault((operand.value, operand.write_version), len(keys))
                 edges.append((
                     place, self.places[operand.value], key, want is Colour.HIGH, operand in mixing, operand is cast,
-                    model.crosses(node, operand, Colour.LOW), model.crosses(node, operand, Colour.HIGH),
+                    sends_gradients(node), mixes(node, operand, Colour.HIGH),
                 ))  # fmt: skip
         columns = np.array(edges, np.int64).reshape(-1, 8).T
         self.reader, self.maker, self.key = columns[:3]
-        self.always_high, self.promoted, self.anchors, self.crosses_low, self.crosses_high = columns[3:].astype(bool)
+        self.always_high, self.promoted, self.anchors, self.sends, self.mixes = columns[3:].astype(bool)
         self.cast = np.array([model.cast(graph[value]) for value, _ in keys], np.int64)
         self.gradient_cast = np.array([model.gradient_cast(graph[value]) for value, _ in keys], np.int64)
+        self.mixed_read = np.array([model.mixed_read(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
         """The price of a colouring, from the casts that it really needs."""
@@ -189,9 +206,11 @@ class Prices:
         differs = made_low != runs_low
         fits = self.promoted & ~runs_low & (mixing_high[self.reader] | ~self.anchors)
         copied = np.unique(self.key[differs & ~fits])
-        crossed = np.unique(self.key[differs & np.where(runs_low, self.crosses_low, self.crosses_high)])
+        sent = np.unique(self.key[differs & self.sends])
+        mixed = np.unique(self.key[differs & ~runs_low & self.mixes])
         ops = int(self.low[low].sum() + self.high[~low].sum())
-        return Price(ops, int(self.cast[copied].sum() + self.gradient_cast[crossed].sum()), len(copied))
+        beyond = self.gradient_cast[sent].sum() + self.mixed_read[mixed].sum()
+        return Price(ops, int(self.cast[copied].sum() + beyond), len(copied))
 
 
 def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:

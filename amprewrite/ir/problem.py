@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from amprewrite.ir.cost import CostModel, Timings
+from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.op_calls import Call
@@ -65,6 +66,8 @@ class Problem:
     """What the model's values were on sample batches."""
     keep_high: KeepHigh | None = None
     """Nodes to keep high for accuracy's sake."""
+    agreed: Agreed = NOTHING_AGREED
+    """Colours that other graphs of the model have decided."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Nodes whose ops refused low inputs when tried, with what they said."""
     pad: PadPolicy | None = None
@@ -83,6 +86,16 @@ class Problem:
     @property
     def costs(self) -> CostModel:
         """The prices that this graph is planned with."""
+        return self.own_costs if self.policy.parity is None else replace(self.own_costs, training=self.policy.parity)
+
+    @property
+    def own_costs(self) -> CostModel:
+        """The prices of this graph alone: of a step of training, or of a pass without gradients."""
         row = self.planned_for or device_row(self.device)
         kept, together = self.policy.cache_weights == "step", bool(self.policy.cache_weights)
         return CostModel(row, self.policy.low, self.training, kept, self.timings, self.policy.memory, together)
+
+    @property
+    def apart(self) -> Problem:
+        """This graph as it would be decided if the model had no other."""
+        return replace(self, policy=replace(self.policy, parity=None), agreed=NOTHING_AGREED)

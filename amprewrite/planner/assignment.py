@@ -6,7 +6,7 @@ via graph cuts?", 2004: unary terms, and w·a·(1−b)):
 1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ties share a vertex.
 2. A value that is read in the other format pays one copy, however many read it: an extra vertex "a low copy exists" or
    "every reader is low" with infinite arcs from or to the readers, and one arc of the copy's price to or from the maker.
-   What it pays besides (`CostModel.crossing`) hangs on a vertex of its own where other readers cause it than the copy.
+   What it pays besides (`gradient_cast`, `mixed_read`) hangs on a vertex of its own where other readers cause it than the copy.
 3. The exception: a promoting op that runs high pays a copy of its anchor, but only where all its operands are low. That is
    a product of three labels with a positive price, and no cut. Two lower bounds of it are cuts: nothing at all, exact but
    where it has to be paid; and the anchor's copy for a high op, plus one for each other low operand, minus one for each
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from amprewrite.ir.cost import CostModel, elements_read
+from amprewrite.ir.cost import CostModel, elements_read, mixes, sends_gradients
 from amprewrite.ir.op_graph import OpGraph, OpNode, anchor, wanted
 from amprewrite.planner.min_cut import INFINITE, SINK, SOURCE, Contradiction, Network, min_cut
 from amprewrite.tables.formats import FP32
@@ -42,8 +42,10 @@ class _Copies:
 
     low: list[int] = field(default_factory=list)
     high: list[int] = field(default_factory=list)
-    mixed_readers: list[int] = field(default_factory=list)
-    """Readers that make the value pay for `CostModel.crossing` when they run high; those that promote among them."""
+    senders: list[int] = field(default_factory=list)
+    """Readers whose gradients the value has to cast when they run high."""
+    mixers: list[int] = field(default_factory=list)
+    """Readers that take the value as it is when they run high."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,10 @@ class _Search:
                 copies.low.append(end)
             if end == SOURCE:
                 continue
-            if self.model.crosses(node, operand, Colour.HIGH):
-                copies.mixed_readers.append(end)
+            if sends_gradients(node):
+                copies.senders.append(end)
+            if mixes(node, operand, Colour.HIGH):
+                copies.mixers.append(end)
             if operand not in mixing or (mixer is not None and not mixer.others and mixer.anchor == key):
                 copies.high.append(end)
         if mixer is not None and mixer.others:
@@ -156,17 +160,19 @@ class _Search:
         maker = self._end(key[0])
         low = {reader for reader in copies.low if reader != maker} if maker != SOURCE else set()
         high = {reader for reader in copies.high if reader != maker} if maker != SINK else set()
-        mixed_readers = {reader for reader in copies.mixed_readers if reader != maker} if maker != SINK else set()
-        if not (low or high or mixed_readers or is_anchor):
-            return
         node = self.graph[key[0]]
-        forward, beyond = self.model.cast(node), self.model.gradient_cast(node)
-        self._low_copy(maker, low, forward + (beyond if self.model.training else 0))
-        if is_anchor or high != mixed_readers:
-            self.high_copies[key] = self._high_copy(maker, high, forward, is_anchor)
-            self._high_copy(maker, mixed_readers, beyond)
-        else:
-            self._high_copy(maker, high, forward + beyond)
+        forward, sent, mixed = self.model.cast(node), self.model.gradient_cast(node), self.model.mixed_read(node)
+        beyond: dict[frozenset[int], int] = {}
+        for readers, cost in ((copies.senders, sent), (copies.mixers, mixed)):
+            others = frozenset(reader for reader in readers if reader != maker) if maker != SINK and cost else frozenset()
+            beyond[others] = beyond.get(others, 0) + cost
+        if not (low or high or any(beyond) or is_anchor):
+            return
+        self._low_copy(maker, low, forward + sent)
+        forward += 0 if is_anchor else beyond.pop(frozenset(high), 0)
+        self.high_copies[key] = self._high_copy(maker, high, forward, is_anchor)
+        for others, cost in beyond.items():
+            self._high_copy(maker, set(others), cost)
 
     def _low_copy(self, maker: int, readers: set[int], cost: int) -> None:
         if not readers or not cost:

@@ -39,4 +39,6 @@ class Options:
     """The device to plan for; "": the one at hand."""
     measure: bool = False
     memory: float = 0.0
+    parity: float | None = 1.0
+    """How much a step of training counts in the prices that all graphs share; None: each graph is decided by itself."""
     pad: PadPolicy = field(default_factory=PadPolicy)

@@ -32,6 +32,7 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
 from amprewrite.passes.lower.emit import emit
 from amprewrite.runtime.ambient.suspend_modes import modes_aside
+from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
@@ -42,6 +43,7 @@ from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, 
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
 from amprewrite.runtime.compiler.plain_words import own_autocast
 from amprewrite.runtime.model.half_parameters import frozen_note, lost_masters
+from amprewrite.runtime.model.parts import is_sharded, sharded_inside
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
@@ -79,6 +81,7 @@ class Session:
     def __post_init__(self) -> None:
         self.cache = WeightCache(until_step=self.options.cache_weights == "step")
         self.calibration = self.options.calibration
+        self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
         if self.options.keep_high is not None and self.options.keep_high.note:
@@ -243,10 +246,11 @@ class Session:
         """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
         if self.options.given is not None:
             return False
-        found = look(self.entries.values(), self.root, self.policy_for(self._device()).low, self.note)
+        low, entries = self.policy_for(self._device()).low, list(self.entries.values())
+        found = self.agreement.follow_weights(lambda: look(entries, self.root, low, self.note), entries)
         if found:
             warnings.warn(found, AmpRewriteWarning, stacklevel=2)
-        return any(entry.graphs.outdated for entry in list(self.entries.values()))
+        return any(entry.graphs.outdated for entry in entries)
 
     def _overflowed(self) -> str | None:
         """Where the step that is being skipped left the finite."""
@@ -298,19 +302,13 @@ class Session:
             return
         why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
-        sharded = self._sharded_inside(entry)
+        sharded = sharded_inside(self.root, entry.path)
         message = f"{entry.place} {what}: {why}{sharded}"
         if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
             entry.recapture()
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
         self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
-
-    def _sharded_inside(self, entry: Entry) -> str:
-        """What to do where FSDP2 gathers weights inside a captured model, which breaks its graph there."""
-        parts = self.root.get_submodule(entry.path).named_modules()
-        sharded = [path for path, module in parts if path and any(base.__name__ == "FSDPModule" for base in type(module).__mro__)]
-        return f"; {sharded[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if sharded else ""
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
         """Raise under strict, else warn once for each cause: what else it concerns is in `plan.skipped`."""
@@ -377,7 +375,7 @@ class Session:
         return read_problem(
             module, replace(policy, may_decline=policy.may_decline and may_decline), inputs=inputs, name=name, entry=entry, training=grad,
             names=names, pad=pad, fold_masks="any" if self.options.backend == "eager" else "fixed", scale_loss=scale_loss,
-            calibration=self.calibration, keep_high=self.options.keep_high, given=self.options.given,
+            calibration=self.calibration, keep_high=self.options.keep_high, agreed=self.agreement.colours, given=self.options.given,
         )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
@@ -387,6 +385,7 @@ class Session:
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
+            self.agreement.join(plan, self.entries.values(), self.note)
             for left in plan.left:
                 graphs.left_out[left] = Skipped(plan.name, left)
                 self.warn_fp32(left)
@@ -414,6 +413,7 @@ class Session:
                     scales = self._scales(rewritten) if problem.scale_loss else ()
                     run = emit(rewritten, [*inputs, *scales], backend, cache, grad)
                     region.become(plan, run, rewritten if problem.scale_loss else None)
+                    self.agreement.join(plan, self.entries.values(), self.note)
 
             read_parts(captured)
             region.overflow_retry = OverflowRetry(captured, self.learn, again, self.warn_fp32)
@@ -432,7 +432,7 @@ class Session:
 
     def _sharded(self) -> bool:
         """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
-        found = any(cls.__name__ == "FSDPModule" for part in self.root.modules() for cls in type(part).__mro__)
+        found = any(map(is_sharded, self.root.modules()))
         if found:
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found
@@ -462,7 +462,8 @@ class Session:
         kept = options.cache_weights and ("step" if self.cache.block() else options.cache_weights)
         return Policy(
             low or FP32, options.lists, options.overrides, kept, options.strict, options.device, options.measure,
-            memory=options.memory, may_decline=options.low is None and options.backend == "eager" and not options.overrides,
+            memory=options.memory, parity=options.parity,
+            may_decline=options.low is None and options.backend == "eager" and not options.overrides,
         )  # fmt: skip
 
     def note(self, text: str) -> None:

@@ -102,5 +102,6 @@ class Reason(Enum):
     WRITES_STATE = "it writes in place to a model input, parameter or buffer"
     ASKED = "an override asks for it"
     IN_PLAN = "the given plan says so"
+    AGREED = "it runs so in another graph of the model"
     DEVICE = "the device gains nothing from low precision there"
     FP32_POLICY = "the policy is fp32"

@@ -55,6 +55,7 @@ TASKS = (
     Task("fp16_training", 0.1, ("--only", "cost", "--rounds", "10"), ("--only", "cost", "--rounds", "2")),
     Task("accuracy", 0.12, ("--layers", "2", "--only", "bert,vit"), ("--layers", "1", "--only", "bert", "--batches", "1")),
     Task("planner_cost", 0.1, ("--only", "bert,gpt2,resnet", "--perturb", "1"), ("--only", "resnet", "--perturb", "1")),
+    Task("parity", 0.1, ("--only", "gpt2,llama,bert,vit"), ("--only", "gpt2", "--dtype", "bf16")),
     Task("passes_scale", 0.05, ("1000", "10000"), ("200",)),
     Task("import_time", 0.02, ("3",), ("1",)),
     Task("onnx_scale", 0.05, ("400", "1600"), ("100",)),

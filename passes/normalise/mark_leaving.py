@@ -22,5 +22,5 @@ class MarkLeaving(Pass[Reading, EditedGraph]):
         if reading.low is FP32:
             return False
         before = edited.module
-        edited.module = mark_leaving(before, copy_graph, without_grad(before.graph) if reading.training else None)
+        edited.module = mark_leaving(before, copy_graph, without_grad(before.graph, reading.grad) if reading.training else None)
         return edited.module is not before

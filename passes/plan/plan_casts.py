@@ -2,8 +2,8 @@
 
 1. For each operand, in canonical order, ask in which format it must arrive.
 2. Where that is not the maker's format, its reader joins the one copy of (value, format, write version).
-3. Promoting ops keep mixed operands; where a copy exists all the same they join it in training: autograd then casts
-   the value's gradient once. Copies are never shared across an in-place write.
+3. Promoting ops keep mixed operands; where a copy exists all the same they join it in training, and in graphs planned alike:
+   autograd then casts the value's gradient once. Copies are never shared across an in-place write.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
         for operand, want in resolved(node, colours[node.name], colours, problem.graph.nodes):
             key = (operand.value, low if want is Colour.LOW else FP32.name, operand.write_version)
             users.setdefault(key, []).append(node.name)
-    if problem.training:
+    if problem.training or problem.policy.parity is not None:
         _join_copies(problem, colours, users)
     return tuple(
         Cast(

@@ -155,8 +155,9 @@ class _Chooser:
         low = problem.policy.low
         watch = stopwatch(problem.device, low.dtype) if "measure" in modes else None
         kept, together = problem.costs.cached_weights, problem.costs.together
-        self.model = PadCost(row, low, problem.training, cached_weights=kept, together=together)
-        self.watch = PadCost(row, low, problem.training, watch, cached_weights=kept, together=together)
+        training = problem.costs.training >= 0.5
+        self.model = PadCost(row, low, training, cached_weights=kept, together=together)
+        self.watch = PadCost(row, low, training, watch, cached_weights=kept, together=together)
         self.gains: dict[str, float] = {}
         self.why: dict[str, str] = {}
         self.prices = Prices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)

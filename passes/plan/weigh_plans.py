@@ -3,6 +3,7 @@
 1. TensorFlow's lists and rules, torch.autocast's, our lists painted by TensorFlow's rules, and everything fp32.
 2. Each is painted on the same graph, its casts planned the same way, and priced on the same device.
 3. Say in the plan if its prices have low copies of weights made at every call.
+4. If the plan was decided together with other graphs of the model, decide the graph by itself too. Say in the plan what that would save.
 
 None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
 may be; it is shown all the same. A given plan keeps what was weighed when it was made.
@@ -23,7 +24,10 @@ from amprewrite.passes.paint.paint_autocast import PaintAutocast
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
 from amprewrite.passes.paint.paint_ties import PaintTies
-from amprewrite.passes.repaint.decline_small_graphs import all_high
+from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs, all_high
+from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
+from amprewrite.passes.repaint.repaint_by_error import RepaintByError
+from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -33,6 +37,14 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
     "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
 }
 """The passes that paint by rules that other tools have."""
+ALONE: tuple[Pass[Problem, Decisions], ...] = (
+    PaintLists(), PaintAfterDeny(), PaintTies(), RepaintByRange(), RepaintByError(), RepaintByCost(), DeclineSmallGraphs()
+)  # fmt: skip
+"""The passes that choose the colours of a graph by its own prices."""
+PARITY = "parity with the model's other graphs costs "
+"""How the note begins that says what one plan for all graphs costs this one."""
+LEAST_TOLD = 1e-3
+"""Relative difference in price that is worth a note."""
 
 
 class WeighPlans(Pass[Problem, Decisions]):
@@ -45,13 +57,14 @@ class WeighPlans(Pass[Problem, Decisions]):
             return decisions.candidates != before
         if problem.lists.rule != "cost":
             return False
-        prices = Prices(problem.graph, problem.costs.time)
+        prices = Prices(problem.graph, problem.own_costs.time)
         found = []
         for name, colours in {PLANNED: decisions.colours, **painted_otherwise(problem, decisions)}.items():
             priced = prices.of(colours)
             found.append(Candidate(name, priced.total * TICK, priced.copies))
         decisions.candidates = tuple(found)
         _tell_of_weights(problem, decisions)
+        _tell_of_parity(problem, decisions)
         return decisions.candidates != before
 
 
@@ -61,6 +74,21 @@ def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
         return
     if any(cast.weight for cast in decisions.casts):
         decisions.note("low copies of weights are priced as made at every call; frozen_weights() and cache_weights='step' keep them")
+
+
+def _tell_of_parity(problem: Problem, decisions: Decisions) -> None:
+    """Say so where a plan of this graph alone would be cheaper than one that fits all graphs of the model."""
+    alone = problem.apart
+    if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
+        return
+    free = Decisions()
+    for each in ALONE:
+        each(alone, free)
+    prices = Prices(alone.graph, alone.costs)
+    here, there = prices.of(decisions.colours).total * TICK, prices.of(free.colours).total * TICK
+    if here > there * (1 + LEAST_TOLD):
+        more, alone_takes, takes = 100 * (here / there - 1), 1e6 * there, 1e6 * here
+        decisions.note(f"{PARITY}{more:.1f} %: a plan of its own would take {alone_takes:.4g} µs, not {takes:.4g} µs")
 
 
 def painted_otherwise(problem: Problem, decisions: Decisions) -> dict[str, dict[str, Colour]]:

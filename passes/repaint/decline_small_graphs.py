@@ -1,7 +1,8 @@
 """Leave a graph in fp32 if its casts cost more than its low ops save, and the user named no format.
 
 1. Only with `dtype=None`, the default lists, no overrides and the eager backend, which runs every cast as a kernel.
-2. Price the colours so far, and everything high. If that is cheaper by more than MARGIN, paint it.
+2. Not if another graph of the model runs low what this one does: their numbers are to agree.
+3. Price the colours so far, and everything high. If that is cheaper by more than MARGIN, paint it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class DeclineSmallGraphs(Pass[Problem, Decisions]):
         if not problem.policy.may_decline:
             return False
         colours = decisions.colours
+        if Colour.LOW in problem.agreed.of(problem.graph).values():
+            return False
         fp32 = all_high(problem, decisions)
         if fp32 == colours:
             return False

@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "verify-without-hooks", "verify reads a graph whose tensor hooks stand as they were captured", ("programs",), ('verify', 'hook'),
-        (("passes/driver.py", "    run_passes(NORMALISE, Reading(", "    run_passes(NORMALISE if pad is not None else NORMALISE[1:], Reading("),),
+        (("passes/driver.py", "    run_passes(NORMALISE, reading,", "    run_passes(NORMALISE if pad is not None else NORMALISE[1:], reading,"),),
     ),
     Mutant(
         "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),

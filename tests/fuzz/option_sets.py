@@ -63,6 +63,11 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "device": (("None", "'a100'", "'h100'", "'cpu'"), ("'gpu9000'", "5", "torch.device('cpu')", "'d' * 5000", "['a100']", "b'cpu'")),
     "measure": (("False",), ("'yes'", "2", "None", "[]")),
     "memory": (("0", "0.01", "0.0"), ("-1", "math.nan", "'a'", "True", "math.inf", "None", "[]")),
+    "metric": (
+        ("None", "'l2'", "'logprob'", "lambda exact, got: 0.1"),
+        ("'kl'", "5", "['logprob']", "dict", "True", "'m' * 5000"),
+    ),
+    "parity": (("'train'", "'eval'", "0.25", "1", "False", "True"), ("'both'", "-1", "2", "math.nan", "None", "[]", "'p' * 5000")),
     "high": (("'fp32'",), ("'tf32'", "'fp64'", "None", "5", "['fp32']")),
     "loss_scale": (
         ("'auto'", "'dynamic'", "None", "8", "1024.0", "'torch'", "'tf'", "'none'"),

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amprewrite import passes
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, Target
+from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
 from amprewrite.ir.pass_base import run_passes
@@ -97,6 +98,10 @@ def _facts(case: Case, given: dict[str, Any]) -> dict[str, Any]:
         given["masks"] = {call: Edit(what) for call, what in given["masks"].items()}
     for name in ("bare_norms", "far_constants"):
         given |= {name: tuple(given[name])} if name in given else {}
+    if "agreed" in given:
+        words = given["agreed"]
+        asked = (replace(node, colour=Colour(words[node.name])) for node in case.decide().plan.nodes if node.name in words)
+        given["agreed"] = NOTHING_AGREED.joined(asked)
     if "constants" in given:
         given["constants"] = tuple(ConstantRead(**each) for each in given["constants"])
     return given

@@ -133,20 +133,19 @@ class Exhaustive:
         return np.where(self.low[node.name], model.op(node, model.low, read), model.op(node, FP32, read))
 
     def copies(self, value: OpNode) -> np.ndarray:
-        """One copy a format and epoch; in training one gradient cast, in inference a share for operands that are promoted."""
+        """One copy a format and epoch; for training one gradient cast, for inference a share for operands that are promoted."""
         model, total = self.case.problem.costs, np.zeros(len(self.count), np.int64)
         for epoch in {o.write_version for node in self.case.graph for o in node.operands if o.value == value.name}:
-            copied, crossed = np.zeros((2, len(self.count)), bool)
+            copied, sent, mixed = np.zeros((3, len(self.count)), bool)
             for reader in self.case.graph:
                 operand = next((o for o in reader.operands if (o.value, o.write_version) == (value.name, epoch)), None)
                 if operand is not None:
                     differs, needs = self.needs(reader, operand)
                     copied |= needs
-                    if model.training:
-                        crossed |= differs & (reader.carries_fp32 or reader.role == "output")
-                    elif operand.demand is Demand.PROMOTE and not operand.scalar:
-                        crossed |= differs & self.low[value.name]
-            total += copied * model.cast(value) + crossed * model.gradient_cast(value)
+                    sent |= differs & (reader.carries_fp32 or reader.role == "output")
+                    if operand.demand is Demand.PROMOTE and not operand.scalar:
+                        mixed |= differs & self.low[value.name]
+            total += copied * model.cast(value) + sent * model.gradient_cast(value) + mixed * model.mixed_read(value)
         return total
 
     def needs(self, reader: OpNode, operand: Operand) -> tuple[np.ndarray, np.ndarray]:
@@ -183,6 +182,7 @@ def cases(seed: int, count: int, most: int) -> Iterator[tuple[str, Exhaustive]]:
     while count:
         case = chain(text := random_text(rng), LISTS, training=rng.random() < 0.5)
         case.know(planned_for=rng.choice((CPU, CPU_BF16, V100, T4, H100)))
+        case.know(policy=replace(case.problem.policy, parity=rng.choice((None, None, 0.0, 0.3, 1.0))))
         case.run(PaintLists())
         open_names = [node.name for node in case.graph if node.name not in case.paints]
         if 2 <= len({case.graph[name].precision_group or name for name in open_names}) <= most:
@@ -227,7 +227,8 @@ def test_training_prices_gradients_too() -> None:
     node = chain("relu", LISTS).graph["relu"]
     run, train = CostModel(CPU, FP16, False), CostModel(CPU, FP16, True)
     assert (train.gradient_cast(node), train.cast(node)) == (run.cast(node), run.cast(node))
-    assert run.gradient_cast(node) == round(MIXING * run.cast(node))
+    assert (run.gradient_cast(node), run.mixed_read(node)) == (0, round(MIXING * run.cast(node)))
+    assert train.mixed_read(node) == 0
     assert train.op(node, FP16, 64) == pytest.approx(3 * run.op(node, FP16, 64), abs=2)
 
 

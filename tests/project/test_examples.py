@@ -20,6 +20,7 @@ FAST = {
     "benchmarks/accuracy.py": ["--layers", "2", "--only", "bert", "--batches", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
     "benchmarks/launches.py": ["--only", "vit", "--small", "--dtypes", "fp16"],
+    "benchmarks/parity.py": ["--only", "gpt2,vit", "--dtype", "bf16"],
     "benchmarks/passes_scale.py": ["500"],
     "benchmarks/planner_cost.py": ["--only", "distilbert,resnet", "--perturb", "1"],
     "benchmarks/onnx_scale.py": ["200"],
@@ -52,6 +53,7 @@ NEEDS = {
     "benchmarks/onnx_scale.py": "onnx",
     "benchmarks/onnx_converters.py": "onnxruntime",
     "benchmarks/first_call.py": "transformers",
+    "benchmarks/parity.py": "transformers",
     "benchmarks/nets.py": "transformers",
     "benchmarks/suite.py": "transformers",
     "benchmarks/fusion.py": "transformers",
@@ -117,6 +119,8 @@ def test_example(name, tmp_path):
     if name == "digits.py":
         plain, mixed = (float(share) for share in re.findall(r"test accuracy ([\d.]+) %", printed))
         assert mixed > 90 and mixed > plain - 2
+    if name == "benchmarks/parity.py":
+        assert [cells.split(" | ")[2:5] for cells in re.findall(r"^\| (.*) \|$", printed, re.M)[2:]] == [["0", "0", "0"]] * 2
     if name == "benchmarks/casts_vs_autocast.py":
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")][2:]
         assert len(rows) == 2

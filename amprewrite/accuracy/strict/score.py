@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, relative_error
+from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion
+from amprewrite.accuracy.strict.metric import Metric, check_reference, kept
 from amprewrite.accuracy.strict.run import output_floats
 from amprewrite.accuracy.trial import GraphRunner, Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes import plan_region
 from amprewrite.passes.driver import rewrite_graph
-from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.vocabulary import Colour
 
 _NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -66,23 +65,16 @@ def planned(captured: Captured) -> RegionPlan:
     return plan
 
 
-def reference(trial: Trial, batches: Sequence[Any]) -> list[list[torch.Tensor]]:
-    """The floating outputs of the fp32 model on each batch. CalibrationError if some are not finite or there are none."""
-    results = [[t.detach().clone() for t in output_floats(trial.run(batch, run_fp32))] for batch in batches]
+def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]:
+    """The output of the fp32 model on each batch. CalibrationError if some are not finite or there are none."""
+    results = [kept(trial.run(batch, run_fp32)) for batch in batches]
     trial.check_captured()
-    for index, outputs in enumerate(results):
-        if not outputs:
-            raise CalibrationError(f"{trial.name} gives no floating tensor for batch {index}: there is no error to measure")
-        if any(bool(t.isnan().any()) for t in outputs):
-            raise CalibrationError(f"{trial.name} gives NaN in fp32 for batch {index}: no plan can be compared with that")
+    for index, output in enumerate(results):
+        check_reference(output_floats(output), trial.name, index)
+        check_reference(metric.outputs(output), trial.name, index)
     return results
 
 
-def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[list[torch.Tensor]], manner: GraphRunner) -> float:
-    """Root mean square, over the batches, of the relative L2 error of the outputs; inf where they overflow or change shape."""
-    squares = []
-    for batch, wanted in zip(batches, exact, strict=True):
-        outputs = output_floats(trial.run(batch, manner))
-        same = [t.shape for t in outputs] == [t.shape for t in wanted]
-        squares.append(relative_error(outputs, wanted) ** 2 if same else math.inf)
-    return math.sqrt(sum(squares) / len(squares))
+def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], manner: GraphRunner, metric: Metric) -> float:
+    """The error of the outputs over all batches; inf where they overflow or change shape."""
+    return metric.over([metric.error(wanted, trial.run(batch, manner)) for batch, wanted in zip(batches, exact, strict=True)])

@@ -61,6 +61,9 @@ class Reading:
     lists: OpLists
     low: Format
     training: bool
+    """Read as a graph with gradients."""
+    grad: bool = True
+    """Whether gradients are on where a graph with gradients begins."""
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,9 @@ class Policy:
     """Time ops and casts on the device at hand instead of taking the table's prices."""
     memory: float = 0.0
     """Seconds that a byte of activations kept for backward is worth."""
+    parity: float | None = None
+    """Prices that all graphs of a model share: how much a step of training counts in them, beside a pass without gradients.
+    None: each graph is read and priced by itself, as training if gradients are on."""
     may_decline: bool = False
     """The user did not name the format: a graph that would only lose by it may stay fp32."""
     notes: tuple[str, ...] = field(default=())

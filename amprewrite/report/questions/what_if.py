@@ -219,6 +219,7 @@ _CONDITIONS = {
     Reason.READ_BACK: "if it were not returned, or in inference",
     Reason.WRITES_STATE: "if it did not write to memory that outlives the graph",
     Reason.ASKED: "without overrides['{detail}']",
+    Reason.AGREED: "with parity=False, or with an override",
     Reason.IN_PLAN: "with another colour in the plan: plan.edit({{'{name}': ...}})",
     Reason.DEVICE: "with dtype= given: what is asked for is done",
     Reason.FP32_POLICY: "with dtype='bf16' or 'fp16'",

@@ -27,6 +27,17 @@ MODEL, BLOCKS = "model", "blocks"
 Granularity = str | tuple[str, ...]
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 has taken the module over."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+def sharded_inside(root: nn.Module, path: str) -> str:
+    """What to do where FSDP2 gathers weights inside the captured module at `path`, which breaks its graph there."""
+    found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
+    return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
+
+
 def parse_granularity(granularity: Any, model: nn.Module) -> Granularity:
     """`granularity` checked against `model`: "model", "blocks", or patterns of module paths as a tuple."""
     if is_word(granularity, MODEL):

@@ -66,12 +66,14 @@ _CONSTANT_SENSITIVE = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "d
 
 
 def read_graph(
-    module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = (), training: bool = False
+    module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = (), training: bool = False,
+    grad: bool = True,
 ) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
     """The op graph of `module` and the fx node of each vertex.
 
     `low` is the low format, `lists` say the kind of each op, `entry` is the path of the module that was called, `names` are
-    the names of its positional parameters, `training` says whether a backward may follow.
+    the names of its positional parameters, `training` says whether a backward may follow, `grad` whether gradients are on where
+    such a graph begins.
     """
     facts = {node: read_fact(node, position) for position, node in enumerate(module.graph.nodes)}
     note_autocast(facts)
@@ -79,7 +81,7 @@ def read_graph(
         facts[node].transformed = True
     ties, write_versions = memory(facts)
     name_all(facts, entry, names)
-    no_grad = without_grad(module.graph) if training else set()
+    no_grad = without_grad(module.graph, grad) if training else set()
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
@@ -148,9 +150,9 @@ def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
     return switched_on and bool(heavy) and all(node.pinned is not None and node.pinned[1] in theirs for node in heavy)
 
 
-def without_grad(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes that run without gradients: under the model's own no_grad, or under its caller's."""
-    found, enabled = set(), torch.is_grad_enabled()
+def without_grad(graph: torch.fx.Graph, grad: bool) -> set[torch.fx.Node]:
+    """Nodes that run without gradients: under the model's own no_grad, or, if `grad` is False, under its caller's."""
+    found, enabled = set(), grad
     for node in graph.nodes:
         if op_name(node.target) in GRAD_SWITCHES:
             enabled = bool(node.args[0])

@@ -1,0 +1,158 @@
+"""What the error of a model is: of all its floating outputs, of the probabilities of the next token, or what a function says.
+
+1. *Relative L2 error* of all floating outputs together. Over batches its mean square counts.
+2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, of the probabilities that the logits give, from fp32's. To second order it is
+   half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So the error that
+   each rounding causes comes from backward passes, too: draws v = √p·s − p·(√p·s) with random signs s have the covariance F.
+3. A function of (fp32 output, output) that gives a number. Its candidates are ordered by the relative L2 error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from amprewrite.accuracy.strict.interpreter import relative_error
+from amprewrite.accuracy.strict.run import output_floats
+from amprewrite.tables.boundary.arguments import is_word, shown
+from amprewrite.tables.errors import CalibrationError, PolicyError
+
+Function = Callable[[Any, Any], float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The relative L2 error of all floating outputs; the other metrics derive from it."""
+
+    unit: str = "relative L2"
+    head_first: bool = False
+    """Whether the last matmuls may be raised before all that is cheap is, as the logits' of a language model."""
+
+    def error(self, exact: Any, got: Any) -> float:
+        """The error of one batch's output; inf if it has other shapes."""
+        wanted, found = output_floats(exact), output_floats(got)
+        return relative_error(found, wanted) if [t.shape for t in found] == [t.shape for t in wanted] else math.inf
+
+    def over(self, errors: Sequence[float]) -> float:
+        """The error of all batches together."""
+        return math.sqrt(sum(error**2 for error in errors) / len(errors))
+
+    def outputs(self, output: Any) -> list[Tensor]:
+        """The outputs whose errors count."""
+        return output_floats(output)
+
+    def size(self, outputs: Sequence[Tensor]) -> float:
+        """What a squared sum over `draw` is divided by."""
+        return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
+
+    def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """A random vector whose covariance weighs the errors of this output's elements."""
+        signs = (torch.randint(0, 2, output.shape, generator=generator) * 2 - 1).to(output)
+        return torch.where(output.detach().isfinite(), signs, 0)
+
+    def of_squares(self, squared: float) -> float:
+        """The error that stands for a sum of weighed squares."""
+        return math.sqrt(squared)
+
+
+@dataclass(frozen=True)
+class LogProb(Metric):
+    """Mean Kullback-Leibler divergence of the next token's probabilities from those of fp32."""
+
+    unit: str = "KL divergence, nats"
+    head_first: bool = True
+
+    def error(self, exact: Any, got: Any) -> float:
+        wanted, found = logits_of(exact), logits_of(got)
+        if wanted.shape != found.shape:
+            return math.inf
+        reference, other = (t.detach().double().log_softmax(-1) for t in (wanted, found))
+        probable = reference.exp()
+        found_kl = torch.where(probable > 0, probable * (reference - other), 0).sum(-1).mean().item()
+        return max(found_kl, 0.0) if not math.isnan(found_kl) else math.inf
+
+    def over(self, errors: Sequence[float]) -> float:
+        return sum(errors) / len(errors)
+
+    def outputs(self, output: Any) -> list[Tensor]:
+        return [logits_of(output)]
+
+    def size(self, outputs: Sequence[Tensor]) -> float:
+        return 2.0 * sum(t.numel() // t.shape[-1] for t in outputs)
+
+    def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        signs = (torch.randint(0, 2, output.shape, generator=generator) * 2 - 1).to(output)
+        p = output.detach().softmax(-1).nan_to_num(0, 0, 0)
+        root = p.sqrt() * signs
+        return root - p * root.sum(-1, keepdim=True)
+
+    def of_squares(self, squared: float) -> float:
+        return squared
+
+
+@dataclass(frozen=True)
+class Judged(Metric):
+    """What a function says of (fp32 output, output)."""
+
+    unit: str = "by the function given"
+    function: Function = lambda exact, got: math.nan
+
+    def error(self, exact: Any, got: Any) -> float:
+        found = self.function(exact, got)
+        try:
+            error = float(found)
+        except (TypeError, ValueError, RuntimeError) as failed:
+            raise PolicyError(f"metric= must give a number, not {shown(found)}: {failed}") from failed
+        if error < 0:
+            raise PolicyError(f"metric= gave {error:g}: an error is not negative; return its size")
+        return math.inf if math.isnan(error) else error
+
+    def over(self, errors: Sequence[float]) -> float:
+        return sum(errors) / len(errors)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in a model's output: the output itself, its `logits`, or its first tensor of three dims. PolicyError if it has none."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    found = output if isinstance(output, Tensor) else found
+    if found is None and isinstance(output, tuple | list):
+        found = next((t for t in output if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 2), None)
+    if not isinstance(found, Tensor) or not found.is_floating_point() or not found.dim() or not found.numel():
+        raise PolicyError(
+            f"metric='logprob' finds no logits in the model's output, a {type(output).__name__}: return them or an object with .logits, "
+            "or give a function of (fp32 output, output) as metric="
+        )
+    return found
+
+
+def parse_metric(metric: Any) -> Metric:
+    """The metric that `metric=` names; PolicyError if it names none."""
+    if metric is None or is_word(metric, "l2"):
+        return Metric()
+    if is_word(metric, "logprob"):
+        return LogProb()
+    if callable(metric) and not isinstance(metric, type):
+        return Judged(function=metric)
+    raise PolicyError(f"metric={shown(metric)} is not understood: use 'l2', 'logprob', or a function of (fp32 output, output)")
+
+
+def kept(output: Any) -> Any:
+    """A model's output with tensors of its own."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def check_reference(outputs: Sequence[Tensor], name: str, index: int) -> None:
+    """CalibrationError if there is nothing to compare plans with."""
+    if not outputs:
+        raise CalibrationError(f"{name} gives no floating tensor for batch {index}: there is no error to measure")
+    if any(bool(t.isnan().any()) for t in outputs):
+        raise CalibrationError(f"{name} gives NaN in fp32 for batch {index}: no plan can be compared with that")
+
+
+__all__ = ["Judged", "LogProb", "Metric", "check_reference", "kept", "logits_of", "parse_metric"]

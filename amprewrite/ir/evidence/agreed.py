@@ -1,0 +1,119 @@
+"""Colours that the graphs of one model have agreed on: an op has one colour, whichever graph it is captured in.
+
+An op is known by where it stands: the module it is called in, its name, the line that calls it, and how often that line called it
+before. Another tracer may stop at other lines. Where a graph shares no line of a module's ops with those known, they are matched in
+order if there are as many, or if all of them have one colour.
+
+1. The graph that is captured first decides.
+2. A later graph takes over the colours of the ops that it shares, and decides the rest around them.
+3. Facts of a later graph may keep an op high that runs low so far. High then holds for all: graphs that run it low are outdated.
+
+So colours only ever go from low to high, and agreeing comes to an end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from amprewrite.tables.vocabulary import Colour, Reason
+
+Place = tuple[str, str]
+"""A module by its path, and an op called in it."""
+Call = tuple[str, int]
+"""A line, and how often it called the op before."""
+APART = (Reason.BODY, Reason.DEVICE)
+"""Reasons of colours that bind no other graph: the vertex stands for a graph inside, or the whole graph was left in fp32."""
+
+
+class Op(Protocol):
+    """What is asked of an op, of a graph or of a plan."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+
+
+class Planned(Op, Protocol):
+    """An op of a plan."""
+
+    @property
+    def colour(self) -> Colour: ...
+    @property
+    def reason(self) -> Reason: ...
+
+
+AnyOp = TypeVar("AnyOp", bound=Op)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What has been agreed on so far. Frozen: `joined` gives another one that knows more."""
+
+    places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
+
+    def of(self, ops: Iterable[Op]) -> dict[str, Colour]:
+        """The colours of those of the ops of one graph that are agreed on, by name."""
+        found: dict[str, Colour] = {}
+        for place, calls in _by_place(ops).items():
+            known = self.places.get(place, {})
+            found |= {calls[call].name: known[twin] for call, twin in _twins(calls, known).items()}
+        return found
+
+    def joined(self, plan: Iterable[Planned]) -> Agreed:
+        """This with the colours of the ops of one planned graph; the very same if it changes nothing."""
+        plan = tuple(plan)
+        planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
+        places, changed = dict(self.places), False
+        for place, calls in _by_place(node for node in plan if node.name in planned).items():
+            known = dict(places.get(place, {}))
+            twins = _twins(calls, known)
+            for call, op in calls.items():
+                twin = twins.get(call, call)
+                colour = Colour.HIGH if known.get(twin) is Colour.HIGH else planned[op.name]
+                changed |= known.get(twin) is not colour
+                known[twin] = known[call] = colour
+            places[place] = known
+        return Agreed(places) if changed else self
+
+    def contradicts(self, plan: Iterable[Planned]) -> bool:
+        """Whether an op of a planned graph has another colour than the one that is agreed on, for no fact of its own."""
+        plan = tuple(plan)
+        agreed = self.of(plan)
+        return any(agreed.get(node.name, node.colour) is not node.colour and node.reason is not Reason.BODY for node in plan)
+
+
+NOTHING_AGREED = Agreed()
+
+
+def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
+    found: dict[Place, dict[Call, AnyOp]] = {}
+    counts: Counter[tuple[Place, str]] = Counter()
+    for op in ops:
+        if op.role == "op":
+            place = (op.module, op.op)
+            found.setdefault(place, {})[op.source, counts[place, op.source]] = op
+            counts[place, op.source] += 1
+    return found
+
+
+def _twins(calls: Mapping[Call, Op], known: Mapping[Call, Colour]) -> dict[Call, Call]:
+    """For calls of an op in one module: which of the known calls each of them is."""
+    lines = {line for line, _ in known}
+    if any(line in lines for line, _ in calls):
+        return {call: call for call in calls if call in known}
+    if len(calls) == len(known):
+        return dict(zip(calls, known, strict=True))
+    return dict.fromkeys(calls, next(iter(known))) if len(set(known.values())) == 1 else {}
+
+
+__all__ = ["NOTHING_AGREED", "Agreed"]

@@ -1,0 +1,27 @@
+"""Take over the colours that other graphs of the model have decided.
+
+1. An op that is known from another graph takes its colour there, whether the lists decide here or nothing has.
+2. High is always taken over. Low is taken over if no fact, override or list keeps the op high here: high then holds for all graphs,
+   and those that run the op low are captured anew.
+
+    exp gelu matmul, where another graph runs gelu low  →  H L L
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Colour, Reason
+
+
+class PaintAgreed(Pass[Problem, Decisions]):
+    name = "paint-agreed"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = dict(decisions.paints)
+        for name, colour in problem.agreed.of(problem.graph).items():
+            painted = decisions.paints.get(name)
+            if painted is None or (colour is Colour.HIGH and painted.colour is Colour.LOW and painted.reason is Reason.ON_ALLOWLIST):
+                decisions.paint(name, colour, Reason.AGREED)
+        return decisions.paints != before

@@ -1,0 +1,238 @@
+"""One plan for all graphs of a model: training, evaluation, inference and exports compute the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runtime_help import low
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import amprewrite
+from amprewrite.passes.plan.weigh_plans import PARITY
+from amprewrite.tables.devices import named_device
+from amprewrite.tables.vocabulary import Colour, Reason
+
+FORMATS = ["bf16", "fp16"]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.norm, self.attend = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.norm_2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.0)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.attend(self.norm(x)).chunk(3, -1))
+        x = x + self.dropout(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed and self.training:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x)
+
+
+class Writer(nn.Module):
+    """A small language model, which gives its last hidden state too, as those of transformers do."""
+
+    def __init__(self, width: int = 32, layers: int = 2, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.words, self.places, self.dropout = nn.Embedding(50, width), nn.Embedding(64, width), nn.Dropout(0.0)
+        self.blocks = nn.ModuleList(Block(width, checkpointed) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 50, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.dropout(self.words(ids) + self.places(torch.arange(ids.shape[1])))
+        for block in self.blocks:
+            x = block(x)
+        hidden = self.norm(x)
+        return self.head(hidden).log_softmax(-1), hidden
+
+
+def writer(**options: object) -> Writer:
+    torch.manual_seed(0)
+    model = Writer(**options)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(2)
+    return model
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 50, shape or (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def modes(model: nn.Module, x: torch.Tensor, export: bool = True) -> dict[str, tuple[torch.Tensor, ...]]:
+    found = {"train": model.train()(x), "eval": model.eval()(x)}
+    with torch.no_grad():
+        found["no_grad"] = model(x)
+        if export:
+            found["exported"] = model.export_program((x,)).module()(x)
+    with torch.inference_mode():
+        found["inference_mode"] = model(x)
+    return found
+
+
+def assert_alike(found: dict[str, tuple[torch.Tensor, ...]]) -> None:
+    for way, results in found.items():
+        for got, want in zip(results, found["train"], strict=True):
+            assert torch.equal(got, want), way
+
+
+def colours(plan: amprewrite.CastPlan) -> dict[str, Colour]:
+    return {node.name.rpartition("/")[2]: node.colour for node in plan.nodes if node.role == "op"}
+
+
+def inference_plan(model: nn.Module, *args: torch.Tensor, **options: object) -> amprewrite.CastPlan:
+    with torch.no_grad():
+        return amprewrite.plan(model, args, dtype="bf16", **options)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    "options", [{}, {"granularity": "blocks"}, {"cache_weights": "step"}, {"parity": "eval"}, {"parity": 0.5}], ids=str
+)
+def test_all_ways_to_run_a_model_give_the_same_bits(dtype, options):
+    amp = low(writer(), dtype=dtype, **options)
+    assert_alike(modes(amp, ids(), export="granularity" not in options))
+    assert any(colour is Colour.LOW for colour in colours(amp.plan).values())
+
+
+def test_without_parity_they_do_not():
+    found = modes(low(writer(), parity=False), ids())
+    assert not torch.equal(found["train"][0], found["no_grad"][0])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_activation_checkpoints_change_nothing(dtype):
+    assert_alike(modes(low(writer(checkpointed=True), dtype=dtype), ids()))
+
+
+def test_plans_for_training_and_inference_do_not_differ():
+    model = writer()
+    assert amprewrite.plan(model, (ids(),), dtype="bf16").diff(inference_plan(model, ids())) == ""
+    assert amprewrite.plan(model, (ids(),), dtype="bf16", parity=False).diff(inference_plan(model, ids(), parity=False)) != ""
+
+
+@pytest.mark.parametrize("made", [torch.tanh, torch.sigmoid, lambda x: x.softmax(-1)], ids=["tanh", "sigmoid", "softmax"])
+def test_results_that_a_backward_reads_run_alike_without_one(made):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            first = made(self.linear(x))
+            return first, self.linear(first)
+
+    torch.manual_seed(0)
+    assert_alike(modes(low(Net()), torch.randn(4, 16)))
+
+
+@pytest.mark.parametrize("first", ["train", "no_grad", "exported"])
+def test_whatever_is_captured_first_decides_the_same(first):
+    amp = low(writer())
+    with torch.set_grad_enabled(first == "train"):
+        before = amp.export_program((ids(),)).module()(ids()) if first == "exported" else amp(ids())
+    assert_alike({"first": before, **modes(amp, ids())})
+    assert torch.equal(before[0], low(writer())(ids())[0])
+
+
+# sizes ----------------------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Running all of it low is worth two casts where bytes count, and not where launches do."""
+
+    def __init__(self, ops: int) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.ops):
+            x = F.relu(x)
+        return x
+
+
+def launches(count: float) -> torch.Tensor:
+    """A tensor on the meta device of which an A100 moves a byte an element while it launches `count` kernels."""
+    row = named_device("a100")
+    return torch.empty(int(count * row.launch * row.bandwidth) // 64, 64, device="meta")
+
+
+def test_other_sizes_take_over_the_colours_of_the_first():
+    model, small, large = Chain(8), launches(0.001), launches(10)
+    own = [colours(amprewrite.plan(model, (x,), dtype="bf16", device="a100", parity=False)) for x in (small, large)]
+    assert own[0] != own[1], "sizes that are planned alike show nothing"
+    for first, then in ((small, large), (large, small)):
+        torch._dynamo.reset()  # it has seen both sizes, and would capture one graph for all
+        amp = low(model, device="a100")
+        amp(first)
+        decided = colours(amp.plan)
+        amp(then)
+        assert colours(amp.plan) == decided
+        assert Reason.AGREED in {node.reason for node in amp.plan.nodes}
+
+
+def test_a_graph_that_another_one_runs_low_with_is_not_left_in_fp32():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    small, large = launches(0.001), launches(10)
+    amp = amprewrite.rewrite(model, device="a100")
+    amp(small)
+    assert set(colours(amp.plan).values()) == {Colour.HIGH}  # by itself it only loses
+    amp(large)
+    amp(small)
+    assert Colour.LOW in colours(amp.plan).values()
+
+
+# what only one graph knows --------------------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.relu(self.first(x)) * 0.001)
+
+
+def test_what_overflows_in_one_graph_is_high_in_all():
+    torch.manual_seed(0)
+    amp, large = low(Growing(), dtype="fp16"), 1e5 * torch.randn(4, 16)
+    amp(torch.randn(4, 16))
+    with torch.no_grad():
+        alone = amp(large)  # overflows, and is decided anew
+    assert alone.isfinite().all()
+    assert torch.equal(amp(large), alone)
+    assert "captured anew: another graph keeps high" in "\n".join(amp.plan.notes)
+    captured = amp.plan
+    amp(large)
+    with torch.no_grad():
+        assert torch.equal(amp(large), alone)
+    amp(large)
+    assert amp.plan == captured, "agreeing comes to an end"
+
+
+def test_the_plan_says_what_parity_costs():
+    model, x = Chain(3), launches(0.4)  # in training a gradient is cast for three passes over the bytes, in inference for one
+    found = inference_plan(model, x, device="a100")
+    alone = inference_plan(model, x, device="a100", parity=False)
+    assert Colour.LOW in colours(found).values() and Colour.LOW not in colours(alone).values()
+    (note,) = [note for region in found.regions for note in region.notes if note.startswith(PARITY)]
+    assert note in str(found) and note in amprewrite.CastPlan.from_json(found.to_json()).regions[0].notes
+    assert PARITY not in str(amprewrite.plan(model, (x,), dtype="bf16", device="a100"))
+    assert PARITY in str(amprewrite.plan(model, (x,), dtype="bf16", device="a100", parity="eval"))
+    assert PARITY not in str(inference_plan(model, x, device="a100", parity="eval"))
+    assert PARITY not in str(alone)
+
+
+@pytest.mark.parametrize("parity", ["test", -0.1, 1.5, None, [1], "x" * 5000], ids=["word", "below", "above", "None", "list", "long"])
+def test_other_values_are_refused(parity):
+    with pytest.raises(amprewrite.PolicyError, match=r"parity=.* use 'train', 'eval', a number between 0 and 1, or False"):
+        amprewrite.rewrite(writer(), parity=parity)
