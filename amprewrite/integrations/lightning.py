@@ -78,14 +78,14 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        above = super() if _has_trainer(model) else super(Precision, self)
+        above: Any = super() if _has_trainer(model) else super(Precision, self)
         above.backward(tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().post_backward(tensor, module) if _has_trainer(module) else super(Precision, self).post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        above = super() if _has_trainer(kwargs.get("model")) else super(Precision, self)
+        above: Any = super() if _has_trainer(kwargs.get("model")) else super(Precision, self)
         return above.optimizer_step(optimizer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise PolicyError(
                     f"AmpRewriteConfig is saved as JSON, which cannot say {name}={shown(value)}; use amprewrite.rewrite(model)"
                 )
-        self.quant_method = NAME
+        self.quant_method = NAME  # type: ignore[assignment]
         self.options = options
         checked_options(**{name: value for name, value in self.rewrite_options().items() if name != "granularity"})
 
@@ -98,7 +98,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return FP32.dtype
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        return rewrite(model, inplace=True, **_with_fp32_modules(model, self.quantization_config.rewrite_options()))
+        return rewrite(model, inplace=True, **_with_fp32_modules(model, self.quantization_config.rewrite_options()))  # type: ignore[attr-defined]
 
     def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
         """What `model.dequantize()` does: the plain model again."""

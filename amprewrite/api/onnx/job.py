@@ -279,7 +279,7 @@ class Job:
         if any(not row.ort_cpu and row.name in border for row in FORMATS.values()):
             self.notes.append(f"ONNX Runtime takes and gives no {self.low.name} here; checked, loaded, and run under strict rounding only")
             return None
-        kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if isinstance(v.type, ir.TensorType)}
+        kinds = {str(v.name): v.dtype.numpy() for v in self.model.graph.inputs if isinstance(v.type, ir.TensorType) and v.dtype}
         feeds = [{n: np.asarray(given, kinds[n]) if n in kinds else given for n, given in feed.items()} for feed in samples.feeds]
         seconds = seconds_for(weight_bytes(self.model), limit)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
@@ -126,7 +126,7 @@ def module_of(model: Any) -> nn.Module:
 def _refuse_lazy(model: nn.Module) -> None:
     """CaptureError if a parameter or buffer has no shape before the first call: that call changes the class of its module."""
     held = itertools.chain(model.named_parameters(), model.named_buffers())
-    path = next((name for name, tensor in held if isinstance(tensor, UninitializedTensorMixin)), None)
+    path = next((name for name, tensor in held if is_lazy(tensor)), None)
     if path is not None:
         raise CaptureError(f"{path} belongs to a lazy module and has no shape yet; call the model once on an input, then rewrite it")
 

@@ -56,8 +56,9 @@ class LinkedCopies:
             apart = torch.distributed.is_available() and torch.distributed.is_initialized()
             self._blocks = blocks([weight.numel() for weight in weights], ELEMENTS_APART if apart else ELEMENTS)
         copies = list(weights)
-        wanted = ([each[place] for place in self._made] for each in (weights, self.dtypes, self.layouts))
-        for place, copy in zip(self._made, self.cache.take_with_gradients(*wanted), strict=True):
+        made = self._made
+        dtypes, layouts = [self.dtypes[place] for place in made], [self.layouts[place] for place in made]
+        for place, copy in zip(made, self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts), strict=True):
             copies[place] = copy
         flag = None if inverse is None else torch.zeros_like(inverse)  # one for all blocks
         for block in self._blocks:
