@@ -18,6 +18,7 @@ from amprewrite import AccuracyError, CalibrationError, PolicyError
 from amprewrite.accuracy.error_cut import Chain
 from amprewrite.accuracy.frontier import NEIGHBOURS, bisect, search
 from amprewrite.accuracy.sensitivity import measure_edges
+from amprewrite.accuracy.strict.metric import Metric
 from amprewrite.accuracy.strict.score import planned
 from amprewrite.accuracy.trial import Trial
 from amprewrite.accuracy.verify import verify
@@ -69,7 +70,7 @@ def test_the_error_of_a_node_is_that_of_running_it_low_alone(name: str) -> None:
 def test_all_edges_together_foresee_the_error_of_the_low_model() -> None:
     model, batches = stream(), data()
     trial = Trial(model, Options(BF16))
-    ((_, edges),) = measure_edges(trial, batches, BF16)
+    ((_, edges),) = measure_edges(trial, batches, BF16, Metric())
     low = amprewrite.rewrite(model, dtype="bf16", lists="o3")
     assert math.sqrt(sum(edges.values())) == pytest.approx(error(low, batches), rel=0.35)
 
@@ -155,8 +156,8 @@ def own(captured: Captured) -> set[str]:
 
 def test_plans_are_nested_and_end_in_fp32() -> None:
     trial, batches = Trial(stream(), Options(BF16)), data(1)
-    edges = measure_edges(trial, batches, BF16)
-    chain = Chain(edges, own)
+    edges = measure_edges(trial, batches, BF16, Metric())
+    chain = Chain(edges, own, Metric())
     assert len(chain) > 5
     ((captured, _),) = edges
     lows = []

@@ -40,7 +40,7 @@ def test_the_last_pass_gives_the_plan_itself() -> None:
 
 
 def test_an_unknown_pass_and_a_saved_plan_are_refused() -> None:
-    with pytest.raises(PlanError, match="is called 'paint'; in order they are paint-lists, paint-after-deny, paint-ties"):
+    with pytest.raises(PlanError, match="is called 'paint'; in order they are paint-lists, paint-agreed, paint-after-deny, paint-ties"):
         decided_after(plan(), "paint")
     saved = amprewrite.CastPlan.from_json(plan().to_json())
     with pytest.raises(PlanError, match="name the model, not a saved or edited plan"):

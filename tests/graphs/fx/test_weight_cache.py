@@ -74,12 +74,12 @@ class Table(nn.Module):
 
 
 def test_a_call_does_not_copy_a_table_to_look_up_some_rows():
-    """A table whose copy is kept may be low: it costs nothing at the next call."""
+    """A table whose copy is kept may be low: without gradients it costs nothing at the next call."""
     torch.manual_seed(0)
     model, x = Table().eval(), torch.arange(16).view(2, 8)
     found = {}
     for kept in ("call", "block", "step"):
-        amp = amprewrite.rewrite(model, dtype="bf16", device="h100", cache_weights="step" if kept == "step" else True)
+        amp = amprewrite.rewrite(model, dtype="bf16", device="h100", cache_weights="step" if kept == "step" else True, parity=False)
         with torch.no_grad(), amp.frozen_weights() if kept == "block" else contextlib.nullcontext():
             assert ran_low(amp(x), model(x))
         told = any("every call" in note for note in amp.plan.regions[0].notes)
