@@ -2,5 +2,6 @@
 
 OPEN: dict[tuple[str, int], str] = {
     ("programs", 520219): "jacrev of a view of written memory: the graph stays fp32, and says so",
+    ("programs", 550354): "a view of an input that is written under no_grad: the graph stays fp32, and says so",
     ("programs", 550126): "verify of a cond that Dynamo refuses for aliasing raises torch's own error; the rewritten model runs it",
 }
