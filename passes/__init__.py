@@ -69,8 +69,10 @@ PLAN: tuple[Deciding, ...] = (
     PlanNormWeights(),  # a CPU's norms without weights keep their statistics in fp32, as others do
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
+BY_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintByCost(), DeclineSmallGraphs())
+"""The passes that choose colours by prices."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
-    "cost": (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintByCost(), DeclineSmallGraphs(), *PLAN),
+    "cost": (*BY_COST, *PLAN),
     "tf": (PaintLists(), PaintAgreed(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
     "autocast": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, PaintAutocast(), *PLAN),
     "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, PaintAllLow(), *PLAN),
@@ -78,7 +80,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
 }
 """The deciding passes by the rule of the op lists; "given" follows a plan that was made before."""
 WEIGH: tuple[Deciding, ...] = (
-    WeighPlans(),  # once a plan has come through: price it beside those that painting rules would have made
+    WeighPlans(BY_COST),  # once a plan has come through: price it beside those that painting rules would have made
 )
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # edit the graph as the plan says

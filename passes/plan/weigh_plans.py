@@ -24,10 +24,7 @@ from amprewrite.passes.paint.paint_autocast import PaintAutocast
 from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
 from amprewrite.passes.paint.paint_ties import PaintTies
-from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs, all_high
-from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
-from amprewrite.passes.repaint.repaint_by_error import RepaintByError
-from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
+from amprewrite.passes.repaint.decline_small_graphs import all_high
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -37,10 +34,6 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
     "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
 }
 """The passes that paint by rules that other tools have."""
-ALONE: tuple[Pass[Problem, Decisions], ...] = (
-    PaintLists(), PaintAfterDeny(), PaintTies(), RepaintByRange(), RepaintByError(), RepaintByCost(), DeclineSmallGraphs()
-)  # fmt: skip
-"""The passes that choose the colours of a graph by its own prices."""
 PARITY = "parity with the model's other graphs costs "
 """How the note begins that says what one plan for all graphs costs this one."""
 LEAST_TOLD = 1e-3
@@ -49,6 +42,10 @@ LEAST_TOLD = 1e-3
 
 class WeighPlans(Pass[Problem, Decisions]):
     name = "weigh-plans"
+
+    def __init__(self, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
+        """`by_cost` are the passes that choose colours by prices."""
+        self.by_cost = by_cost
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = decisions.candidates
@@ -64,7 +61,7 @@ class WeighPlans(Pass[Problem, Decisions]):
             found.append(Candidate(name, priced.total * TICK, priced.copies))
         decisions.candidates = tuple(found)
         _tell_of_weights(problem, decisions)
-        _tell_of_parity(problem, decisions)
+        _tell_of_parity(problem, decisions, self.by_cost)
         return decisions.candidates != before
 
 
@@ -76,13 +73,13 @@ def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
         decisions.note("low copies of weights are priced as made at every call; frozen_weights() and cache_weights='step' keep them")
 
 
-def _tell_of_parity(problem: Problem, decisions: Decisions) -> None:
+def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
     """Say so where a plan of this graph alone would be cheaper than one that fits all graphs of the model."""
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return
     free = Decisions()
-    for each in ALONE:
+    for each in by_cost:
         each(alone, free)
     prices = Prices(alone.graph, alone.costs)
     here, there = prices.of(decisions.colours).total * TICK, prices.of(free.colours).total * TICK

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.ir.op_graph import Operand
 from amprewrite.tables.formats import dtype_name
+from amprewrite.tables.ops.draws import DRAWS, FAR, LOGS, SHIFTS
 from amprewrite.tables.ops.op_lists import Op, find_op, is_inplace, op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -30,15 +31,6 @@ ABSOLUTE = {"float"}
 """Conversions that are always spelled out."""
 BIT_VIEWS = {"view", "view_copy"}
 """Ops that read the bits of their operand as another dtype where they are told one."""
-DRAWS = {"rand", "rand_like", "uniform"}
-"""Ops that draw uniformly from below one."""
-FAR = 10
-"""Ops between a draw and a logarithm from which on the one says nothing of the other."""
-_SHIFTS = {"add", "sub", "rsub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "minimum", "maximum"} | {
-    "view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "alias", "detach", "clone", "contiguous",
-}  # fmt: skip
-"""Ops that keep a draw one."""
-_LOGS = {"log", "log2", "log10", "log1p"}
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), memory that does (SHARED), or the op of a result
 that its own backward reads (READ_BACK)."""
@@ -97,10 +89,10 @@ def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]
     found: set[torch.fx.Node] = set()
     for node, fact in facts.items():
         steps = min((made[each] + 1 for each in node.all_input_nodes if each in made), default=FAR)
-        if fact.dtype != "fp32" or not (fact.op in DRAWS or (steps < FAR and fact.op in _SHIFTS | _LOGS)):
+        if fact.dtype != "fp32" or not (fact.op in DRAWS or (steps < FAR and fact.op in SHIFTS | LOGS)):
             continue
         made[node] = 0 if fact.op in DRAWS else steps
-        waiting = [node] if fact.op in _LOGS else []
+        waiting = [node] if fact.op in LOGS else []
         while waiting:
             last = waiting.pop()
             found.add(last)

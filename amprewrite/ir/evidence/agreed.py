@@ -66,7 +66,7 @@ class Agreed:
         found: dict[str, Colour] = {}
         for place, calls in _by_place(ops).items():
             known = self.places.get(place, {})
-            found |= {calls[call].name: known[twin] for call, twin in _twins(calls, known).items()}
+            found |= {calls[call].name: known[match] for call, match in _matches(calls, known).items()}
         return found
 
     def joined(self, plan: Iterable[Planned]) -> Agreed:
@@ -76,12 +76,12 @@ class Agreed:
         places, changed = dict(self.places), False
         for place, calls in _by_place(node for node in plan if node.name in planned).items():
             known = dict(places.get(place, {}))
-            twins = _twins(calls, known)
+            matches = _matches(calls, known)
             for call, op in calls.items():
-                twin = twins.get(call, call)
-                colour = Colour.HIGH if known.get(twin) is Colour.HIGH else planned[op.name]
-                changed |= known.get(twin) is not colour
-                known[twin] = known[call] = colour
+                match = matches.get(call, call)
+                colour = Colour.HIGH if known.get(match) is Colour.HIGH else planned[op.name]
+                changed |= known.get(match) is not colour
+                known[match] = known[call] = colour
             places[place] = known
         return Agreed(places) if changed else self
 
@@ -106,7 +106,7 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
     return found
 
 
-def _twins(calls: Mapping[Call, Op], known: Mapping[Call, Colour]) -> dict[Call, Call]:
+def _matches(calls: Mapping[Call, Op], known: Mapping[Call, Colour]) -> dict[Call, Call]:
     """For calls of an op in one module: which of the known calls each of them is."""
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):

@@ -120,9 +120,10 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False) -> list[Tensor]:
     found: dict[torch.device, Tensor] = {}
     for (where, _), members in buckets.items():
         known, left = finite_flags(members) if checked else ([], members)
-        if known:
-            found.setdefault(where, known[0])  # told only ever of what is looked at here: the kernel below may raise it
-            flags += [flag for flag in known if flag is not found[where]]
+        here = [flag for flag in known if flag.device == where]
+        if here:
+            found.setdefault(where, here[0])  # told only ever of what is looked at here: the kernel below may raise it
+        flags += [flag for flag in known if flag is not found.get(where)]
         if left:
             if where not in found:
                 found[where] = _flag(0.0, where)

@@ -13,8 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amprewrite
+from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in
+from amprewrite.graphs.fx.weights import linked_copies
 from amprewrite.graphs.fx.weights.linked_copies import ELEMENTS, MOST, LinkedCopies, blocks
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
@@ -85,6 +87,18 @@ def test_one_launch_makes_all_and_few_bring_gradients_back(factor: float | None)
     assert backward.names["_foreach_copy_"] == 1 and not backward.names["_to_copy"]
     assert backward.names["_amp_foreach_non_finite_check_and_unscale_"] == (factor is not None)
     assert all(torch.equal(w.grad, torch.full((4, 4), factor or 1.0)) for w in given)
+
+
+def test_each_backward_of_a_forward_has_a_flag_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An overflow of one loss, whose gradients are thrown away, says nothing of the next one."""
+    monkeypatch.setattr(linked_copies, "ELEMENTS", 4)
+    given = weights((2, 2), (2, 2), (2, 2))
+    one, two, three = linked([LOW] * 3).take(given, torch.tensor(1.0))
+    (one.float() * float("inf")).sum().backward()
+    (two.float().sum() + three.float().sum()).backward()
+    first, second = (finite_flags([w.grad])[0] for w in given[:2])
+    assert first[0].item() == 1 and second[0].item() == 0
+    assert finite_flags([given[2].grad])[0][0] is second[0], "blocks of one backward share a flag"
 
 
 def test_second_derivatives_go_through() -> None:

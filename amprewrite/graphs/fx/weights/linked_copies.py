@@ -60,12 +60,12 @@ class LinkedCopies:
         dtypes, layouts = [self.dtypes[place] for place in made], [self.layouts[place] for place in made]
         for place, copy in zip(made, self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts), strict=True):
             copies[place] = copy
-        flag = None if inverse is None else torch.zeros_like(inverse)  # one for all blocks
+        check = None if inverse is None else _Check(inverse)
         for block in self._blocks:
             chosen = [place for place in block if weights[place].requires_grad]
             if chosen:
                 layouts = [self.layouts[place] for place in chosen]
-                linked = _Link.apply([copies[p] for p in chosen], layouts, inverse, flag, *[weights[p] for p in chosen])
+                linked = _Link.apply([copies[p] for p in chosen], layouts, check, *[weights[p] for p in chosen])
                 for place, copy in zip(chosen, linked, strict=True):
                     copies[place] = copy
         return copies
@@ -97,15 +97,28 @@ def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor |
     return pad_cast(weight, dtype, layout, inverse)
 
 
+class _Check:
+    """What the gradients of one forward are multiplied by, and a flag for each backward: whether all that it gave were finite."""
+
+    def __init__(self, inverse: Tensor) -> None:
+        self.inverse = inverse
+        self._backward: int | None = None
+
+    def flag(self) -> Tensor:
+        """The flag of the backward that runs now, which all blocks share."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward, self._flag = backward, torch.zeros_like(self.inverse)
+        return self._flag
+
+
 class _Link(torch.autograd.Function):
     """Copies of weights that were made before, as if they were cast now; absent gradients stay absent."""
 
     @staticmethod
-    def forward(
-        ctx: Any, copies: list[Tensor], layouts: list[Layout], inverse: Tensor | None, flag: Tensor | None, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, copies: list[Tensor], layouts: list[Layout], check: _Check | None, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.inverse, ctx.flag, ctx.dtypes = inverse, flag, [weight.dtype for weight in weights]
+        ctx.check, ctx.dtypes = check, [weight.dtype for weight in weights]
         ctx.padded = [(layout, weight.shape) for layout, weight in zip(layouts, weights, strict=True)] if any(layouts) else ()
         return tuple(copy.detach() for copy in copies)
 
@@ -117,13 +130,13 @@ class _Link(torch.autograd.Function):
             gradient = inner[place]
             if layout and gradient is not None:
                 inner[place] = logical_part(gradient, layout)
-        left = list(leaving_many(inner, ctx.inverse, ctx.dtypes, ctx.needs_input_grad[4:], ctx.flag))
-        ctx.flag = None  # a second backward is checked by itself
+        factor, flag = (None, None) if ctx.check is None else (ctx.check.inverse, ctx.check.flag())
+        left = list(leaving_many(inner, factor, ctx.dtypes, ctx.needs_input_grad[3:], flag))
         for place, (layout, shape) in enumerate(ctx.padded):
             gradient = left[place]
             if layout and gradient is not None:
                 left[place] = gradient.reshape(shape)
-        return None, None, None, None, *left
+        return None, None, None, *left
 
 
 __all__ = ["ELEMENTS", "ELEMENTS_APART", "MOST", "LinkedCopies", "blocks"]
