@@ -7,28 +7,33 @@ a write that PyTorch does not count (`.data`, a collective) may have come betwee
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_MADE: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
-"""By the address of a storage, which the weak reference keeps from being given to another: its version, and the flag."""
-_LIMIT = [512]
+_LATEST = 4
+"""Backwards that are remembered: one that runs inside of another ends before it, and threads run theirs side by side."""
+_MADE: OrderedDict[int, dict[int, tuple[StorageWeakRef, int, Tensor]]] = OrderedDict()
+"""By autograd's number for a backward: by the address of a storage, which the weak reference keeps from being given to another, its
+version and the flag."""
 
 
 def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
     """Remember that `flag` tells whether the `gradients`, each with a storage of its own, are finite."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
+    number = torch._C._current_graph_task_id()
+    made = _MADE.get(number)
+    if made is None or number < 0:  # outside of any backward
+        made = _MADE[number] = {}
+        if len(_MADE) > _LATEST:
+            _MADE.popitem(last=False)
     for gradient in gradients:
         storage = StorageWeakRef(gradient.untyped_storage())
-        _MADE[storage.cdata] = (storage, gradient._version, flag)
-    if len(_MADE) > _LIMIT[0]:
-        for address in [address for address, (storage, _, _) in list(_MADE.items()) if storage.expired()]:
-            del _MADE[address]
-        _LIMIT[0] = max(512, 2 * len(_MADE))
+        made[storage.cdata] = (storage, gradient._version, flag)
 
 
 def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -36,16 +41,20 @@ def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor
 
     A flag tells of all that was checked with a gradient, of what was added to another one or changed by a hook as well.
     """
-    if not _MADE:
+    backwards = tuple(reversed(_MADE.values()))
+    if not backwards:
         return [], list(gradients)
     left: list[Tensor] = []
     flags: dict[int, Tensor] = {}
     for gradient in gradients:
-        made = _MADE.get(gradient.untyped_storage()._cdata)
-        if made is None or made[1] != gradient._version:
-            left.append(gradient)
+        address, version = gradient.untyped_storage()._cdata, gradient._version
+        for made in backwards:
+            entry = made.get(address)
+            if entry is not None and entry[1] == version:
+                flags[id(entry[2])] = entry[2]
+                break
         else:
-            flags[id(made[2])] = made[2]
+            left.append(gradient)
     return list(flags.values()), left
 
 
