@@ -45,7 +45,7 @@ class _DryRun(torch.fx.Interpreter):
             return value
         if n.op == "output":
             return super().run_node(n)
-        if n in self.transformed or n.target is torch.autograd.grad:  # nothing here has a gradient
+        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # nothing here has a gradient
             return example_value(n)
         want = self.expected.get(n)
         changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
@@ -99,8 +99,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
 def _always_run(node: torch.fx.Node) -> bool:
     """Switches of global state, and calls of graphs that may have been rewritten."""
-    switch = op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST, *GRAD_SWITCHES)
-    return switch or isinstance(node.target, torch._ops.HigherOrderOperator)
+    return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST) or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _short(error: BaseException) -> str:

@@ -101,7 +101,7 @@ def rewritten(program: Program) -> tuple[nn.Module, Record]:
 
 def _further(program: Program, amp: nn.Module, got: Record, rounded: Record | None, exact: bool) -> Problem | None:
     """Heavy ops, export and verify, where the program asks for them."""
-    without_gradients = _tried(lambda: run(replace(program, calls=("no_grad",)), initialised(program, plain=True))) is not None
+    without_gradients = _runs(program, "no_grad")
     if "heavy" in program.checks and without_gradients:
         ops = HeavyOps()
         with _quiet(), torch.no_grad():
@@ -117,7 +117,7 @@ def _further(program: Program, amp: nn.Module, got: Record, rounded: Record | No
     if "export" in program.checks and calls_are_pure and any("result 0" in name for name in got.values):
         return _exported(program, amp, rounded, exact)
     if "verify" in program.checks and calls_are_pure and without_gradients:
-        with _quiet():
+        with _quiet(), torch.set_grad_enabled(_runs(program, "grad")):  # torch.cond refuses some bodies only with gradients
             try:
                 verify(amp, tuple(each + 0 for each in batch(program)))
             except amprewrite.CaptureError:
@@ -126,6 +126,11 @@ def _further(program: Program, amp: nn.Module, got: Record, rounded: Record | No
                 problem = failure(error)
                 return Problem("verify raises", problem.where, problem.text)
     return None
+
+
+def _runs(program: Program, how: str) -> bool:
+    """Whether the fp32 model runs with gradients, or without."""
+    return _tried(lambda: run(replace(program, calls=(how,)), initialised(program))) is not None
 
 
 def _exported(program: Program, amp: nn.Module, rounded: Record | None, exact: bool) -> Problem | None:
@@ -290,7 +295,7 @@ def shown(program: Program) -> str:
         for each in program.inputs
     )
     options = ", ".join(f"{name}={value!r}" for name, value in program.options)
-    integers = "    [p.data.copy_(torch.randint(-1, 2, p.shape)) for p in model.parameters()]\n" if program.exact else ""
+    integers = "        [p.data.copy_(torch.randint(-1, 2, p.shape)) for p in model.parameters()]\n" if program.exact else ""
     grads = [each.grad for each in program.inputs]
     return f"""{program.source()}
 

@@ -384,6 +384,59 @@ def test_a_value_that_a_transform_reads_from_outside_is_cast_outside(dtype: str)
         torch.testing.assert_close(amprewrite.rewrite(model, dtype=dtype)(x), model(x), rtol=0, atol=2e-2)
 
 
+def test_a_transform_of_a_view_whose_memory_is_written() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            turned = x.mT
+            turned.mul_(2)
+            slopes = torch.func.jacrev(lambda t: (t * t).sum(-1))(turned[0])
+            turned.sub_(self.w, alpha=2)
+            return slopes, self.a(x)
+
+    torch.manual_seed(0)
+    model, x = Written(), torch.randn(2, 3, 4)
+    for options in WAYS:
+        torch._dynamo.reset()
+        found = []
+        for net in (model, amprewrite.rewrite(copy.deepcopy(model), **options)):
+            leaf = x.clone().requires_grad_()
+            slopes, out = net(leaf + 0)
+            (slopes.sum() + out.sum()).backward()
+            found.append((slopes, out, leaf.grad, net.w.grad))
+            net.zero_grad()
+        for got, want in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=0.02, atol=0.05)
+        assert not net.plan.skipped
+
+
+def test_a_view_of_an_input_that_is_written_without_gradients() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            row = torch.select(x, 0, 0)
+            with torch.no_grad():
+                x.mul_(2)
+            return self.a(x.fmax(row))
+
+    torch.manual_seed(0)
+    model, x = Written(), torch.randn(2, 4)
+    found = []
+    for net in (model, amprewrite.rewrite(copy.deepcopy(model), dtype="bf16")):
+        leaf = x.clone().requires_grad_()
+        net(leaf + 0).sum().backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
+    assert not net.plan.skipped and any(node.dtype == "bf16" for node in net.plan.regions[0].nodes)
+
+
 class Transformed(nn.Module):
     """Results of two transforms, one behind the other, and a view of the first."""
 

@@ -57,7 +57,8 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     """
     memory = Memory(module.graph)
     shared = memory.leaving(with_gradients=without_grad is not None)
-    chains = {node for storage in shared for node in memory.chain(storage)}
+    apart = _inside_transforms(module.graph)
+    chains = {node for storage in shared for node in memory.chain(storage) if node not in apart}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
     if without_grad is not None:
@@ -108,9 +109,16 @@ def _op_of(node: Node) -> tuple[Node, ...]:
 
 
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes whose values exist inside a torch.func transform alone. What leaves it is a plain tensor."""
+    """Nodes whose values exist inside a torch.func transform alone. What leaves it is a plain tensor.
+
+    Another transform may read a wrapped one, as that of `jacrev` around its backward does.
+    """
     regions = transform_regions(graph)
-    return {node for node, region in regions.items() if all(regions.get(user) == region for user in node.users)}
+    return {node for node, region in regions.items() if _wrapped(node) or all(regions.get(user) == region for user in node.users)}
+
+
+def _wrapped(node: Node) -> bool:
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(example_value(node))))
 
 
 def _follow(graph: torch.fx.Graph, maker: Node) -> Node:
