@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -31,6 +32,7 @@ from tests.fuzz.oracle import Problem, failure
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 SHAPE = [2, 8]
 SECONDS = 60
+"""For one case, in a process that has imported everything."""
 LONGEST = 1500
 UNARY = [
     "Relu",
@@ -512,8 +514,9 @@ def _judged(case: File, source: Any, target: Any, feed: dict[str, np.ndarray]) -
 
 
 def serve() -> None:
-    """Read cases from stdin, a line of JSON each, and answer each with a line."""
+    """Say "ready"; then read cases from stdin, a line of JSON each, and answer each with a line."""
     warnings.simplefilter("ignore")
+    print("ready", flush=True)
     for line in sys.stdin:
         data = json.loads(line)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -537,7 +540,10 @@ class Server:
             process = self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
+            assert process.stdout is not None
+            process.stdout.readline()
         assert process.stdin is not None and process.stdout is not None
+        begun = time.monotonic()
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:
@@ -548,7 +554,9 @@ class Server:
             timer.cancel()
         if not line:
             process.wait()
-            return Problem("died", f"status {process.returncode}", "the process ended, or ran past its time")
+            if time.monotonic() - begun >= SECONDS:
+                return Problem("slow", f"over {SECONDS} s", "the case was given up")
+            return Problem("died", f"status {process.returncode}", "the process ended")
         data = json.loads(line)
         return None if data is None else Problem(**data)
 
