@@ -164,7 +164,7 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
     for node in captured.module.graph.nodes:
         if not is_checkpoint(node):
             continue
-        part = read_body(captured, node)
+        part = captured.parts.get(node) or read_body(captured, node)
         name = part.problem.name
         if captured.match_given is not None:
             part.know(given=captured.match_given(part.problem))

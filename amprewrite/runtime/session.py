@@ -102,9 +102,10 @@ class Session:
         dynamo.refuse_tracers()
         if dynamo.under_functorch():
             return self._transformed(entry, args, kwargs)
-        if self.state.depth == 0 and self.schedule.look_now(self.root.training):
+        recomputes = torch._C._current_graph_task_id() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
+        if self.state.depth == 0 and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
-        if entry.hooks.changed() or entry.graphs.stale:
+        if entry.hooks.changed() or (entry.graphs.stale and not recomputes):
             entry.recapture()
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
@@ -174,7 +175,7 @@ class Session:
             self.take_in()
 
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        graphs = entry.graphs
+        graphs = entry.graphs_of_forward
         try:
             if torch._C._len_torch_dispatch_stack() == 0:
                 return graphs.compiled(*args, **kwargs)

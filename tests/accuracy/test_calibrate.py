@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -324,6 +325,37 @@ def test_a_first_call_that_overflows_is_decided_anew(training: bool) -> None:
     if training:
         out.sum().backward()
         assert all(bool(p.grad.isfinite().all()) for p in amp.parameters() if p.grad is not None)
+
+
+class Twice(nn.Module):
+    """Calls one block under an activation checkpoint with usual values, and then with large ones."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return checkpoint(self.block, h * 1e6, use_reentrant=self.use_reentrant) * 1e-9
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("granularity", ["model", ["block"]], ids=["model", "parts"])
+def test_a_checkpoint_that_overflows_in_a_first_call(granularity: Any, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = Twice(use_reentrant)
+    want, amp = copy.deepcopy(model), amprewrite.rewrite(model, dtype="fp16", granularity=granularity, loss_scale=1.0)
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        found = []
+        for net in (want, amp):
+            leaf = x.clone().requires_grad_()
+            net(leaf).sum().backward()
+            found.append(leaf.grad)
+        torch.testing.assert_close(found[1], found[0], rtol=0.01, atol=1e-4)
+    for mine, theirs in zip(amp.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.01, atol=1e-4)
 
 
 def test_state_written_by_the_call_is_written_once() -> None:

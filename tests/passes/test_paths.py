@@ -437,6 +437,26 @@ def test_a_view_of_an_input_that_is_written_without_gradients() -> None:
     assert not net.plan.skipped and any(node.dtype == "bf16" for node in net.plan.regions[0].nodes)
 
 
+def test_a_view_that_is_made_and_written_without_gradients_of_what_has_some() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            row = x.squeeze(-2)
+            row *= 2
+            return row, self.a(x)
+
+    model, x = Written(), torch.randn(2, 4)
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")
+    with torch.no_grad():
+        want, got = (net(x.clone().requires_grad_() + 0) for net in (model, amp))
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=0.01, atol=0.01)
+    assert not amp.plan.skipped
+
+
 class Transformed(nn.Module):
     """Results of two transforms, one behind the other, and a view of the first."""
 

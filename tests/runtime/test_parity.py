@@ -219,6 +219,32 @@ def test_what_overflows_in_one_graph_is_high_in_all():
     assert amp.plan == captured, "agreeing comes to an end"
 
 
+class Recomputed(nn.Module):
+    """Calls a block under an activation checkpoint, and without gradients on values that overflow fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Growing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = checkpoint(self.block, x, use_reentrant=False)
+        with torch.no_grad():
+            self.block(1e5 * x)
+        return result
+
+
+def test_a_recomputation_runs_on_the_graphs_of_its_forward():
+    torch.manual_seed(0)
+    model, amp = Recomputed(), low(Recomputed(), dtype="fp16", granularity=["block"])
+    model.load_state_dict(amp.state_dict())
+    for net in (model, amp):
+        x = torch.linspace(-1, 1, 64).reshape(4, 16)
+        (net(x).sum() + net(2 * x).sum()).backward()  # the second forward captures anew what the first one ran
+    assert "captured anew: another graph keeps high" in "\n".join(amp.plan.notes)
+    for mine, theirs in zip(amp.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.01, atol=1e-4)
+
+
 def test_the_plan_says_what_parity_costs():
     model, x = Chain(3), launches(0.4)  # in training a gradient is cast for three passes over the bytes, in inference for one
     found = inference_plan(model, x, device="a100")

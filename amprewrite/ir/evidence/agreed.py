@@ -24,8 +24,10 @@ Place = tuple[str, str]
 """A module by its path, and an op called in it."""
 Call = tuple[str, int]
 """A line, and how often it called the op before."""
-APART = (Reason.BODY, Reason.DEVICE)
-"""Reasons of colours that bind no other graph: the vertex stands for a graph inside, or the whole graph was left in fp32."""
+FREE = (Reason.BODY, Reason.OPAQUE)
+"""Reasons of colours that no other graph binds: the vertex stands for a graph inside, or is inside a torch.func transform."""
+APART = (*FREE, Reason.DEVICE)
+"""Reasons of colours that bind no other graph: those, and that the whole graph was left in fp32."""
 
 
 class Op(Protocol):
@@ -89,7 +91,7 @@ class Agreed:
         """Whether an op of a planned graph has another colour than the one that is agreed on, for no fact of its own."""
         plan = tuple(plan)
         agreed = self.of(plan)
-        return any(agreed.get(node.name, node.colour) is not node.colour and node.reason is not Reason.BODY for node in plan)
+        return any(agreed.get(node.name, node.colour) is not node.colour and node.reason not in FREE for node in plan)
 
 
 NOTHING_AGREED = Agreed()

@@ -16,6 +16,7 @@ from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook
 from amprewrite.runtime.captured.forward_scale import ForwardScale
+from amprewrite.runtime.captured.past import Past
 from amprewrite.runtime.captured.region import Region, Run
 from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
@@ -127,13 +128,21 @@ class Entry:
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0
         self.graphs = Graphs(self)
+        self._past = Past[Graphs]()
+
+    @property
+    def graphs_of_forward(self) -> Graphs:
+        """The graphs to call: in the recomputation of an activation checkpoint those that its forward called."""
+        return self._past.of_forward(self.graphs)
 
     def recapture(self, as_written: bool = False) -> None:
-        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are forgotten.
+        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are left to recomputations.
 
         One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
         """
         self.captured = self._to_capture and not as_written
+        if self.graphs.regions:
+            self._past.keep(self.graphs)
         self.graphs = Graphs(self)
         self.session.forget_calls()
 

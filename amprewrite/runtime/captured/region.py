@@ -13,6 +13,7 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.runtime.ambient.suspend_modes import pushed, suspend_dispatch_modes
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry
+from amprewrite.runtime.captured.past import Past
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
 
@@ -47,14 +48,16 @@ class Region:
 
     def __init__(self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None) -> None:
         self.entry, self.session, self.state = entry, entry.session, entry.session.state
-        self.become(plan, run, module)
+        self.plan, self.run, self.module = plan, run, module
+        self.device = torch.device("cpu") if module is None else scale_device(module.graph)
+        self._past = Past[CompiledFn]()
         self.latest = None if module is None else LatestInputs(self)
         self.overflow_retry: OverflowRetry | None = None
 
     def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None) -> None:
-        """Run this from now on."""
+        """Run this from now on; recomputations of earlier forwards go on with what those ran."""
+        self._past.keep(self.run)
         self.plan, self.run, self.module = plan, run, module
-        self.device = torch.device("cpu") if module is None else scale_device(module.graph)
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
@@ -67,7 +70,7 @@ class Region:
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        run, scaled = self.run, self.latest
+        run, scaled = self._past.of_forward(self.run), self.latest
         if scaled is not None:
             forward = self.session.forward_scale(self.device)
             inputs = (*inputs, *forward.on(self.device))

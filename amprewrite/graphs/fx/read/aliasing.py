@@ -126,13 +126,20 @@ def reads_back(node: torch.fx.Node) -> bool:
         return False
     with torch.enable_grad():
         given = tensors(real_value(node, _wanting))
-    return any(storages(saved) & storages(given) for each in given for saved in _saved(each.grad_fn))
+    return any(storages(saved) & storages(given) for each in given for saved in _saved(_backward(each)))
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """The example value of an operand, as one that wants a gradient."""
+    """The example value of an operand, as one that wants a gradient and may be written."""
     value = example_value(node)
-    return value.detach().requires_grad_() if differentiable(value) else value
+    return value.detach().requires_grad_().clone() if differentiable(value) else value
+
+
+def _backward(value: torch.Tensor) -> Any:
+    try:
+        return value.grad_fn
+    except RuntimeError:  # captured without gradients, a view of memory that is written
+        return None
 
 
 def _saved(backward: Any) -> Iterator[torch.Tensor]:
@@ -143,11 +150,14 @@ def _saved(backward: Any) -> Iterator[torch.Tensor]:
 
 
 def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
-    """What torch itself gives for the example operands of a node; what capture says where torch cannot be asked."""
+    """What torch itself gives for the example operands of a node; what capture says where torch cannot be asked.
+
+    `operand` gives an operand's value; one of its own gives copies, which the node may write.
+    """
     said = example_value(node)
     modes = [t.fake_mode for t in tensors(said) if isinstance(t, FakeTensor)]
     asked = node.op in ("call_function", "call_method") and not is_opaque(node) and node.target is not hooked
-    if not asked or not modes or written(node) or free_unbacked_symbols(tensors(said)):
+    if not asked or not modes or (operand is example_value and written(node)) or free_unbacked_symbols(tensors(said)):
         return said
     try:
         with modes[0], torch._C._DisablePythonDispatcher(), Quiet(), unhooked():

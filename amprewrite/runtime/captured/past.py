@@ -1,0 +1,39 @@
+"""What was there when a forward ran, for the recomputation that its backward asks for.
+
+An activation checkpoint runs a part of a forward again in backward, and what that saves must be what the forward saved. Meanwhile the
+graph may have been decided anew. Autograd numbers its nodes in the order in which they are made: the node that asks for the
+recomputation tells by its number what was there when it was made.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_KEPT = 4
+"""Things that are remembered: graphs are decided anew in first calls, and seldom after."""
+
+
+class Past(Generic[T]):
+    """What stood in a place before, each with the number of the first autograd node that came after it."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[int, T]] = []
+
+    def keep(self, value: T) -> None:
+        """`value` is being replaced."""
+        self._before = [*self._before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
+
+    def of_forward(self, now: T) -> T:
+        """What stood in the place when the node was made that runs in this backward; `now` outside of a backward."""
+        node = torch._C._current_autograd_node() if self._before and torch._C._current_graph_task_id() >= 0 else None
+        if node is None:
+            return now
+        number = node._sequence_nr()
+        return next((value for until, value in self._before if number < until), now)
+
+
+__all__ = ["Past"]
