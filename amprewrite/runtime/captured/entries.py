@@ -141,7 +141,7 @@ class Entry:
         One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
         """
         self.captured = self._to_capture and not as_written
-        if self.graphs.regions:
+        if self.graphs.outdated:  # the code is the same: activations of its forwards may wait to be recomputed
             self._past.keep(self.graphs)
         self.graphs = Graphs(self)
         self.session.forget_calls()

@@ -13,7 +13,7 @@ import torch
 
 T = TypeVar("T")
 
-_KEPT = 4
+_KEPT = 2
 """Things that are remembered: graphs are decided anew in first calls, and seldom after."""
 
 
