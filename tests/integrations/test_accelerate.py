@@ -90,8 +90,8 @@ def test_a_mixed_precision_of_its_own_is_refused_by_name():
 
 
 def test_step_was_skipped_follows_each_step():
-    """As accelerate's own test of it: gradients written by hand, finite, NaN, NaN, finite."""
-    accelerator, model, stepped, _ = prepared("helper", torch.optim.SGD)
+    """As accelerate's own test of it: gradients written by hand, finite, NaN, NaN, finite. NaN that was left there would count again."""
+    accelerator, model, stepped, _ = prepared("helper", torch.optim.SGD, loss_scale=DynamicLossScale(init=2.0**8))
     for value in (0.01, float("nan"), float("nan"), 0.01):
         accelerator.backward(model(data()).sum())
         for p in model.parameters():
@@ -99,6 +99,7 @@ def test_step_was_skipped_follows_each_step():
         p.grad[0] = value
         stepped.step()
         assert stepped.step_was_skipped is (value != 0.01)
+        stepped.zero_grad()
 
 
 def test_a_prepared_optimizer_is_pickled():
