@@ -146,6 +146,10 @@ class LowGather:
         self.rounded = False
         """Whether the weights that are gathered now hold rounded values."""
 
+    def concerns_this_call(self) -> bool:
+        """Whether what reads the weights in a call meets rounded values: now, or when they are gathered for its backward."""
+        return self.rounded or torch.is_grad_enabled()
+
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for FSDP to gather into."""
         found: Tensor = self.inner.allocate(size, dtype=dtype, device=device)
@@ -215,18 +219,18 @@ class GatheredLow:
         """CaptureError if a graph that is about to run reads rounded weights in fp32."""
         for name in reads.full if self._of else ():
             gather = self._of.get(name)
-            if gather is not None and gather.rounded:
-                raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sent it as {gather.fmt.name}; {AGAIN}")
+            if gather is not None and gather.concerns_this_call():
+                raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, entry: Entry, ran: Sequence[Region]) -> None:
         """CaptureError if anything but the one graph that is all of an entry's code may have read its rounded weights."""
         gather = self.gathers.get(entry.path)
-        if gather is None or not gather.rounded:
+        if gather is None or not gather.concerns_this_call():
             return
         if own_hooks(gather.sharded.module):
-            raise RoundedRead(f"{entry.place} has forward hooks that see weights which gather_low sent rounded; {AGAIN}")
+            raise RoundedRead(f"{entry.place} has forward hooks that see weights which gather_low sends rounded; {AGAIN}")
         if entry.graphs_of_forward.left_out or len(ran) != 1 or not ran[0].whole or ran[0].entry is not entry:
-            raise RoundedRead(f"{entry.place} ran code outside its graph, which may read weights that gather_low sent rounded; {AGAIN}")
+            raise RoundedRead(f"{entry.place} ran code outside its graph, which may read weights that gather_low sends rounded; {AGAIN}")
 
 
 __all__ = ["AGAIN", "GatheredLow", "LowGather", "RoundedRead", "Sharded", "agree", "full_gather", "own_hooks", "sharded_modules"]
