@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from amprewrite.accuracy.sensitivity import sensitivity
     from amprewrite.accuracy.verify import verify
     from amprewrite.api.compile_backend import compile_backend, compiled
+    from amprewrite.api.gather_low import LowGathers, gather_low
     from amprewrite.api.rewrite import plan, restore, rewrite
     from amprewrite.api.training_log import TrainingLog
     from amprewrite.ir.evidence.ranges import Calibration
@@ -62,6 +63,7 @@ _HOMES = {
     "amprewrite.report.cast_plan": ("CastPlan",),
     "amprewrite.ir.evidence.ranges": ("Calibration",),
     "amprewrite.api.compile_backend": ("compile_backend", "compiled"),
+    "amprewrite.api.gather_low": ("LowGathers", "gather_low"),
     "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
     "amprewrite.accuracy.sensitivity": ("sensitivity",),
     "amprewrite.accuracy.verify": ("verify",),
@@ -110,6 +112,7 @@ __all__ = [
     "EmitError",
     "LossScale",
     "LossScaleError",
+    "LowGathers",
     "MissingPackageError",
     "NoLossScale",
     "NodePlan",
@@ -127,6 +130,7 @@ __all__ = [
     "compile_backend",
     "compiled",
     "debug",
+    "gather_low",
     "plan",
     "restore",
     "rewrite",

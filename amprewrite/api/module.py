@@ -12,7 +12,7 @@ from amprewrite.report.cast_plan import CastPlan, PendingPlan
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
-from amprewrite.tables.errors import EmitError
+from amprewrite.tables.errors import EmitError, PolicyError
 
 if TYPE_CHECKING:
     from amprewrite.api.onnx.convert import OnnxResult
@@ -45,15 +45,21 @@ class Rewritten(RewrittenBase):
         """The loss scale built into the training graphs: `report()`, `value`, `state_dict()`, `load_state_dict()`."""
         return session_of(self).loss_scale
 
-    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
         """Guard the steps of `optimizer`: one whose gradients overflowed is skipped, and the loss scale moves.
 
         PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
         found at the first forward, or at their first step; attaching tells mistakes early. One that steps `copies` of the
         parameters, offloaded to another device say, cannot be found: attach it. Of a wrapper, such as
         accelerate's, the torch optimizer inside is guarded.
+
+        `group` is a torch.distributed process group whose ranks hold other parts of one model, as the stages of a pipeline are:
+        their optimizers skip together. Each rank attaches its own optimizer with that group, and all step equally often. DDP,
+        FSDP and tensor parallel need no group.
         """
-        session_of(self).attach(optimizer_inside(optimizer), copies)
+        if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+            raise PolicyError(f"group= takes a torch.distributed process group, such as dist.group.WORLD, not {type(group).__name__}")
+        session_of(self).attach(optimizer_inside(optimizer), copies, group)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.

@@ -33,16 +33,18 @@ from amprewrite.passes.driver import graph_device, read_parts, read_problem, rew
 from amprewrite.passes.lower.emit import emit
 from amprewrite.runtime.ambient.suspend_modes import modes_aside
 from amprewrite.runtime.captured.agreement import Agreement
-from amprewrite.runtime.captured.entries import Entry, Graphs, State, past_the_limit
+from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
 from amprewrite.runtime.captured.region import Region, scale_device
+from amprewrite.runtime.captured.weight_reads import weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
-from amprewrite.runtime.compiler.plain_words import own_autocast
+from amprewrite.runtime.compiler.plain_words import FUNCTORCH, own_autocast
 from amprewrite.runtime.model.half_parameters import frozen_note, lost_masters
+from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
@@ -52,9 +54,6 @@ from amprewrite.runtime.training.overflow_probe import OverflowProbe
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.tables.formats import FP32
-
-FRESH_STARTS = 2
-"""How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
 
 
 @dataclass
@@ -75,6 +74,7 @@ class Session:
     lock: threading.RLock = field(default_factory=threading.RLock)
     take_in: Callable[[], None] = field(default=lambda: None)
     """Rewrites the calls of modules that were put in after the rewrite."""
+    gathered: GatheredLow = field(default_factory=GatheredLow)
     children: tuple[nn.Module | None, ...] | None = None
     """The root's, when new modules were looked for; None: look again after this call, which captured something."""
 
@@ -101,6 +101,7 @@ class Session:
         refuse_ambient_autocast()
         dynamo.refuse_tracers()
         if dynamo.under_functorch():
+            self.gathered.check_call(entry, ())
             return self._transformed(entry, args, kwargs)
         recomputes = torch._C._current_graph_task_id() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
         if self.state.depth == 0 and not recomputes and self.schedule.look_now(self.root.training):
@@ -138,6 +139,7 @@ class Session:
             if not nested:
                 self._end_forward()
             state.captured -= captured
+        self.gathered.check_call(entry, ran)
         if not nested and self.children is None:
             self._look_for_new_modules()
         if not nested and torch.is_grad_enabled() and self.loss_scale.enabled:
@@ -158,9 +160,9 @@ class Session:
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call inside a torch.func transform as it is written. Of calls within each other the outermost is listed."""
         if not self.state.transformed:
-            message = f"{entry.place} ran in fp32: {_FUNCTORCH}"
+            message = f"{entry.place} ran in fp32: {FUNCTORCH}"
             entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
-            self.warn_fp32(message, _FUNCTORCH)
+            self.warn_fp32(message, FUNCTORCH)
         self.state.transformed += 1
         try:
             return entry.function(*args, **kwargs)
@@ -185,7 +187,7 @@ class Session:
             failed = dynamo.is_capture_error(error)
             if failed and self.options.strict and entry.graphs.full:
                 raise CaptureError(past_the_limit(entry)) from error
-            if failed or isinstance(error, AmpRewriteError):
+            if failed or (isinstance(error, AmpRewriteError) and not isinstance(error, RoundedRead)):
                 entry.recapture()
             if not failed or (type(error).__name__ in dynamo.ASKED_FOR and not self.options.strict):
                 raise
@@ -397,23 +399,26 @@ class Session:
             graphs.left_out[name] = Skipped(name, why)
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
-            return Region(entry, plan, emit(module, example_inputs, backend, None))
+            reads = weight_reads(module, example_inputs, self.root, None)
+            return Region(entry, plan, emit(module, example_inputs, backend, None), reads=reads)
         problem = captured.problem
         grad = problem.training
+        reads = weight_reads(rewritten, example_inputs, self.root, problem.policy.low)
         outside = backend is None or not grad or self.options.cache_weights == "step"  # a compiler casts weights as it reads them
         cache = self.cache if outside and self.options.cache_weights and not self._sharded() else None
         if problem.scale_loss:
             example_inputs = [*example_inputs, *self._scales(rewritten)]
         run = emit(rewritten, example_inputs, backend, cache, grad)
-        region = Region(entry, plan, run, rewritten if problem.scale_loss else None)
+        region = Region(entry, plan, run, rewritten if problem.scale_loss else None, reads)
         if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(captured)
+                    reads = weight_reads(rewritten, inputs, self.root, captured.problem.policy.low)
                     scales = self._scales(rewritten) if problem.scale_loss else ()
                     run = emit(rewritten, [*inputs, *scales], backend, cache, grad)
-                    region.become(plan, run, rewritten if problem.scale_loss else None)
+                    region.become(plan, run, rewritten if problem.scale_loss else None, reads)
                     self.agreement.join(plan, self.entries.values(), self.note)
 
             read_parts(captured)
@@ -433,14 +438,13 @@ class Session:
 
     def _sharded(self) -> bool:
         """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
-        found = any(map(is_sharded, self.root.modules()))
-        if found:
+        if found := any(map(is_sharded, self.root.modules())):
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found
 
-    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
         """Guard the steps of `optimizer`."""
-        self.gate.attach(optimizer, copies)
+        self.gate.attach(optimizer, copies, group)
 
     def weight_names(self) -> dict[int, str]:
         """Names of the weights by id."""
@@ -452,8 +456,7 @@ class Session:
 
     def policy_for(self, device: str) -> Policy:
         """The policy on this device; notes say where the device gains nothing."""
-        options, low = self.options, self.options.low
-        row = self._row(device)
+        options, low, row = self.options, self.options.low, self._row(device)
         if low is None:
             low = best_format(row)
             if low is None:
@@ -493,11 +496,7 @@ class Session:
         )
 
     def _device(self) -> str:
-        tensors = (*self.root.parameters(), *self.root.buffers())
-        return next((t.device.type for t in tensors), "cpu")
-
-
-_FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
+        return next((t.device.type for t in (*self.root.parameters(), *self.root.buffers())), "cpu")
 
 
 DISABLE_REASON = "a rewritten model compiles its own graphs"

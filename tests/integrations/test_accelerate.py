@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,45 @@ def test_a_mixed_precision_of_its_own_is_refused_by_name():
         accelerator.state._mixed_precision = "no"
     with pytest.raises(PolicyError, match="no module to rewrite"):
         helper.prepare(accelerator, dtype="bf16")
+
+
+def test_step_was_skipped_follows_each_step():
+    """As accelerate's own test of it: gradients written by hand, finite, NaN, NaN, finite. NaN that was left there would count again."""
+    accelerator, model, stepped, _ = prepared("helper", torch.optim.SGD, loss_scale=DynamicLossScale(init=2.0**8))
+    for value in (0.01, float("nan"), float("nan"), 0.01):
+        accelerator.backward(model(data()).sum())
+        for p in model.parameters():
+            p.grad.fill_(0.01)
+        p.grad[0] = value
+        stepped.step()
+        assert stepped.step_was_skipped is (value != 0.01)
+        stepped.zero_grad()
+
+
+def test_a_prepared_optimizer_is_pickled():
+    _, _, stepped, _ = prepared("helper")
+    again = pickle.loads(pickle.dumps(stepped))
+    assert [len(group["params"]) for group in again.param_groups] == [len(group["params"]) for group in stepped.param_groups]
+
+
+def test_gradients_accumulate_as_one_batch():
+    """As accelerate's own test: no step and no schedule between, and the mean gradient of the batches at the end."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, plain = mlp(), mlp()
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, stepped = helper.prepare(accelerator, model, stepped, dtype="fp16", loss_scale=DynamicLossScale(init=2.0**10))
+    for step in range(4):
+        before = [p.detach().clone() for p in model.parameters()]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(data(seed=step)).square().mean())
+            (plain(data(seed=step)).square().mean() / 2).backward()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.linalg.vector_norm(ours.grad - theirs.grad) < 2e-2 * torch.linalg.vector_norm(theirs.grad)
+            stepped.step()
+            stepped.zero_grad()
+        assert accelerator.sync_gradients is (step % 2 == 1)
+        assert all(map(torch.equal, before, model.parameters())) is not accelerator.sync_gradients
+        if accelerator.sync_gradients:
+            plain.load_state_dict(model.state_dict())
+            plain.zero_grad()
+    assert model.loss_scale.report().steps == 2

@@ -40,6 +40,7 @@ FAST = {
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],
+    "train_distributed.py": ["--steps", "6"],
     "train_digits_fp16.py": ["--epochs", "3"],
 }
 NEEDS = {
@@ -131,8 +132,13 @@ def test_example(name, tmp_path):
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("train_char_gpt.py", []), ("train_char_gpt.py", ["--shard"]), ("train_digits_fp16.py", [])],
-    ids=["char gpt, DDP", "char gpt, FSDP2", "digits, DDP"],
+    [
+        ("train_char_gpt.py", []),
+        ("train_char_gpt.py", ["--shard"]),
+        ("train_digits_fp16.py", []),
+        *(("train_distributed.py", ["--way", way]) for way in ("ddp", "fsdp2", "tp", "pp")),
+    ],
+    ids=["char gpt, DDP", "char gpt, FSDP2", "digits, DDP", "DDP", "FSDP2", "tensor parallel", "pipeline"],
 )
 def test_training_examples_over_two_processes(name, options):
     if name in NEEDS:
@@ -142,7 +148,7 @@ def test_training_examples_over_two_processes(name, options):
 
 
 def learned(name: str, printed: str) -> None:
-    """Training got somewhere, and the digits example skipped the four steps that it makes overflow."""
+    """Training got somewhere, the digits example skipped the four steps that it makes overflow, and ranks held one scale."""
     if name == "train_char_gpt.py":
         (loss,) = re.findall(r"test loss ([\d.]+)", printed)
         assert float(loss) < 3.6
@@ -150,6 +156,8 @@ def learned(name: str, printed: str) -> None:
         (share,) = re.findall(r"test accuracy ([\d.]+) %", printed)
         assert float(share) > 90
         assert "4 of 66 steps skipped" in printed
+    if name == "train_distributed.py":
+        assert "one scale on all ranks: True" in printed and "1 of 6 steps skipped, last at step 3" in printed
 
 
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))

@@ -118,6 +118,17 @@ def test_fsdp_after_the_rewrite_says_how_parameters_stay_in_sight():
     assert ran_low(shown(x), wanted)
 
 
+def test_what_deepspeed_has_taken_over_is_refused():
+    """By the marks of its engine and of the parameters that ZeRO-3 partitions."""
+    engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine", "zero_optimization": lambda self: True})()
+    with pytest.raises(CaptureError, match=r"is a DeepSpeed engine.*use fully_shard"):
+        low(engine)
+    model = mlp()
+    model.first.weight.ds_id = 0
+    with pytest.raises(CaptureError, match=r"ZeRO-3 has partitioned the parameters.*use fully_shard"):
+        low(model)
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("order", ["DDP, rewrite", "rewrite, DDP"])
 @pytest.mark.filterwarnings("ignore:DistributedDataParallel has code that runs as it is written:amprewrite.AmpRewriteWarning")

@@ -1,12 +1,14 @@
 """Fifty fp16 steps with overflows under a trainer, whole or from its checkpoint of step 25: `resume_program.py LIBRARY WAY FOLDER PART`.
 
-Prints the losses of the last 25 steps and a digest of weights, optimizer state, learning rate and loss scale, as JSON.
+Prints the losses of the last 25 steps and a digest of weights, optimizer state, learning rate and loss scale, as JSON; under
+torchrun each rank does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,13 +21,14 @@ from torch.utils.data import DataLoader, Dataset
 import amprewrite
 
 STEPS, HALF = 50, 25
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCALE = {"init": 2.0**22, "growth_interval": 4}
 """Overflows at once, and again whenever it has grown too large."""
 
 
 class Rows(Dataset[Any]):
     def __len__(self) -> int:
-        return 4 * STEPS
+        return 4 * STEPS * RANKS
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
@@ -48,12 +51,57 @@ def scale() -> amprewrite.DynamicLossScale:
 
 def told(losses: Iterable[float], model: nn.Module, optimizer: Any, amp: Any) -> None:
     state = optimizer.state_dict()
-    numbers = [p.tolist() for p in model.parameters()]
-    numbers += [[value.tolist() for value in each.values()] for each in state["state"].values()]
+    numbers = [(p.to_local() if hasattr(p, "to_local") else p).tolist() for p in model.parameters()]
+    held = [[value for value in each.values() if value.dim()] for each in state["state"].values()]
+    numbers += [[(value.to_local() if hasattr(value, "to_local") else value).tolist() for value in each] for each in held]
     report = amp.loss_scale.report()
     facts = [report.scale, report.steps, report.skipped, state["param_groups"][0]["lr"]]
     digest = hashlib.sha256(json.dumps([numbers, amp.loss_scale.state_dict()]).encode()).hexdigest()
-    print("RESULT" + json.dumps({"losses": list(losses)[-HALF:], "facts": facts, "digest": digest}))
+    print("RESULT" + json.dumps({"rank": RANK, "losses": list(losses)[-HALF:], "facts": facts, "digest": digest}), flush=True)
+
+
+def run_loop(way: str, folder: Path, resume: bool) -> None:
+    """A loop of one's own on two ranks, with DDP and torch.save, or FSDP2 and torch.distributed.checkpoint."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    amp: Any = amprewrite.rewrite(Net(), dtype="fp16", loss_scale=scale())
+    model: Any = fully_shard(amp) if way == "fsdp2" else nn.parallel.DistributedDataParallel(amp)
+    stepped = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows, file = Rows(), folder / "ddp.pt"
+
+    def state() -> dict[str, Any]:
+        weights, optimizer = get_state_dict(model, stepped)
+        return {"model": weights, "optimizer": optimizer}
+
+    if resume and way == "fsdp2":
+        loaded = state()
+        dcp.load(loaded, checkpoint_id=folder / "fsdp2")
+        set_state_dict(model, stepped, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    elif resume:
+        loaded = torch.load(file, weights_only=True)
+        amp.load_state_dict(loaded["model"])
+        stepped.load_state_dict(loaded["optimizer"])
+    losses = []
+    for step in range(HALF if resume else 0, STEPS):
+        if step == HALF and not resume:
+            if way == "fsdp2":
+                dcp.save(state(), checkpoint_id=folder / "fsdp2")
+            elif RANK == 0:
+                torch.save({"model": amp.state_dict(), "optimizer": stepped.state_dict()}, file)
+        batch = [rows[(RANKS * step + RANK) * 4 + place] for place in range(4)]
+        loss = model(torch.stack([each["x"] for each in batch]), torch.stack([each["labels"] for each in batch]))["loss"]
+        stepped.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepped.step()
+        losses.append(loss.item())
+    told(losses, model, stepped, amp)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def run_trainer(way: str, folder: Path, resume: bool) -> None:
@@ -135,8 +183,8 @@ def run_lightning(way: str, folder: Path, resume: bool) -> None:
         amprewrite.rewrite(module, dtype="fp16", loss_scale=scale(), inplace=True)
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=2, limit_train_batches=HALF, plugins=plugins, callbacks=[saver], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
+        accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto", max_epochs=2, limit_train_batches=HALF,
+        plugins=plugins, callbacks=[saver], logger=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
     )  # fmt: skip
     trainer.fit(module, DataLoader(Rows(), batch_size=4), ckpt_path=str(folder / "epoch=0.ckpt") if resume else None)
     told(losses, module.net, trainer.optimizers[0], module)
@@ -145,4 +193,5 @@ def run_lightning(way: str, folder: Path, resume: bool) -> None:
 if __name__ == "__main__":
     library, way, folder, part = sys.argv[1:]
     torch.manual_seed(0)
-    {"trainer": run_trainer, "accelerate": run_accelerate, "lightning": run_lightning}[library](way, Path(folder), part == "resumed")
+    programs = {"loop": run_loop, "trainer": run_trainer, "accelerate": run_accelerate, "lightning": run_lightning}
+    programs[library](way, Path(folder), part == "resumed")

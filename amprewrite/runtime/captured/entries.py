@@ -24,6 +24,9 @@ from amprewrite.runtime.compiler.dynamo import parameter_names
 from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
 from amprewrite.runtime.options import Options
 
+FRESH_STARTS = 2
+"""How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
+
 
 class Owner(Run, Protocol):
     """What an entry needs of its rewritten model's session."""
@@ -95,6 +98,7 @@ class Graphs:
         reason = getattr(module, "compile_subgraph_reason", None)
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
         region = self.entry.session.rewrite_region(self, module, example_inputs)
+        region.whole = dynamo.is_whole(module, self.entry.function)
         forget_inputs(module.graph)
         self.regions.append(region)
         self.full = self.full or self._captures[frame] >= dynamo.RECOMPILE_LIMIT
@@ -180,4 +184,4 @@ def past_the_limit(entry: Entry) -> str:
     )
 
 
-__all__ = ["Entry", "Graphs", "State", "past_the_limit"]
+__all__ = ["FRESH_STARTS", "Entry", "Graphs", "State", "past_the_limit"]

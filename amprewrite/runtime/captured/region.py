@@ -14,6 +14,7 @@ from amprewrite.runtime.ambient.suspend_modes import pushed, suspend_dispatch_mo
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry
 from amprewrite.runtime.captured.past import Past
+from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
 
@@ -26,8 +27,15 @@ class Run(Protocol):
     state: Any
     probe: OverflowProbe
     gate: StepGate
+    gathered: GatheredWeights
 
     def forward_scale(self, device: torch.device) -> ForwardScale: ...
+
+
+class GatheredWeights(Protocol):
+    """What a region needs of weights that travel low."""
+
+    def check_reads(self, reads: WeightReads, place: str) -> None: ...
 
 
 class Place(Protocol):
@@ -35,6 +43,9 @@ class Place(Protocol):
 
     @property
     def session(self) -> Run: ...
+
+    @property
+    def place(self) -> str: ...
 
 
 def scale_device(graph: torch.fx.Graph) -> torch.device:
@@ -46,18 +57,23 @@ def scale_device(graph: torch.fx.Graph) -> torch.device:
 class Region:
     """One rewritten graph, as Dynamo calls it; `module` is the edited graph of one that scales gradients."""
 
-    def __init__(self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None) -> None:
+    whole = False
+    """Whether the graph is all of its entry's forward."""
+
+    def __init__(
+        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None
+    ) -> None:
         self.entry, self.session, self.state = entry, entry.session, entry.session.state
-        self.plan, self.run, self.module = plan, run, module
+        self.plan, self.run, self.module, self.reads = plan, run, module, reads or WeightReads()
         self.device = torch.device("cpu") if module is None else scale_device(module.graph)
-        self._past = Past[CompiledFn]()
+        self._past = Past[tuple[CompiledFn, WeightReads]]()
         self.latest = None if module is None else LatestInputs(self)
         self.overflow_retry: OverflowRetry | None = None
 
-    def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None) -> None:
+    def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads) -> None:
         """Run this from now on; recomputations of earlier forwards go on with what those ran."""
-        self._past.keep(self.run)
-        self.plan, self.run, self.module = plan, run, module
+        self._past.keep((self.run, self.reads))
+        self.plan, self.run, self.module, self.reads = plan, run, module, reads
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
@@ -70,7 +86,8 @@ class Region:
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        run, scaled = self._past.of_forward(self.run), self.latest
+        (run, reads), scaled = self._past.of_forward((self.run, self.reads)), self.latest
+        self.session.gathered.check_reads(reads, self.entry.place)
         if scaled is not None:
             forward = self.session.forward_scale(self.device)
             inputs = (*inputs, *forward.on(self.device))

@@ -140,6 +140,23 @@ def _frame_around(function: types.FunctionType) -> types.FunctionType:
     return forward
 
 
+_AROUND = _frame_around(clone_code).__code__  # type: ignore[arg-type]
+"""The code of a frame around a function that Dynamo skips."""
+
+
+def is_whole(module: torch.fx.GraphModule, function: Callable[..., Any]) -> bool:
+    """Whether a captured graph is all of `function`: Dynamo left it by a return, and not that of a function called inside."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or reason.graph_break or not reason.user_stack:
+        return False
+    inner = function.__func__ if isinstance(function, types.MethodType) else function
+    at = reason.user_stack[0]
+    codes = [code for code in (getattr(inner, "__code__", None), _AROUND) if code is not None]
+    return any(
+        (at.filename, at.name) == (code.co_filename, code.co_name) and at.lineno in {line for *_, line in code.co_lines()} for code in codes
+    )
+
+
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the positional parameters after self; () if the signature says nothing."""
     try:

@@ -90,4 +90,8 @@ def traced(tracer: str) -> str:
     return f"a rewritten model cannot be traced by {tracer}; {instead}"
 
 
-__all__ = ["ambient_autocast", "own_autocast", "plain_reason", "traced", "who_switched_autocast"]
+FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
+"""Why a call inside of such a transform runs in fp32."""
+
+
+__all__ = ["FUNCTORCH", "ambient_autocast", "own_autocast", "plain_reason", "traced", "who_switched_autocast"]

@@ -32,6 +32,12 @@ def is_sharded(module: nn.Module) -> bool:
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of weights in FSDP2's state of a module, each gathered at once; earlier versions of torch have one at most."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
 def sharded_inside(root: nn.Module, path: str) -> str:
     """What to do where FSDP2 gathers weights inside the captured module at `path`, which breaks its graph there."""
     found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]

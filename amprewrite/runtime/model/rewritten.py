@@ -146,7 +146,16 @@ def _refuse_sharded(model: nn.Module) -> None:
                 f"{place} is wrapped in FSDP, which must come after the rewrite: amp = rewrite(model), then "
                 "FSDP(amp, use_orig_params=True)"
             )
+        if any(cls.__module__.partition(".")[0] == "deepspeed" for cls in type(module).__mro__) and hasattr(module, "zero_optimization"):
+            raise CaptureError(f"{place} is a DeepSpeed engine; {_NO_DEEPSPEED}")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise CaptureError(f"DeepSpeed's ZeRO-3 has partitioned the parameters of this model; {_NO_DEEPSPEED}")
 
+
+_NO_DEEPSPEED = (
+    "DeepSpeed takes the parameters and the optimizer over and runs a precision of its own; use fully_shard, which shards as ZeRO-3 does: "
+    "amp = rewrite(model, granularity='blocks'), then fully_shard(block) for each block of amp, then fully_shard(amp)"
+)
 
 _FOREIGN_SESSION = (
     "this module shares the attributes of a rewritten model and would compute with that model's parameters; make copies of a "

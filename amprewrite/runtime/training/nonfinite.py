@@ -29,13 +29,14 @@ Group = tuple[Any, torch.device | None]
 """A process group, None for the world, and the device that its collectives need, None for any."""
 
 
-def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = ()) -> Tensor | None:
+def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
     """A flag, above 0 if any gradient holds inf or NaN on any rank that shares it, or a `noted` flag says so; None without gradients.
 
     Each shard is checked where it lies. Who takes part in the agreement follows from the parameters and not from the
-    gradients, so every rank makes the same collective calls. Dense gradients that DDP averaged agree by themselves.
+    gradients, so every rank makes the same collective calls. Dense gradients that DDP averaged agree by themselves. The ranks of the
+    process groups `beside` hold other parameters that step together with these, and agree, too.
     """
-    groups: dict[int, Group] = {}
+    groups: dict[int, Group] = {id(group): (group, None) for group in beside}
     gradients: list[Tensor] = []
     p = None
     for p in params:

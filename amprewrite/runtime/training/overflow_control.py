@@ -134,10 +134,11 @@ class StepGate:
         self._unscaled = self._stepped = False
         self._forget_optimizers()
 
-    def attach(self, optimizer: Optimizer, copies: bool = False) -> None:
+    def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
         """Guard `optimizer`.  PolicyError if it is attached already or owns none of the model's parameters.
 
-        With `copies` it steps copies of them, kept elsewhere, to which the loop brings the gradients, as offloading does.
+        With `copies` it steps copies of them, kept elsewhere, to which the loop brings the gradients, as offloading does. With a
+        process `group` it skips together with the optimizers on the other ranks of that, which step other parts of the model.
         """
         optimizer = optimizer_inside(optimizer)
         if optimizer in self._attached:
@@ -150,6 +151,8 @@ class StepGate:
         if copies:
             self._copies.add(optimizer)
         self._guard(optimizer)
+        if group is not None:
+            guard_of(optimizer).agree_with(group)
         self._attached.add(optimizer)
 
     def attach_if_own(self, optimizer: Optimizer) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amprewrite.runtime.model.parts import fsdp_groups
 from amprewrite.tables.errors import PolicyError
 
 _HOOKS = "_optimizer_step_pre_hooks"
@@ -68,8 +69,7 @@ def sharded_parameters(root: nn.Module) -> Iterator[Tensor]:
     for module in root.modules():
         ask: Any = getattr(module, "_get_fsdp_state", None)
         state = ask() if ask is not None else None
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
+        for group in fsdp_groups(state):
             for parameter in getattr(group, "fsdp_params", ()):
                 yield parameter.sharded_param
 

@@ -81,6 +81,8 @@ class Guard:
         self._found: Tensor | None = None
         self._closure: _Closure | None = None
         self._warm: tuple[int, int, int] | None = None
+        self._beside: list[Any] = []
+        """Process groups whose ranks step other parts of one model together with this optimizer."""
         self._latest: bool | Tensor = False
         self._arrived = Arrived()
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -96,6 +98,11 @@ class Guard:
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
         self.resume()
+
+    def agree_with(self, group: Any) -> None:
+        """Skip whenever an optimizer on another rank of `group` skips."""
+        if group not in self._beside:
+            self._beside.append(group)
 
     def resume(self) -> None:
         """Load the loss scales that came with a checkpoint of the optimizer, if one did."""
@@ -148,7 +155,8 @@ class Guard:
     def look(self, optimizer: Optimizer) -> Tensor | None:
         """A flag for the gradients as they are and for what backwards left before; None without gradients."""
         params = list(params_of(optimizer))
-        return find_nonfinite(params, [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)])
+        noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
+        return find_nonfinite(params, noted, self._beside)
 
     def gates(self) -> list[Gate]:
         """The gates that still live and scale anything."""

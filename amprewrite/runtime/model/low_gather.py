@@ -1,0 +1,236 @@
+"""What FSDP2 sends over the wire follows the plan: weights that every graph reads low are gathered in the low format.
+
+A graph casts such a weight to the low format before it does anything else. So each rank may round its shard before it sends it,
+and the gathered fp32 weight, which then holds rounded values, casts to the same bits. Gradients are made and reduced in fp32 as
+ever; the shards that optimizers and checkpoints see stay fp32.
+
+1. `LowGather` takes the place of FSDP's all-gather for one sharded module, through `FSDPModule.set_custom_all_gather`.
+2. It sends low only what FSDP gathers for a forward or a backward and frees after it. `unshard()` of the user's gathers fp32.
+3. Ranks must send alike, so nothing is decided while they run: they agree once, in `agree`.
+4. `GatheredLow` stands guard: a call that reads rounded weights in any other way is an error, before its result is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from amprewrite.runtime.captured.weight_reads import WeightReads
+from amprewrite.runtime.model.parts import fsdp_groups
+from amprewrite.tables.errors import CaptureError
+from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
+
+_SENT_LOW = ("FORWARD", "PRE_BACKWARD")
+"""What FSDP's training state is called while it gathers weights for the graphs, which it frees again."""
+AGAIN = "call amprewrite.gather_low(amp) on all ranks and repeat the call: the ranks agree anew, and what is read in fp32 travels so"
+
+
+class Graphs(Protocol):
+    """What is asked of what an entry has captured."""
+
+    left_out: Any
+
+
+class Entry(Protocol):
+    """What is asked of an entry."""
+
+    path: str
+
+    @property
+    def graphs_of_forward(self) -> Graphs: ...
+
+    @property
+    def place(self) -> str: ...
+
+
+class Region(Protocol):
+    """What is asked of a graph that ran."""
+
+    whole: bool
+
+    @property
+    def entry(self) -> Any: ...
+
+
+class RoundedRead(CaptureError):
+    """A call would read rounded weights in fp32. Its graphs are as good as they were."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A module that went through `fully_shard` by itself, and FSDP's group of its weights."""
+
+    path: str
+    module: Any
+    group: Any
+    names: tuple[tuple[str, ...], ...]
+    """The paths of each weight, in the order in which FSDP gathers them."""
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each weight that this rank sends."""
+        return tuple(each.padded_sharded_param_size.numel() for each in self.group.fsdp_params)
+
+    def cannot(self) -> str:
+        """Why no weight of this module can travel low, or ""."""
+        group = self.group
+        if not hasattr(self.module, "set_custom_all_gather"):
+            return "this version of torch lets nobody choose how FSDP gathers"
+        if group.mp_policy.param_dtype is not None:
+            return "its MixedPrecisionPolicy casts weights already"
+        if any(each.orig_dtype is not FP32.dtype or each.is_dtensor for each in group.fsdp_params):
+            return "its weights are not all plain fp32 tensors"
+        if not frees_after_forward(group):
+            return "its weights stay gathered after the forward, where any code may read them; fully_shard(..., reshard_after_forward=True)"
+        return ""
+
+
+def frees_after_forward(group: Any) -> bool:
+    """Whether FSDP takes gathered weights back to shards after each forward and each backward."""
+    return bool(group._reshard_after_forward and not group._use_post_forward_mesh and group.reshard_after_backward)
+
+
+def own_hooks(module: Any) -> bool:
+    """Whether forward hooks beside FSDP's see the gathered weights."""
+    state = module._get_fsdp_state()
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(getattr(hook, "__self__", None) is not state for hook in hooks)
+
+
+def sharded_modules(root: nn.Module) -> Iterator[Sharded | str]:
+    """Each module under `root` that went through `fully_shard`; the path of one that is not alone with one group of weights."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    for module, (path, *_) in paths.items():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        groups = fsdp_groups(state)
+        if len(groups) > 1 or any(len(group.modules) > 1 for group in groups):
+            yield path
+        elif groups:
+            yield Sharded(path, module, groups[0], tuple(_names(each, paths) for each in groups[0].fsdp_params))
+
+
+def _names(parameter: Any, paths: Mapping[nn.Module, list[str]]) -> tuple[str, ...]:
+    """Every path of one of FSDP's parameters."""
+    info = parameter._module_info
+    owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    return tuple(f"{path}.{name}".lstrip(".") for module, name in owners for path in paths.get(module, ()))
+
+
+def agree(group: Any, low: list[bool], fmt: Format) -> list[bool]:
+    """Which weights every rank may send low. A collective call: ranks that plan for different formats send none."""
+    import torch.distributed
+
+    kind = LOW_FORMATS.index(fmt)
+    said = torch.tensor([kind, -kind, *map(int, low)], dtype=torch.int32, device=group.device)
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group._all_gather_process_group)
+    least, most, *all_low = said.tolist()
+    return [bool(each) and least == -most for each in all_low]
+
+
+class LowGather:
+    """FSDP's all-gather for the weights of one module, some of which travel in the low format."""
+
+    def __init__(self, sharded: Sharded, low: Iterable[bool], fmt: Format) -> None:
+        self.sharded, self.fmt = sharded, fmt
+        self.inner: Any = full_gather(sharded.group)
+        """What gathers otherwise: FSDP's own, or one that the user chose."""
+        self.low = tuple(low)
+        self.names = frozenset(name for names, is_low in zip(sharded.names, self.low, strict=True) if is_low for name in names)
+        self.rounded = False
+        """Whether the weights that are gathered now hold rounded values."""
+
+    def concerns_this_call(self) -> bool:
+        """Whether what reads the weights in a call meets rounded values: now, or when they are gathered for its backward."""
+        return self.rounded or torch.is_grad_enabled()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for FSDP to gather into."""
+        found: Tensor = self.inner.allocate(size, dtype=dtype, device=device)
+        return found
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        """Gather `input_tensor` of all ranks into `output_tensor`, both flat."""
+        self.rounded = not async_op and self._for_graphs(input_tensor)
+        if not self.rounded:
+            return self.inner(output_tensor, input_tensor, group, async_op)
+        rows = output_tensor.view(group.size(), -1)
+        spans = list(self._spans())
+        words = input_tensor.element_size() // self.fmt.dtype.itemsize
+        width = sum(length if low else length * words for low, _, length in spans)
+        wire = self.inner.allocate((group.size() * width,), dtype=self.fmt.dtype, device=input_tensor.device).view(group.size(), width)
+        mine = wire[group.rank()]
+        torch._foreach_copy_(*_pairs(mine, input_tensor, spans, words))
+        self.inner(wire.view(-1), mine, group, False)
+        sources, targets = _pairs(wire, rows, spans, words)
+        torch._foreach_copy_(targets, sources)
+        return None
+
+    def _for_graphs(self, sent: Tensor) -> bool:
+        """Whether this gather serves the graphs of a forward or a backward, and is freed after it."""
+        group = self.sharded.group
+        known = sent.dtype == FP32.dtype and sent.numel() == sum(self.sharded.numels)
+        return known and group._training_state.name in _SENT_LOW and frees_after_forward(group)
+
+    def _spans(self) -> Iterator[tuple[bool, int, int]]:
+        """Runs of weights that travel alike: whether low, the first element, how many."""
+        start = 0
+        for low, run in groupby(zip(self.low, self.sharded.numels, strict=True), key=lambda each: each[0]):
+            length = sum(numel for _, numel in run)
+            yield low, start, length
+            start += length
+
+
+def full_gather(group: Any) -> Any:
+    """What gathers the weights of an FSDP group in fp32."""
+    found = group._all_gather_comm
+    return found.inner if isinstance(found, LowGather) else found
+
+
+def _pairs(wire: Tensor, flat: Tensor, spans: Iterable[tuple[bool, int, int]], words: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The parts of the wire, and of the fp32 elements that they stand for. fp32 travels as its bits, `words` low words an element."""
+    on_wire, elements, at = [], [], 0
+    for is_low, start, length in spans:
+        count = length if is_low else length * words
+        part, of = wire[..., at : at + count], flat[..., start : start + length]
+        on_wire.append(part if is_low else part.view(torch.uint8))
+        elements.append(of if is_low else of.view(torch.uint8))
+        at += count
+    return on_wire, elements
+
+
+@dataclass
+class GatheredLow:
+    """The modules of one rewritten model whose weights travel low, and the guard over who reads them."""
+
+    gathers: dict[str, LowGather] = field(default_factory=dict)
+    """By the path of the module."""
+
+    def __post_init__(self) -> None:
+        self._of = {name: gather for gather in self.gathers.values() for name in gather.names}
+
+    def check_reads(self, reads: WeightReads, place: str) -> None:
+        """CaptureError if a graph that is about to run reads rounded weights in fp32."""
+        for name in reads.full if self._of else ():
+            gather = self._of.get(name)
+            if gather is not None and gather.concerns_this_call():
+                raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
+
+    def check_call(self, entry: Entry, ran: Sequence[Region]) -> None:
+        """CaptureError if anything but the one graph that is all of an entry's code may have read its rounded weights."""
+        gather = self.gathers.get(entry.path)
+        if gather is None or not gather.concerns_this_call():
+            return
+        if own_hooks(gather.sharded.module):
+            raise RoundedRead(f"{entry.place} has forward hooks that see weights which gather_low sends rounded; {AGAIN}")
+        if entry.graphs_of_forward.left_out or len(ran) != 1 or not ran[0].whole or ran[0].entry is not entry:
+            raise RoundedRead(f"{entry.place} ran code outside its graph, which may read weights that gather_low sends rounded; {AGAIN}")
+
+
+__all__ = ["AGAIN", "GatheredLow", "LowGather", "RoundedRead", "Sharded", "agree", "full_gather", "own_hooks", "sharded_modules"]
