@@ -27,7 +27,9 @@ class Run(Protocol):
     state: Any
     probe: OverflowProbe
     gate: StepGate
-    gathered: GatheredWeights
+
+    @property
+    def gathered(self) -> GatheredWeights: ...
 
     def forward_scale(self, device: torch.device) -> ForwardScale: ...
 
