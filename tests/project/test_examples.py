@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = {
+    "api_reference.py": ["--out", "{out}"],
     "digits.py": ["--epochs", "2"],
     "first_plan.py": [],
     "inspect_bert.py": ["--layers", "2"],
@@ -44,6 +45,7 @@ FAST = {
     "train_digits_fp16.py": ["--epochs", "3"],
 }
 NEEDS = {
+    "api_reference.py": "pdoc",  # the docs extra, which tests do not need
     "digits.py": "sklearn",
     "train_digits_fp16.py": "sklearn",
     "benchmarks/fp16_training.py": "sklearn",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import amprewrite
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "examples" / "guides"
@@ -26,3 +33,61 @@ def test_every_step_names_files_that_are_there():
 def test_every_stage_of_the_pipeline_is_told_of(stage):
     assert (ROOT / "passes" / stage).is_dir()
     assert f"passes/{stage}/" in (GUIDES / "how_it_works.md").read_text()
+
+
+# -- the API reference ---------------------------------------------------------------------------------------------------
+
+
+def api_reference() -> ModuleType:
+    """The script that writes the page, as a module."""
+    spec = importlib.util.spec_from_file_location("api_reference", ROOT / "examples" / "api_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_shows_every_public_name():
+    shown = {name for group in api_reference().GROUPS.values() for name in group}
+    assert set(amprewrite.__all__) <= shown
+    assert shown - set(amprewrite.__all__) == set(api_reference().ELSEWHERE) - {"rewrite_onnx"}
+
+
+FUNCTIONS = [name for name in amprewrite.__all__ if inspect.isfunction(getattr(amprewrite, name))]
+PLAIN = {"model", "amp", "module", "graph", "inputs", "args", "kwargs", "options", "batches", "progress", "example_kwargs"}
+"""Parameters whose names say what they take."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_tell_of_their_options_and_errors(name):
+    function = getattr(amprewrite, name)
+    text = inspect.getdoc(function) or ""
+    assert len(FUNCTIONS) > 8
+    assert [option for option in inspect.signature(function).parameters if option not in PLAIN and option not in text] == []
+    assert re.search(r"Raises|Error", text), "which errors?"
+
+
+@pytest.mark.parametrize("name", sorted({name for group in api_reference().GROUPS.values() for name in group}))
+def test_public_classes_tell_of_their_methods(name):
+    reference = api_reference()
+    if reference.missing(name):
+        pytest.skip(f"{name} needs {reference.missing(name)}")
+    found = reference.documented(name)
+    assert inspect.getdoc(found)
+    if not inspect.isclass(found):
+        return
+    inherited = {key for base in found.__mro__ if not base.__module__.startswith("amprewrite") for key in vars(base)}
+    own = {key: value for base in found.__mro__ if base.__module__.startswith("amprewrite") for key, value in vars(base).items()}
+    told = {key: inspect.getdoc(value) for key, value in own.items() if not key.startswith("_") and key not in inherited}
+    functions = {key for key in told if inspect.isroutine(own[key]) or isinstance(own[key], property)}
+    assert sorted(key for key in functions if not told[key]) == []
+
+
+def test_the_reference_is_one_page_without_a_network(tmp_path):
+    pytest.importorskip("pdoc", reason="the docs extra is not installed, and tests do not need it")
+    script = str(ROOT / "examples" / "api_reference.py")
+    subprocess.run([sys.executable, script, "--out", str(tmp_path)], check=True, cwd=ROOT, timeout=300)
+    (page,) = tmp_path.iterdir()
+    text = page.read_text()
+    assert [name for name in amprewrite.__all__ if f'id="{name}"' not in text] == []
+    assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=.http", text)
