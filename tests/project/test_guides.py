@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from types import ModuleType
 import pytest
 
 import amprewrite
+from amprewrite.ir.evidence import ranges
+from amprewrite.ir.plans.plan import MIGRATIONS, SCHEMA
+from amprewrite.tables.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "examples" / "guides"
@@ -91,3 +95,49 @@ def test_the_reference_is_one_page_without_a_network(tmp_path):
     text = page.read_text()
     assert [name for name in amprewrite.__all__ if f'id="{name}"' not in text] == []
     assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=.http", text)
+
+
+# -- the page on the project, and the notebook ---------------------------------------------------------------------------
+
+
+def test_the_changelog_and_the_schemas_are_those_of_the_code():
+    page = (GUIDES / "project.md").read_text()
+    assert f"### {VERSION}" in page
+    assert f"(`plan.to_json()`) | {SCHEMA} |" in page
+    assert f"(`calibration.save`) | {ranges.SCHEMA} |" in page
+    assert set(MIGRATIONS) == set(range(1, SCHEMA)), "each older version has its step"
+
+
+def test_a_loss_scale_of_a_later_version_loads():
+    """As the page says: keys that are unknown are ignored, and one that is missing takes its default."""
+    state = amprewrite.DynamicLossScale(init=2.0**10).state_dict()
+    own = {key: value for key, value in state["amprewrite"].items() if key != "searching"} | {"later": 1}
+    scale = amprewrite.DynamicLossScale()
+    scale.load_state_dict(state | {"amprewrite": own, "later": 1})
+    assert scale.value == 2.0**10
+
+
+NOTEBOOK = json.loads((ROOT / "examples" / "first_plan.ipynb").read_text())
+
+
+def test_the_notebook_carries_no_outputs():
+    code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert NOTEBOOK["nbformat"] == 4 and len(code) > 3
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    assert code[0]["source"][-1] == "plan", "it opens with a plan that shows itself"
+
+
+def test_the_cells_of_the_notebook_run(capsys):
+    names: dict[str, object] = {}
+    for cell in NOTEBOOK["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    printed = capsys.readouterr().out
+    assert "softmax" in printed and "True torch.float32" in printed and "loss scale" in printed
+    assert "<" in names["plan"]._repr_html_()  # type: ignore[attr-defined]
+
+
+def test_pages_that_the_notebook_links_are_there():
+    for cell in NOTEBOOK["cells"]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", "".join(cell["source"])):
+            assert (ROOT / "examples" / link).exists(), link
