@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "OpListError", "PassError", "PlanError", "PolicyError", "StaleWeightsError", "AmpRewriteWarning",
     ),
 }  # fmt: skip
-"""What stands on the page, in this order."""
+"""What stands on the page, in this order; public names that are in no group come last."""
 ELSEWHERE = {
     "Rewritten": ("amprewrite.api.module", ""),
     "search": ("amprewrite.accuracy.frontier", ""),
@@ -43,6 +43,13 @@ ELSEWHERE = {
     "AmpRewritePrecision": ("amprewrite.integrations.lightning", "lightning"),
 }
 """Names that are not those of `amprewrite` itself: their module, and the package that it needs."""
+
+
+def groups() -> dict[str, tuple[str, ...]]:
+    """The groups of the page; each public name is in one."""
+    grouped = {name for group in GROUPS.values() for name in group}
+    rest = tuple(name for name in amprewrite.__all__ if name not in grouped)
+    return GROUPS | ({"More": rest} if rest else {})
 
 
 def missing(name: str) -> str:
@@ -59,12 +66,12 @@ def documented(name: str) -> Any:
 def page() -> types.ModuleType:
     """A module that holds what the page shows, with an index for a docstring."""
     module = types.ModuleType("amprewrite")
-    names = [name for group in GROUPS.values() for name in group if not missing(name)]
+    names = [name for group in groups().values() for name in group if not missing(name)]
     for name in names:
         setattr(module, name, documented(name))
     module.__all__ = names  # type: ignore[attr-defined]
     lines = [f"Version {amprewrite.__version__}. Errors derive from `AmpRewriteError`.", ""]
-    for title, group in GROUPS.items():
+    for title, group in groups().items():
         shown = (f"`{name}` (needs {missing(name)})" if missing(name) else f"[`{name}`](#{name})" for name in group)
         lines.append(f"* **{title}**: {', '.join(shown)}")
     module.__doc__ = "\n".join(lines)
