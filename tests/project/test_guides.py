@@ -15,7 +15,7 @@ import pytest
 
 import amprewrite
 from amprewrite.ir.evidence import ranges
-from amprewrite.ir.plans.plan import MIGRATIONS, SCHEMA
+from amprewrite.ir.plans.versions import MIGRATIONS, SCHEMA
 from amprewrite.tables.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]

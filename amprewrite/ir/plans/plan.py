@@ -5,20 +5,18 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from amprewrite.ir.plans.pad_plan import PadPlan
+from amprewrite.ir.plans.versions import SCHEMA, migrate
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
-
-SCHEMA = 2
-"""Version of the JSON form. Older forms are migrated by MIGRATIONS; a newer one is refused."""
 
 
 @dataclass(frozen=True)
@@ -362,26 +360,6 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Colour | Edit | Reason | OpKind):
         return value.name if isinstance(value, Reason) else value.value
     raise TypeError(f"cannot write {type(value).__name__} into a plan")
-
-
-def _epochs_are_write_versions(data: dict[str, Any]) -> None:
-    """Version 1 called the write version of a cast its epoch."""
-    for region in data["regions"] if isinstance(data["regions"], list) else ():
-        casts = region.get("casts") if isinstance(region, dict) else None
-        for cast in casts if isinstance(casts, list) else ():
-            if isinstance(cast, dict) and "epoch" in cast:
-                cast["write_version"] = cast.pop("epoch")
-
-
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions}
-"""What turns a parsed plan of each older version into one of the next, in place."""
-
-
-def migrate(data: dict[str, Any]) -> None:
-    """Bring a parsed plan of an older version up to date, step by step; what is damaged is left for the reader to find."""
-    while type(data.get("version")) is int and data["version"] in MIGRATIONS:
-        MIGRATIONS[data["version"]](data)
-        data["version"] += 1
 
 
 P = TypeVar("P", bound=ModelPlan)
