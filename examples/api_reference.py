@@ -19,7 +19,7 @@ from typing import Any
 import amprewrite
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Rewriting": ("rewrite", "plan", "restore", "compile_backend", "compiled"),
+    "Rewriting": ("rewrite", "plan", "restore", "compile_backend", "compiled", "gather_low", "LowGathers"),
     "The rewritten model": ("Rewritten",),
     "Plans": ("CastPlan", "RegionPlan", "NodePlan", "Cast", "Skipped", "OpLists"),
     "Accuracy": ("verify", "debug", "calibrate", "Calibration", "sensitivity", "search"),
