@@ -10,10 +10,10 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz lint bench clean
+.PHONY: help demo test slow fuzz lint bench api gallery clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## train a small model in mixed precision: its cast plan, and its accuracy beside fp32's
 	$(VENV)/bin/python examples/digits.py
@@ -36,6 +36,12 @@ lint: $(VENV)/.dev ## ruff here, mypy on a copy installed elsewhere
 bench: $(VENV)/.dev ## casts executed, against torch.autocast
 	$(VENV)/bin/python examples/benchmarks/casts_vs_autocast.py
 
+api: $(VENV)/.docs ## write the API reference, one page made from docstrings, to build/api/index.html
+	$(VENV)/bin/python examples/api_reference.py --out build/api
+
+gallery: $(VENV)/.dev ## write plans of twelve architectures as HTML, casts and errors beside autocast's, to build/gallery/index.html
+	$(VENV)/bin/python examples/gallery.py --out build/gallery
+
 clean: ## remove .venv and what tools left behind
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -50,4 +56,8 @@ $(VENV)/.demo: constraints.txt pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install --quiet -c constraints.txt -e '.[onnx,examples,test,dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	touch $@

@@ -90,7 +90,9 @@ def __dir__() -> list[str]:
 
 
 def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
-    """Rewrite an fp32 ONNX model into mixed precision; `amprewrite.api.onnx.convert.rewrite_onnx` has the options and the result.
+    """Rewrite an fp32 ONNX model into mixed precision, and write it to the path `out` if there is one.
+
+    `amprewrite.api.onnx.convert.rewrite_onnx` has the options and the result.
 
     EmitError if the onnx extra is not installed.
     """

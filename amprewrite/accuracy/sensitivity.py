@@ -83,9 +83,9 @@ def sensitivity(
 ) -> Sensitivity:
     """Rank the nodes of `model` by the error that each causes alone when it runs in `dtype`, on at most 8 batches.
 
-    Batches are as `amprewrite.calibrate` takes them. `metric="logprob"` ranks by the divergence of the next token's probabilities, in
-    nats; None by the relative L2 error of all outputs. Raises CalibrationError for batches that do not fit, and where no output
-    depends on a floating value; PolicyError for an unknown dtype or metric.
+    Batches, and `forward`, which calls the model on one, are as `amprewrite.calibrate` takes them. `metric="logprob"` ranks by the
+    divergence of the next token's probabilities, in nats; None by the relative L2 error of all outputs. Raises CalibrationError for
+    batches that do not fit, and where no output depends on a floating value; PolicyError for an unknown dtype or metric.
     """
     module, low = module_of(model), parse_format(dtype)
     trial, asked = Trial(module, Options(low), forward), parse_metric(metric)

@@ -34,7 +34,9 @@ def compile_backend(
 ) -> Callable[..., Any]:
     """The backend that torch.compile finds by the name "amprewrite"; it is called with each graph that Dynamo captures.
 
-    Raises PolicyError for options that make no sense. torch.compile shows it as the cause of its own error.
+    `options` are those of `amprewrite.rewrite` that concern graphs, such as {"dtype": "bf16"}; OPTIONS of
+    `amprewrite.api.compile_backend` names them. `mode` is inductor's and is refused. Raises PolicyError for options that make no
+    sense. torch.compile shows it as the cause of its own error.
     """
     from amprewrite.runtime.torch_compile import compile_graph
 

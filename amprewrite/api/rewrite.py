@@ -202,7 +202,15 @@ def measured_options(
 
 
 def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:
-    """The plan that `rewrite(model, **options)` would run for these inputs, without rewriting anything."""
+    """The plan that `rewrite(model, **options)` would run for these inputs, without rewriting anything.
+
+    Args:
+        args: the positional arguments of one call, as a tuple. Their shapes, dtypes and devices count, and whether gradients are on.
+        kwargs: its keyword arguments.
+        options: those of `rewrite`.
+
+    Raises what `rewrite` raises.
+    """
     amp = rewrite(model, example_inputs=args, example_kwargs=kwargs, **options)
     found: CastPlan = amp.plan
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from amprewrite.ir.plans.pad_plan import PadCopy, PaddedValue, PadPlan, PadRegion
-from amprewrite.ir.plans.plan import SCHEMA, Candidate, Cast, ModelPlan, NodeEdit, NodePlan, RegionPlan, Skipped
+from amprewrite.ir.plans.plan import Candidate, Cast, ModelPlan, NodeEdit, NodePlan, RegionPlan, Skipped
+from amprewrite.ir.plans.versions import SCHEMA
 
 KINDS = {
     "plan": ModelPlan,

@@ -65,14 +65,18 @@ class UNet(nn.Module):
             nn.SiLU(),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def denoised(self, x: Tensor) -> Tensor:
         h, skips = self.enter(x), []
         for down in self.down:
             skips.append(h)
             h = down(F.avg_pool2d(h, 2))
         for up in self.up:
             h = up(torch.cat([F.interpolate(h, scale_factor=2.0), skips.pop()], 1))
-        return F.mse_loss(self.leave(h), x)
+        out: Tensor = self.leave(h)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.denoised(x), x)
 
 
 class Recurrent(nn.Module):
@@ -81,8 +85,12 @@ class Recurrent(nn.Module):
         self.embed, self.lstm = nn.Embedding(vocabulary, width), nn.LSTM(width, width, layers, batch_first=True)
         self.head = nn.Linear(width, vocabulary)
 
+    def scores(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lstm(self.embed(x))[0])
+        return out
+
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.lstm(self.embed(x))[0]).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.scores(x).flatten(0, 1), labels.flatten())
 
 
 def mlp(width: int, depth: int) -> nn.Module:

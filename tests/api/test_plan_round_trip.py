@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import amprewrite
-from amprewrite.ir.plans.plan import SCHEMA
+from amprewrite.ir.plans.versions import SCHEMA
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.vocabulary import Colour, Reason
 

@@ -14,8 +14,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = {
+    "api_reference.py": ["--out", "{out}"],
     "digits.py": ["--epochs", "2"],
     "first_plan.py": [],
+    "gallery.py": ["--only", "odd_mlp", "--out", "{out}"],
     "inspect_bert.py": ["--layers", "2"],
     "benchmarks/accuracy.py": ["--layers", "2", "--only", "bert", "--batches", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
@@ -44,9 +46,11 @@ FAST = {
     "train_digits_fp16.py": ["--epochs", "3"],
 }
 NEEDS = {
+    "api_reference.py": "pdoc",  # the docs extra, which tests do not need
     "digits.py": "sklearn",
     "train_digits_fp16.py": "sklearn",
     "benchmarks/fp16_training.py": "sklearn",
+    "gallery.py": "transformers",
     "inspect_bert.py": "transformers",
     "benchmarks/accuracy.py": "transformers",
     "benchmarks/casts_vs_autocast.py": "transformers",
@@ -120,6 +124,10 @@ def test_example(name, tmp_path):
     if name == "digits.py":
         plain, mixed = (float(share) for share in re.findall(r"test accuracy ([\d.]+) %", printed))
         assert mixed > 90 and mixed > plain - 2
+    if name == "gallery.py":
+        rows = re.findall(r"<tr><td>(.*?)</tr>", (tmp_path / "index.html").read_text())
+        assert len(rows) == 1 and 'href="odd_mlp.html"' in rows[0]
+        assert "<svg" in (tmp_path / "odd_mlp.html").read_text() or "<canvas" in (tmp_path / "odd_mlp.html").read_text()
     if name == "benchmarks/parity.py":
         assert [cells.split(" | ")[2:5] for cells in re.findall(r"^\| (.*) \|$", printed, re.M)[2:]] == [["0", "0", "0"]] * 2
     if name == "benchmarks/casts_vs_autocast.py":

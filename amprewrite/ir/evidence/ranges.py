@@ -171,7 +171,9 @@ class Calibration:
     parameters: str
     """Fingerprint of its parameters' names and shapes."""
     batches: int
+    """How many were seen."""
     regions: tuple[RegionRanges, ...]
+    """Ranges of every fp32 value, graph by graph; magnitudes are those of fp32."""
     version: int = SCHEMA
 
     def of(self, graph: OpGraph) -> RegionRanges | None:

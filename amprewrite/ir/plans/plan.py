@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from amprewrite.ir.plans.pad_plan import PadPlan
+from amprewrite.ir.plans.versions import SCHEMA, migrate
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
@@ -17,30 +18,37 @@ from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
-SCHEMA = 2
-"""Version of the JSON form. Older forms are migrated by MIGRATIONS; a newer one is refused."""
-
 
 @dataclass(frozen=True)
 class NodePlan:
     """What one op runs in, and why."""
 
     name: str
+    """As `print(plan)` shows it; `explain`, `edit` and `node:` overrides take it."""
     op: str
+    """ATen base name, such as "linear"; `amprewrite lists` prints all."""
     colour: Colour
     reason: Reason
     because_of: str = ""
     """The other node, where one is the cause."""
     detail: str = ""
+    """What else is part of the reason, such as the override or the range that was seen."""
     kind: OpKind | None = None
+    """The list that the op is on; None if it is on none."""
     dtype: str = ""
-    """What its result is in after the rewrite."""
+    """What its result is in after the rewrite, such as "bf16"; "" if it gives no tensor."""
     shape: tuple[int | str, ...] = ()
+    """Of its result, in elements; a size that varies is a name."""
     flops: int = 0
+    """Of one forward pass, a multiply and an add counted as two; 0 if the op is no product of tensors."""
     module: str = ""
+    """Path of the module that calls it, "" for the root."""
     source: str = ""
+    """The line of the model's code, as "file.py:12"."""
     role: str = "op"
+    """"op", or what carries a value in or out: "input", "parameter", "buffer", "constant", "output"."""
     inputs: tuple[str, ...] = ()
+    """Names of the nodes whose fp32 values it reads."""
 
     def sentence(self) -> str:
         """One sentence a person can read."""
@@ -51,6 +59,7 @@ class NodePlan:
         return f"{self.name}{where} runs {self.colour.value} ({self.dtype or 'no float result'}) because {self.why()}{at}"
 
     def why(self) -> str:
+        """The reason in words, with the node that caused it."""
         extra = ", ".join(x for x in (self.because_of, self.detail) if x)
         return f"{self.reason.value} ({extra})" if extra else self.reason.value
 
@@ -60,14 +69,17 @@ class Cast:
     """One copy of a value in another format, shared by all its users."""
 
     value: str
+    """Name of the node whose result is copied."""
     to: str
-    """Format name."""
+    """Format name: "fp32", "bf16" or "fp16"."""
     users: tuple[str, ...]
+    """Names of the nodes that read the copy; "output" for a result of the graph."""
     saturate: bool = False
     """Clamp to the format's range first: the value holds a finite-minimum mask."""
     weight: bool = False
     """The value is a parameter: without gradients one launch copies it with the other weights of its graph."""
     write_version: int = 0
+    """How many writes in place to the value's memory the copy comes after."""
 
     def __str__(self) -> str:
         users = ", ".join(self.users[:4]) + (f" and {len(self.users) - 4} more" if len(self.users) > 4 else "")
@@ -92,6 +104,7 @@ class Skipped:
     """A part of the model that runs outside the rewritten graphs, and why."""
 
     where: str
+    """A line as "file.py:12 in forward", a module path, or a graph."""
     why: str
 
     def __str__(self) -> str:
@@ -119,8 +132,10 @@ class RegionPlan:
 
     name: str
     nodes: tuple[NodePlan, ...]
+    """In canonical order: makers before readers."""
     casts: tuple[Cast, ...]
     training: bool = False
+    """Whether the graph was captured with gradients."""
     notes: tuple[str, ...] = ()
     entry: str = ""
     """Path of the module that was called, "" for the root."""
@@ -177,6 +192,7 @@ class ModelPlan:
     # -- reading ------------------------------------------------------------
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
+        """All nodes; names carry the region's where there are several."""
         return tuple(node for _, node in self._named())
 
     @property
@@ -344,26 +360,6 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Colour | Edit | Reason | OpKind):
         return value.name if isinstance(value, Reason) else value.value
     raise TypeError(f"cannot write {type(value).__name__} into a plan")
-
-
-def _epochs_are_write_versions(data: dict[str, Any]) -> None:
-    """Version 1 called the write version of a cast its epoch."""
-    for region in data["regions"] if isinstance(data["regions"], list) else ():
-        casts = region.get("casts") if isinstance(region, dict) else None
-        for cast in casts if isinstance(casts, list) else ():
-            if isinstance(cast, dict) and "epoch" in cast:
-                cast["write_version"] = cast.pop("epoch")
-
-
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions}
-"""What turns a parsed plan of each older version into one of the next, in place."""
-
-
-def migrate(data: dict[str, Any]) -> None:
-    """Bring a parsed plan of an older version up to date, step by step; what is damaged is left for the reader to find."""
-    while type(data.get("version")) is int and data["version"] in MIGRATIONS:
-        MIGRATIONS[data["version"]](data)
-        data["version"] += 1
 
 
 P = TypeVar("P", bound=ModelPlan)
