@@ -17,6 +17,7 @@ FAST = {
     "digits.py": ["--epochs", "2"],
     "first_plan.py": [],
     "inspect_bert.py": ["--layers", "2"],
+    "policy_gradient.py": ["--steps", "4"],
     "benchmarks/accuracy.py": ["--layers", "2", "--only", "bert", "--batches", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
     "benchmarks/launches.py": ["--only", "vit", "--small", "--dtypes", "fp16"],
@@ -120,6 +121,9 @@ def test_example(name, tmp_path):
     if name == "digits.py":
         plain, mixed = (float(share) for share in re.findall(r"test accuracy ([\d.]+) %", printed))
         assert mixed > 90 and mixed > plain - 2
+    if name == "policy_gradient.py":
+        assert re.findall(r"^  ours +(\S+)$", printed, re.M) == ["0", "0"]
+        assert all(float(gap) > 0 for gap in re.findall(r"autocast and half +(\S+)", printed))
     if name == "benchmarks/parity.py":
         assert [cells.split(" | ")[2:5] for cells in re.findall(r"^\| (.*) \|$", printed, re.M)[2:]] == [["0", "0", "0"]] * 2
     if name == "benchmarks/casts_vs_autocast.py":

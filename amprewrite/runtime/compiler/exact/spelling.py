@@ -2,11 +2,12 @@
 
 1. Calls that only move or make values are taken apart as inductor takes them apart (`DECOMPOSED`).
 2. A square is a product, a first power a copy.
-3. Arithmetic in a low format with a number that the format does not hold: a kernel computes it in fp32 and rounds once, inductor
-   would round the number first. So it is written as a cast to fp32, the call in fp32, and a cast back.
+3. A product or quotient in a low format with a number that the format does not hold: a kernel computes it in fp32 and rounds once,
+   inductor would round the number first. So it is written as a cast to fp32, the call in fp32, and a cast back.
+4. A sum or difference with such a number: on a CPU the kernel rounds the number first, so it is written rounded.
 
-    before   mul(x_bf16, 0.1)
-    after    convert(mul(convert(x_bf16, fp32), 0.1), bf16)
+    before   mul(x_bf16, 0.1)                                    add(x_bf16, 0.1)
+    after    convert(mul(convert(x_bf16, fp32), 0.1), bf16)      add(x_bf16, 0.10009765625)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.fx
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 
-from amprewrite.runtime.compiler.exact.fusible import ARITHMETIC, ON_CPU, SPELLINGS, aten, numbers_of, prims, survives
+from amprewrite.runtime.compiler.exact.fusible import SPELLINGS, aten, numbers_of, prims, survives
 from amprewrite.tables.formats import LOW_DTYPES
 
 DECOMPOSED = (
@@ -30,6 +31,8 @@ DECOMPOSED = (
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.threshold_backward.default, aten.clamp.default, aten.rsub.Scalar,
 )  # fmt: skip
 """Calls whose decompositions compute nothing, or what `fusible.py` judges."""
+_WIDE = (aten.mul.Tensor, aten.div.Tensor)
+_ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -58,8 +61,12 @@ def spell(graph: torch.fx.Graph) -> None:
             base, power = node.args
             node.target, node.args = (aten.mul.Tensor, (base, base)) if power == 2 else (aten.clone.default, (base,))
         target = SPELLINGS.get(node.target, node.target)
-        if (target in ARITHMETIC or target in ON_CPU) and _has_wide_number(node):
-            _compute_wide(graph, node)
+        if target in (*_WIDE, *_ROUNDED) and _has_wide_number(node):
+            if target in _WIDE:
+                _compute_wide(graph, node)
+            elif node.meta["val"].is_cpu:
+                dtype = node.meta["val"].dtype
+                node.args = tuple(torch.tensor(each, dtype=dtype).item() if isinstance(each, int | float) else each for each in node.args)
 
 
 def _has_wide_number(node: torch.fx.Node) -> bool:
