@@ -99,7 +99,8 @@ def rewrite(
         pad: round dims of low matrix products up to what Tensor Cores want: "auto" where the device's cost table says it pays,
             "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
             gradients, state_dict and results keep their sizes.
-        backend: any torch.compile backend, by name or as a callable, for the rewritten graphs.
+        backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its
+            kernels, so its numbers differ from those of "eager" by the rounding; "inductor-exact" fuses less and gives the same numbers.
         cache_weights: True: a call copies all weights of its graph in one launch, and in training a few launches bring their
             gradients back; copies serve that call alone, so no write is missed. `amp.frozen_weights()` keeps them for a block,
             and `generate()` for itself. "step": copies are kept until any optimizer steps, the mode changes or weights are
@@ -276,12 +277,14 @@ def _check_backend(backend: Any) -> None:
     if not (isinstance(backend, str) or callable(backend)):
         raise PolicyError(f"backend= takes the name of a torch.compile backend or a callable, not {type(backend).__name__}")
     if not is_word(backend, "eager"):
-        from amprewrite.runtime.compiler.dynamo import lookup_backend
+        from amprewrite.runtime.compiler.dynamo import EXACT, lookup_backend
 
         try:
             lookup_backend(backend)
+        except PolicyError:
+            raise
         except Exception as error:
-            known = ", ".join(torch._dynamo.list_backends())
+            known = ", ".join((EXACT, *torch._dynamo.list_backends()))
             raise PolicyError(f"backend={shown(backend)} is no torch.compile backend; there are eager, {known}") from error
 
 

@@ -86,6 +86,8 @@ class Session:
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
         if self.options.keep_high is not None and self.options.keep_high.note:
             self.note(self.options.keep_high.note)
+        if rounding := dynamo.rounding_of(self.options.backend):
+            self.note(rounding)
         if half := frozen_note(self.root):
             self.note(half)
         self.probe = OverflowProbe(self.root)

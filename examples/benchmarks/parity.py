@@ -1,10 +1,15 @@
 """Whether training, evaluation, inference and export of a model give the same numbers, and what that costs.
 
-    python examples/benchmarks/parity.py [--only gpt2,bert] [--dtype bf16,fp16] [--cost] [--device a100]
+    python examples/benchmarks/parity.py [--only gpt2,bert] [--dtype bf16,fp16] [--rows] [--cost] [--device a100]
+    python examples/benchmarks/parity.py --compiler [--only gpt2,bert] [--layers 1] [--dtype bf16]
 
 Small models with random weights run in train mode (without dropout), in eval mode, under no_grad, under inference_mode, and as an exported
 program. A row has the largest difference of log-probabilities between the first and the others: of the fp32 model, under torch.autocast,
 and rewritten; then rows of a batch of 8 against the same rows alone, in units in the last place of the format, fp32's and ours.
+
+`--compiler` trains each model one step in eager code, through inductor, and through "inductor-exact": relative L2 difference of outputs
+and of gradients from eager code's, in fp32 and in the format, and the kernels that inductor generates by its own count, with the calls of
+libraries beside them. C++ is built without vectors, which takes a third of the time; `--vectors` builds it with them.
 
 `--cost` plans base-size architectures on torch's meta device, and compares the modelled time of a plan that serves training and inference
 with that of plans of their own.
@@ -114,13 +119,24 @@ PEAKED = 3.0
 """Matrices of models of text are multiplied by this: log-probabilities of new ones are all but equal."""
 
 
-def made(name: str) -> tuple[nn.Module, Inputs]:
+def made(name: str, layers: int = 0) -> tuple[nn.Module, Inputs]:
+    """A model and its inputs, of fewer `layers` if a number is given."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
+    if layers:
+        fewer(model, layers)
     for parameter in model.parameters() if "input_ids" in inputs else ():
         if parameter.dim() > 1:
             parameter.data.mul_(PEAKED)
     return model, inputs
+
+
+def fewer(model: nn.Module, layers: int) -> None:
+    """Leave the first `layers` of each list of alike modules."""
+    for module in list(model.modules()):
+        for name, part in list(module.named_children()):
+            if isinstance(part, nn.ModuleList) and len({tuple(p.shape for p in each.parameters()) for each in part}) == 1:
+                setattr(module, name, part[:layers])
 
 
 def train(model: nn.Module) -> None:
@@ -131,8 +147,10 @@ def train(model: nn.Module) -> None:
             module.eval()
 
 
-def log_probabilities(model: nn.Module, inputs: Inputs) -> Tensor:
-    return model(**inputs).logits.detach().float().log_softmax(-1).clone()  # type: ignore[no-any-return]
+def log_probabilities(model: nn.Module, inputs: Inputs, keep: bool = False) -> Tensor:
+    """Detached, or with their graph if that is to be kept."""
+    logits = model(**inputs).logits
+    return (logits if keep else logits.detach()).float().log_softmax(-1).clone()  # type: ignore[no-any-return]
 
 
 def modes(model: nn.Module, inputs: Inputs, export: Callable[[], Any] | None, run: Forward) -> Iterator[Tensor]:
@@ -199,6 +217,60 @@ def compare(names: list[str], formats: list[str], rows: bool) -> None:
             print(f"| {name} | {dtype} | " + " | ".join(cells) + " |", flush=True)
 
 
+class Counted:
+    """Inductor's hook after fusion: how many kernels it generates, and how many calls of libraries it makes."""
+
+    def __init__(self) -> None:
+        self.kernels = self.calls = 0
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        from torch._inductor.ir import MultiOutput
+        from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+        for node in nodes:
+            if isinstance(node, ExternKernelSchedulerNode):
+                self.calls += not isinstance(node.node, MultiOutput)  # one result of a call that has several
+            else:
+                self.kernels += not isinstance(node, NopKernelSchedulerNode)
+        return nodes
+
+
+def one_step(name: str, layers: int, dtype: str, backend: str) -> tuple[Tensor, Tensor, int, Counted]:
+    """Outputs and gradients of a step of training, what `metrics` counts, and what the scheduler holds."""
+    from torch._inductor import config, metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    model, inputs = made(name, layers)
+    train(model)
+    counted = Counted()
+    run = torch.compile(model, backend=backend) if dtype == FP32.name else amprewrite.rewrite(model, dtype=dtype, backend=backend)
+    with config.patch(_post_fusion_custom_pass=counted, force_disable_caches=True):
+        outputs = log_probabilities(run, inputs, keep=True)
+        outputs.square().mean().backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return outputs.detach(), gradients, metrics.generated_kernel_count, counted
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def compilers(names: list[str], formats: list[str], layers: int) -> None:
+    print("relative L2 difference from eager code, outputs and gradients of one step")
+    print("kernels by inductor's metrics; generated kernels + calls of libraries by its scheduler\n")
+    print("| model | through | format | outputs | gradients | kernels | kernels + calls |")
+    print("| --- | --- | --- | --: | --: | --: | --: |")
+    for dtype in formats:
+        for name in names:
+            for format_, backend in ((dtype, "inductor-exact"), (dtype, "inductor"), (FP32.name, "inductor")):
+                want, wanted, *_ = one_step(name, layers, format_, "eager")
+                got, found, kernels, counted = one_step(name, layers, format_, backend)
+                differ = [f"{each:.1e}" if each else "0" for each in (apart(got, want), apart(found, wanted))]
+                cells = [name, backend, format_, *differ, str(kernels), f"{counted.kernels} + {counted.calls}"]
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def planned(model: nn.Module, inputs: dict[str, Any], policy: Policy, grad: bool) -> float:
     """Modelled seconds of one step of training or one pass without gradients, by its own prices."""
     seconds: list[float] = []
@@ -238,6 +310,9 @@ def main() -> None:
     options.add_argument("--only", default="")
     options.add_argument("--dtype", default="bf16,fp16")
     options.add_argument("--rows", action="store_true", help="rows of a batch against the same rows alone, too")
+    options.add_argument("--compiler", action="store_true", help="eager code against inductor and inductor-exact")
+    options.add_argument("--layers", type=int, default=1, help="layers of each model, for --compiler")
+    options.add_argument("--vectors", action="store_true", help="vectorised C++, for --compiler")
     options.add_argument("--cost", action="store_true")
     options.add_argument("--device", default="a100")
     options.add_argument("--parity", type=float, default=1.0, help="how much training counts, for --cost")
@@ -246,7 +321,12 @@ def main() -> None:
     logging.set_verbosity_error()
     names, formats = [name for name in asked.only.split(",") if name], asked.dtype.split(",")
     with contextlib.suppress(KeyboardInterrupt):
-        if asked.cost:
+        if asked.compiler:
+            from torch._inductor import config
+
+            with config.patch({} if asked.vectors else {"cpp.simdlen": 1}):
+                compilers(names or list(MODELS), formats, asked.layers)
+        elif asked.cost:
             costs(names, formats, asked.device, asked.parity)
         else:
             compare(names or list(MODELS), formats, asked.rows)

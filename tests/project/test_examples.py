@@ -19,6 +19,7 @@ FAST = {
     "first_plan.py": [],
     "gallery.py": ["--only", "odd_mlp", "--out", "{out}"],
     "inspect_bert.py": ["--layers", "2"],
+    "policy_gradient.py": ["--steps", "4"],
     "benchmarks/accuracy.py": ["--layers", "2", "--only", "bert", "--batches", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
     "benchmarks/launches.py": ["--only", "vit", "--small", "--dtypes", "fp16"],
@@ -128,6 +129,9 @@ def test_example(name, tmp_path):
         rows = re.findall(r"<tr><td>(.*?)</tr>", (tmp_path / "index.html").read_text())
         assert len(rows) == 1 and 'href="odd_mlp.html"' in rows[0]
         assert "<svg" in (tmp_path / "odd_mlp.html").read_text() or "<canvas" in (tmp_path / "odd_mlp.html").read_text()
+    if name == "policy_gradient.py":
+        assert re.findall(r"^  ours +(\S+)$", printed, re.M) == ["0", "0"]
+        assert all(float(gap) > 0 for gap in re.findall(r"autocast and half +(\S+)", printed))
     if name == "benchmarks/parity.py":
         assert [cells.split(" | ")[2:5] for cells in re.findall(r"^\| (.*) \|$", printed, re.M)[2:]] == [["0", "0", "0"]] * 2
     if name == "benchmarks/casts_vs_autocast.py":

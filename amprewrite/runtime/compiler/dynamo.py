@@ -26,6 +26,8 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen,
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason, traced
 from amprewrite.tables.errors import CaptureError
 
+EXACT = "inductor-exact"
+"""The backend that has inductor compute eager code's numbers."""
 RECOMPILE_LIMIT = 64
 """Graphs of one frame (modes, shapes, options). What fits none of them then runs as it is written."""
 
@@ -166,10 +168,28 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler by its name. PolicyError if it is "inductor-exact" and this torch's inductor lacks a setting that it needs."""
     if callable(backend):
         return backend
+    if backend == EXACT:
+        from amprewrite.runtime.compiler.exact.backend import check_inductor, compile_exactly
+
+        check_inductor()
+        return compile_exactly
     found: Callable[..., Any] = torch._dynamo.backends.registry.lookup_backend(backend)
     return found
+
+
+_ROUNDINGS: dict[Any, str] = {
+    "inductor": "inductor keeps fp32 inside its kernels, where the plan rounds: its results differ from eager code's by that; "
+    f"backend={EXACT!r} gives the same numbers with fewer fusions",
+    EXACT: "inductor fuses only what gives eager code's numbers: results are rounded where the plan says",
+}
+
+
+def rounding_of(backend: str | Callable[..., Any]) -> str:
+    """What a compiler does with the plan's rounding, for the plan's notes; "" if nothing is to be said, or nothing known."""
+    return _ROUNDINGS.get(backend, "") if isinstance(backend, str) else ""
 
 
 def frame_id() -> int | None:

@@ -1,0 +1,131 @@
+"""Which calls of an ATen graph inductor computes bit for bit as PyTorch's own kernels do, if casts are kept.
+
+1. What moves or makes values and computes none: views, copies, gathers, fills. Casts too: each rounds once, to the nearest.
+2. Arithmetic that rounds each result once, as IEEE 754 says: sums, products, quotients, comparisons, choices. Kernels for low
+   formats compute in fp32 and round once, and so does inductor if it keeps the cast.
+3. Nothing else. Sums over a dim depend on their order, exponentials and square roots on the library: those stay calls of PyTorch's
+   kernels.
+
+A number that a kernel reads in fp32 and inductor in the low format, or the other way round, must be the same in both: see
+`_same_numbers`. A call that is doubtful is no fusible call: it is slower, and right.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch._inductor.lowering import lowerings
+
+from amprewrite.tables.formats import LOW_DTYPES
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+MOVES = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.expand.default,
+    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.alias.default, aten.detach.default,
+    aten.clone.default, aten.cat.default, aten.constant_pad_nd.default, aten.copy_.default, aten.copy.default,
+    aten.slice_scatter.default, aten.select_scatter.default, aten.embedding.default, aten.gather.default, aten.index.Tensor,
+    aten.full.default, aten.scalar_tensor.default, aten.lift_fresh_copy.default, aten.repeat.default, aten.diagonal.default,
+    prims.convert_element_type.default, prims.iota.default, prims.rev.default,
+})  # fmt: skip
+"""Calls that compute nothing, whatever their operands."""
+ARITHMETIC = frozenset({
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default, aten.abs.default, aten.relu.default, aten.square.default,
+    aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.bitwise_not.default, aten.bitwise_and.Tensor,
+    aten.bitwise_or.Tensor,
+})  # fmt: skip
+"""Calls whose numbers a kernel reads in fp32 even if its tensors are low."""
+CHOICES = frozenset({
+    aten.where.self, aten.maximum.default, aten.minimum.default, aten.clamp_min.default, aten.clamp_max.default,
+    aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar,
+    aten.gt.Scalar, aten.ge.Scalar, aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
+})  # fmt: skip
+"""Calls that pick or compare values in the format of their tensors."""
+ON_CPU = frozenset({aten.div.Tensor, aten.reciprocal.default})
+"""Arithmetic that other devices approximate in one of the two."""
+LOW_ON_CPU = frozenset({aten.rsqrt.default})
+"""Calls that only kernels for low formats round once; those for fp32 are another library's."""
+SPELLINGS = {
+    aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor, aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+}  # fmt: skip
+"""The same call with a number in place of a tensor."""
+
+
+def is_fusible(node: torch.fx.Node) -> bool:
+    """Whether inductor's code for this call gives the bits that PyTorch's kernel gives."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # higher-order ops and Python arithmetic of sizes, which inductor must lower itself
+    result = node.meta.get("val")
+    if not _tensors(result):
+        return True  # a size, not a tensor: there is no kernel
+    if any(value.is_complex() or value.is_quantized for value in (*_tensors(result), *_operands(node))):
+        return False
+    target = SPELLINGS.get(node.target, node.target)
+    if node.target not in lowerings:
+        return False  # inductor would make it a call of a kernel for the whole process
+    if target in MOVES:
+        return True
+    if not isinstance(result, Tensor):
+        return False
+    on_cpu = (target in ON_CPU and result.is_floating_point()) or (target in LOW_ON_CPU and result.dtype in LOW_DTYPES)
+    if not (target in ARITHMETIC or target in CHOICES or (on_cpu and result.is_cpu)):
+        return False
+    return _same_formats(node, result) and _same_numbers(node, result, target in CHOICES)
+
+
+def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
+    """Whether all operands widen exactly to one format, in which the call computes.
+
+    A 0-dim tensor does not widen a call: kernels read it as a number of their own.
+    """
+    operands = [each for each in _operands(node) if each.dtype != torch.bool]
+    if not operands:
+        return True
+    format_ = result.dtype if result.dtype != torch.bool else operands[0].dtype
+    if result.is_floating_point() and any(not each.is_floating_point() for each in operands):
+        return False
+    return all(each.dtype == format_ or (each.dim() > 0 and format_ == torch.float32 and each.dtype in LOW_DTYPES) for each in operands)
+
+
+def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
+    """Whether the numbers among the arguments are the same in fp32 and in the format of the tensors.
+
+    The scale of a sum must be 1: inductor rounds the product, a kernel does not.
+    """
+    if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+        return False
+    if len(node.args) > 2 and node.target in (aten.add.Scalar, aten.sub.Scalar) and node.args[2] != 1:
+        return False
+    formats = {each.dtype for each in (result, *_operands(node)) if each.is_floating_point()}
+    narrow = formats & set(LOW_DTYPES) or (formats if chooses else set())
+    return all(survives(number, dtype) for number in numbers_of(node) for dtype in narrow)
+
+
+def numbers_of(node: torch.fx.Node) -> list[float]:
+    """The numbers among the arguments of a call."""
+    return [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, int | float)]
+
+
+def survives(number: float, dtype: torch.dtype) -> bool:
+    """Whether `dtype` holds the number as it is."""
+    if not math.isfinite(number):
+        return True
+    return torch.tensor(number, dtype=dtype).item() == number
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a result."""
+    return [each for each in (value if isinstance(value, tuple | list) else (value,)) if isinstance(each, Tensor)]
+
+
+def _operands(node: torch.fx.Node) -> list[Tensor]:
+    return [value for source in node.all_input_nodes for value in _tensors(source.meta.get("val"))]
+
+
+__all__ = ["ARITHMETIC", "CHOICES", "MOVES", "ON_CPU", "SPELLINGS", "aten", "is_fusible", "numbers_of", "prims", "survives"]

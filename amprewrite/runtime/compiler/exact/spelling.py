@@ -1,0 +1,97 @@
+"""Spell calls of an ATen graph in the words that inductor fuses, without changing a bit of a result.
+
+1. Calls that only move or make values are taken apart as inductor takes them apart (`DECOMPOSED`).
+2. A square is a product, a first power a copy.
+3. A product or quotient in a low format with a number that the format does not hold: a kernel computes it in fp32 and rounds once,
+   inductor would round the number first. So it is written as a cast to fp32, the call in fp32, and a cast back.
+4. A sum or difference with such a number: on a CPU the kernel rounds the number first, so it is written rounded.
+
+    before   mul(x_bf16, 0.1)                                    add(x_bf16, 0.1)
+    after    convert(mul(convert(x_bf16, fp32), 0.1), bf16)      add(x_bf16, 0.10009765625)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+
+from amprewrite.runtime.compiler.exact.fusible import SPELLINGS, aten, numbers_of, prims, survives
+from amprewrite.tables.formats import LOW_DTYPES
+
+DECOMPOSED = (
+    aten.t.default, aten.transpose.int, aten._to_copy.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.zeros.default, aten.ones.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.fill.Scalar, aten.stack.default,
+    aten.unsafe_split.Tensor, aten.index_select.default, aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.threshold_backward.default, aten.clamp.default, aten.rsub.Scalar,
+)  # fmt: skip
+"""Calls whose decompositions compute nothing, or what `fusible.py` judges."""
+_WIDE = (aten.mul.Tensor, aten.div.Tensor)
+_ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's own decompositions of DECOMPOSED, as far as it has them."""
+    table = select_decomp_table()
+    return {call: table[call] for call in DECOMPOSED if call in table} | {aten.slice_backward.default: _slice_backward}
+
+
+def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> Tensor:
+    """A gradient with zeros around it, as one call that inductor fuses; a slice with gaps stays a call of the kernel."""
+    dim %= len(sizes)
+    size, length = sizes[dim], gradient.shape[dim]
+    if step != 1 or not all(type(each) is int for each in (size, length, start)):
+        return NotImplemented  # type: ignore[no-any-return]
+    before = min(max(start + size if start < 0 else start, 0), size)
+    around = [0, 0] * (len(sizes) - 1 - dim) + [before, size - before - length]
+    return aten.constant_pad_nd.default(gradient, around, 0)  # type: ignore[no-any-return]
+
+
+def spell(graph: torch.fx.Graph) -> None:
+    """Rewrite the calls of a graph that inductor fuses in other words."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.pow.Tensor_Scalar and node.args[1] in (1, 2):
+            base, power = node.args
+            node.target, node.args = (aten.mul.Tensor, (base, base)) if power == 2 else (aten.clone.default, (base,))
+        target = SPELLINGS.get(node.target, node.target)
+        if target in (*_WIDE, *_ROUNDED) and _has_wide_number(node):
+            if target in _WIDE:
+                _compute_wide(graph, node)
+            elif node.meta["val"].is_cpu:
+                dtype = node.meta["val"].dtype
+                node.args = tuple(torch.tensor(each, dtype=dtype).item() if isinstance(each, int | float) else each for each in node.args)
+
+
+def _has_wide_number(node: torch.fx.Node) -> bool:
+    """Whether a call on tensors of one low format takes a number that the format does not hold, and no other scale."""
+    result = node.meta.get("val")
+    operands = [source.meta.get("val") for source in node.all_input_nodes]
+    if not isinstance(result, Tensor) or result.dtype not in LOW_DTYPES or node.kwargs or len(node.args) > 2:
+        return False
+    same = all(isinstance(each, Tensor) and each.dtype == result.dtype for each in operands)
+    return same and not all(survives(number, result.dtype) for number in numbers_of(node))
+
+
+def _compute_wide(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Have a call compute in fp32 and round its result once."""
+    value = node.meta["val"]
+    for source in node.all_input_nodes:
+        with graph.inserting_before(node):
+            wide = graph.call_function(prims.convert_element_type.default, (source, torch.float32))
+        wide.meta = {**source.meta, "val": source.meta["val"].to(torch.float32)}
+        node.replace_input_with(source, wide)
+    with graph.inserting_after(node):
+        low = graph.call_function(prims.convert_element_type.default, (node, value.dtype))
+    low.meta = {**node.meta}
+    node.meta["val"] = value.to(torch.float32)
+    node.replace_all_uses_with(low, delete_user_cb=lambda user: user is not low)
+
+
+__all__ = ["DECOMPOSED", "decompositions", "spell"]
