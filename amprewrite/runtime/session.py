@@ -43,6 +43,7 @@ from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, lo
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
+from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import FUNCTORCH, own_autocast
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
@@ -81,8 +82,7 @@ class Session:
     """The root's, when new modules were looked for; None: look again after this call, which captured something."""
 
     def __post_init__(self) -> None:
-        self.cache = WeightCache(until_step=self.options.cache_weights == "step")
-        self.calibration = self.options.calibration
+        self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
@@ -90,8 +90,7 @@ class Session:
             self.note(self.options.keep_high.note)
         if half := frozen_note(self.root):
             self.note(half)
-        self.probe = OverflowProbe(self.root)
-        self.schedule = Schedule()
+        self.probe, self.schedule = OverflowProbe(self.root), Schedule()
         self.gate = StepGate(
             self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
             on_stuck=self.look_at_weights,
@@ -254,8 +253,7 @@ class Session:
         if self.options.given is not None:
             return False
         low, entries = self.policy_for(self._device()).low, list(self.entries.values())
-        found = self.agreement.follow_weights(lambda: look(entries, self.root, low, self.note), entries)
-        if found:
+        if found := self.agreement.follow_weights(lambda: look(entries, self.root, low, self.note), entries):
             warnings.warn(found, AmpRewriteWarning, stacklevel=2)
         return any(entry.graphs.outdated for entry in entries)
 
@@ -412,8 +410,8 @@ class Session:
             graphs.left_out[name] = Skipped(name, why)
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
-            reads, copies = weight_reads(module, example_inputs, self.root, None), copies_of(self, entry, module, example_inputs, False)
-            return Region(entry, plan, emit(module, example_inputs, backend, None), None, reads, copies)
+            reads = weight_reads(module, example_inputs, self.root, None), copies_of(self, entry, module, example_inputs, False)
+            return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
         problem = captured.problem
         grad = problem.training
         outside = backend is None or not grad or self.options.cache_weights == "step"  # a compiler casts weights as it reads them
@@ -422,7 +420,7 @@ class Session:
         def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any]) -> Emitted:
             scales = self._scales(rewritten) if problem.scale_loss else ()
             reads = weight_reads(rewritten, inputs, self.root, problem.policy.low)
-            copies = copies_of(self, entry, rewritten, inputs, grad)  # emitting edits the graph
+            copies = copies_of(self, entry, rewritten, inputs, grad)  # before emitting, which edits the graph
             return emit(rewritten, [*inputs, *scales], backend, cache, grad), rewritten if scales else None, reads, copies
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs))
@@ -507,6 +505,8 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
     if torch.compiler.is_compiling() or dynamo.at_work():
         return _enter_alone(session, path, args, kwargs)
+    if session.state.generating:
+        mark_growing(args, kwargs)
     return session.call(session.entries[path], args, kwargs)
 
 

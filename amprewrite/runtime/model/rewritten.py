@@ -249,14 +249,14 @@ def _unwrap(twin: nn.Module) -> None:
 
 
 def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` of a model's class, whose many calls cast each weight once."""
+    """`generate` of a model's class, whose many calls cast each weight once and are captured with sizes that change."""
 
     @functools.wraps(generate)
     def generate_with_kept_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         session: Session | None = self.__dict__.get(SESSION)
         if session is None:
             return generate(self, *args, **kwargs)
-        with session.cache.frozen(session.weight_names, "generate()", everywhere=False):
+        with session.cache.frozen(session.weight_names, "generate()", everywhere=False), session.state.sizes_grow():
             return generate(self, *args, **kwargs)
 
     return generate_with_kept_copies

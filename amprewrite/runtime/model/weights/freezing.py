@@ -220,8 +220,8 @@ def copies_of(session: Owner, entry: Place, module: torch.fx.GraphModule, inputs
     if lost:
         more = f" and {len(lost) - 1} more weights" if lost[1:] else ""
         session.warn_fp32(
-            f"{entry.place} reads {names.get(id(lost[0]), 'a weight')}{more} in fp32 here, of which freeze() kept low values alone: they are "
-            "cast up. Call amp.freeze() after a call of each kind, so that it sees what they read; amp.unfreeze(state_dict) takes fp32 back"
+            f"{entry.place} reads {names.get(id(lost[0]), 'a weight')}{more} in fp32 here, of which freeze() kept low values alone: they "
+            "are cast up. Call amp.freeze() after a call of each kind, so that it sees what they read; amp.unfreeze(state_dict) takes fp32 back"
         )
     return {names[id(each)]: reads[place] for place, each in enumerate(inputs) if id(each) in names}
 
