@@ -334,8 +334,8 @@ class Session:
 
     def forget_graphs(self) -> None:
         """Have all graphs captured anew; low copies of weights are dropped."""
+        self.cache.clear()
         with self.lock:
-            self.cache.clear()
             self.last = ()
             for entry in list(self.entries.values()):
                 entry.recapture()
@@ -419,9 +419,8 @@ class Session:
 
         def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any]) -> Emitted:
             scales = self._scales(rewritten) if problem.scale_loss else ()
-            reads = weight_reads(rewritten, inputs, self.root, problem.policy.low)
-            copies = copies_of(self, entry, rewritten, inputs, grad)  # before emitting, which edits the graph
-            return emit(rewritten, [*inputs, *scales], backend, cache, grad), rewritten if scales else None, reads, copies
+            reads = weight_reads(rewritten, inputs, self.root, problem.policy.low), copies_of(self, entry, rewritten, inputs, grad)
+            return emit(rewritten, [*inputs, *scales], backend, cache, grad), rewritten if scales else None, *reads
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs))
         if worth_watching(problem):

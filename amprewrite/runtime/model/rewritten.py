@@ -22,14 +22,7 @@ from amprewrite.runtime.model.in_place import BEFORE, FORWARD, SESSION, Before
 from amprewrite.runtime.model.part_calls import NO_REPLICAS, REPLICATE, PartForward, PartReplicas, call_as_part
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.subclass import original_of, subclass_of
-from amprewrite.runtime.model.weights.freezing import (
-    brings_fp32,
-    frozen_apart,
-    hook_states,
-    refuse_frozen,
-    thaw,
-    unfreeze_weights,
-)
+from amprewrite.runtime.model.weights.freezing import brings_fp32, frozen_apart, hook_states, refuse_frozen, thaw, unfreeze_weights
 from amprewrite.runtime.model.weights.half_parameters import lost_masters
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Entry, Session, enter

@@ -69,7 +69,7 @@ class FrozenWeight(Tensor):
         self.detached = stored.detach()
         self._is_param = True  # what makes isinstance(weight, nn.Parameter) true
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # -- what is stored --------------------------------------------------------------------
     def low(self) -> Tensor:
@@ -130,7 +130,7 @@ class FrozenWeight(Tensor):
             raise PolicyError(f"a frozen weight takes no gradients: it is stored in {dtype_name(self.stored.dtype)}; to train, {REMEDY}")
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         beside = "" if self.high is None else ", fp32 beside"
         return f"FrozenWeight(stored in {dtype_name(self.stored.dtype)}{beside}: {self.low()!r})"
 
@@ -164,7 +164,7 @@ class FrozenWeight(Tensor):
         return self._stand_in
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], cls) else None
         if first is not None and func in _SAME:

@@ -64,9 +64,9 @@ def freeze_weights(model: nn.Module, reads: Iterable[Copies]) -> tuple[str, ...]
     weights = dict(model.named_parameters(remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
     for region in reads:
-        for name, copies in region.items():
+        for name, asked in region.items():
             if name in weights:
-                wanted[id(weights[name])] |= copies
+                wanted[id(weights[name])] |= asked
     copies = {number: found for number, found in ((id(each), _copy_of(each, wanted[id(each)])) for each in weights.values()) if found}
     copies = _whole_storages(weights.values(), copies)
     took = tuple(name for name, each in weights.items() if each.requires_grad and id(each) not in copies)
@@ -221,7 +221,7 @@ def copies_of(session: Owner, entry: Place, module: torch.fx.GraphModule, inputs
         more = f" and {len(lost) - 1} more weights" if lost[1:] else ""
         session.warn_fp32(
             f"{entry.place} reads {names.get(id(lost[0]), 'a weight')}{more} in fp32 here, of which freeze() kept low values alone: they "
-            "are cast up. Call amp.freeze() after a call of each kind, so that it sees what they read; amp.unfreeze(state_dict) takes fp32 back"
+            "are cast up. Call freeze() after a call of each kind, so that it sees what they read; unfreeze(state_dict) takes fp32 back"
         )
     return {names[id(each)]: reads[place] for place, each in enumerate(inputs) if id(each) in names}
 
