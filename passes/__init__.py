@@ -15,6 +15,7 @@ from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.name_sources import NameSources
+from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
 from amprewrite.passes.lower.tidy import Tidy
 from amprewrite.passes.normalise.fuse_patterns import FusePatterns
@@ -95,6 +96,7 @@ TIDY: tuple[Applying, ...] = (
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
     HoistWeightCasts(),  # with a weight cache, low copies of weights become inputs
+    ReadFrozenWeights(),  # frozen weights come in as they are stored
     NameSources(),  # for a compiler, inputs say where they come from
 )
 

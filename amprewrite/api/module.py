@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -9,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amprewrite.report.cast_plan import CastPlan, PendingPlan
-from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
+from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, session_of
+from amprewrite.runtime.model.weights.freezing import check_freezable, freeze_weights, start_afresh, thaw, warn_of_optimizers
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
-from amprewrite.tables.errors import EmitError, PolicyError
+from amprewrite.tables.errors import AmpRewriteWarning, EmitError, PlanError, PolicyError
 
 if TYPE_CHECKING:
     from amprewrite.api.onnx.convert import OnnxResult
@@ -78,6 +81,46 @@ class Rewritten(RewrittenBase):
         EmitError if the onnx extra is not installed.
         """
         return load_onnx_support().export_onnx(self, path, args, kwargs, **options)
+
+    # -- for inference alone --------------------------------------------------------
+    def freeze(self, *args: Any, **kwargs: Any) -> None:
+        """Store the weights as the plan reads them and let their fp32 values go: half the memory, and no cast of a weight in a call.
+
+        Goes by all graphs captured so far; with arguments, calls the model on them first. A weight that every graph reads low is
+        stored low, one read in fp32 too keeps both, any other stays as it is. Results stay bitwise what they were. Parameters take no
+        gradients from then on, and say fp32 still; `state_dict()` holds what is stored. The original model, if there is one beside,
+        keeps its weights.
+
+        PolicyError if the model trains, is frozen already or is sharded; PlanError if nothing was captured.
+        """
+        session = session_of(self)
+        check_freezable(self)
+        warn_of_optimizers(self)
+        called = bool(args or kwargs)
+        with torch.no_grad():
+            if called:
+                capture_now(self, args, kwargs)
+            regions = [region for entry in list(session.entries.values()) for region in entry.graphs.regions]
+            if not regions:
+                raise PlanError("freeze() goes by captured graphs, and there are none: call the model first, or amp.freeze(inputs)")
+            start_afresh(self, session, freeze_weights(self, [region.copies for region in regions]))
+            if called:
+                capture_now(self, args, kwargs)
+
+    def unfreeze(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Make a frozen model an fp32 one again that can be trained, with the fp32 values of `state_dict`.
+
+        Without them the weights are fp32 tensors of the low values, and a warning says so. PlanError if `state_dict` lacks a weight, or
+        if the model is not frozen. `load_state_dict` of fp32 values unfreezes as well.
+        """
+        if session_of(self).options.frozen is None:
+            raise PlanError(f"this {type(self).__name__} is not frozen")
+        rounded = thaw(self, session_of(self), state_dict)
+        if rounded:
+            warnings.warn(
+                f"{rounded[0]} and {len(rounded) - 1} more weights are fp32 again with the low values that were stored: what freeze() "
+                "rounded off is lost; amp.unfreeze(state_dict) takes fp32 values", AmpRewriteWarning, stacklevel=2,
+            )  # fmt: skip
 
     # -- low copies of weights -----------------------------------------------------
     def frozen_weights(self) -> AbstractContextManager[None]:

@@ -17,8 +17,9 @@ from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.runtime.model.half_parameters import refuse_trainable
 from amprewrite.runtime.model.parts import MODEL, parse_granularity
+from amprewrite.runtime.model.weights.freezing import refuse_frozen
+from amprewrite.runtime.model.weights.half_parameters import refuse_trainable
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
@@ -135,6 +136,7 @@ def rewrite(
     options = replace(options, granularity=parse_granularity(granularity, module))
     check_patterns(options, module)
     refuse_ambient_autocast()
+    refuse_frozen(module, "rewriting it")
     plain = plain_of(module) if is_rewritten(module) else module
     target = tolerance, accuracy, metric
     options = replace(options, **measured_options(plain, options, calibration, target, example_inputs, example_kwargs))

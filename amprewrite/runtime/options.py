@@ -10,9 +10,10 @@ from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
-from amprewrite.ir.policies.policy import Override
+from amprewrite.ir.policies.policy import Override, Policy
 from amprewrite.runtime.model.parts import MODEL, Granularity
-from amprewrite.tables.formats import Format
+from amprewrite.tables.devices import Device, best_format
+from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.op_lists import OpLists
 
 
@@ -42,3 +43,24 @@ class Options:
     parity: float | None = 1.0
     """How much a step of training counts in the prices that all graphs share; None: each graph is decided by itself."""
     pad: PadPolicy = field(default_factory=PadPolicy)
+    frozen: tuple[str, ...] | None = None
+    """Names of the fp32 parameters of a frozen model that took gradients before; None: not frozen."""
+
+
+def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str) -> Policy:
+    """The policy of these options on a device; `note` is told if it gains nothing. `kept`: how long low copies of weights are kept."""
+    low = options.low
+    if low is None:
+        low = best_format(row)
+        if low is None:
+            note(f"left in fp32: {row.name} gains nothing from low precision; pass dtype='bf16' to rewrite anyway")
+    elif low is not FP32 and low.name not in row.low_formats:
+        note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
+    return Policy(
+        low or FP32, options.lists, options.overrides, options.cache_weights and kept, options.strict, options.device, options.measure,
+        memory=options.memory, parity=options.parity,
+        may_decline=options.low is None and options.backend == "eager" and not options.overrides,
+    )  # fmt: skip
+
+
+__all__ = ["Options", "policy_on"]

@@ -23,6 +23,7 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
+from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
@@ -36,17 +37,19 @@ from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
-from amprewrite.runtime.captured.region import Region, scale_device
+from amprewrite.runtime.captured.region import Emitted, Region, scale_device
 from amprewrite.runtime.captured.weight_reads import weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
+from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import FUNCTORCH, own_autocast
-from amprewrite.runtime.model.half_parameters import frozen_note, lost_masters
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
-from amprewrite.runtime.options import Options
+from amprewrite.runtime.model.weights.freezing import copies_of, refuse_training
+from amprewrite.runtime.model.weights.half_parameters import frozen_note, lost_masters
+from amprewrite.runtime.options import Options, policy_on
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
 from amprewrite.runtime.training.overflow_control import StepGate
@@ -79,8 +82,7 @@ class Session:
     """The root's, when new modules were looked for; None: look again after this call, which captured something."""
 
     def __post_init__(self) -> None:
-        self.cache = WeightCache(until_step=self.options.cache_weights == "step")
-        self.calibration = self.options.calibration
+        self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
@@ -90,8 +92,7 @@ class Session:
             self.note(rounding)
         if half := frozen_note(self.root):
             self.note(half)
-        self.probe = OverflowProbe(self.root)
-        self.schedule = Schedule()
+        self.probe, self.schedule = OverflowProbe(self.root), Schedule()
         self.gate = StepGate(
             self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
             on_stuck=self.look_at_weights,
@@ -102,6 +103,8 @@ class Session:
         """Run `entry` on its rewritten graphs, capturing them first where the inputs are new."""
         refuse_ambient_autocast()
         dynamo.refuse_tracers()
+        if self.options.frozen is not None and self.state.depth == 0:
+            refuse_training(self.root, args, kwargs)
         if dynamo.under_functorch():
             self.gathered.check_call(entry, ())
             return self._transformed(entry, args, kwargs)
@@ -252,8 +255,7 @@ class Session:
         if self.options.given is not None:
             return False
         low, entries = self.policy_for(self._device()).low, list(self.entries.values())
-        found = self.agreement.follow_weights(lambda: look(entries, self.root, low, self.note), entries)
-        if found:
+        if found := self.agreement.follow_weights(lambda: look(entries, self.root, low, self.note), entries):
             warnings.warn(found, AmpRewriteWarning, stacklevel=2)
         return any(entry.graphs.outdated for entry in entries)
 
@@ -316,8 +318,8 @@ class Session:
         self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Raise under strict, else warn once for each cause: what else it concerns is in `plan.skipped`."""
-        if self.options.strict:
+        """Raise under strict, else warn once for each cause: what else it concerns is in `plan.skipped`. No message, no warning."""
+        if self.options.strict and message:
             raise CaptureError(message)
         self.warn_once(message, cause)
 
@@ -332,12 +334,21 @@ class Session:
         with self.lock:
             self.calls.clear()
 
+    def forget_graphs(self) -> None:
+        """Have all graphs captured anew; low copies of weights are dropped."""
+        self.cache.clear()
+        with self.lock:
+            self.last = ()
+            for entry in list(self.entries.values()):
+                entry.recapture()
+
     # -- capture ---------------------------------------------------------------------
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
         refuse_ambient_autocast()
         self.warn_once(lost_masters(self.root))
         self.children = None
+        stand_in_for_frozen(module.graph)
         with self.lock:
             self._note_break(graphs, module)
             return self._rewritten(graphs, module, example_inputs)
@@ -401,26 +412,25 @@ class Session:
             graphs.left_out[name] = Skipped(name, why)
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
-            reads = weight_reads(module, example_inputs, self.root, None)
-            return Region(entry, plan, emit(module, example_inputs, backend, None), reads=reads)
+            reads = weight_reads(module, example_inputs, self.root, None), copies_of(self, entry, module, example_inputs, False)
+            return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
         problem = captured.problem
         grad = problem.training
-        reads = weight_reads(rewritten, example_inputs, self.root, problem.policy.low)
         outside = backend is None or not grad or self.options.cache_weights == "step"  # a compiler casts weights as it reads them
         cache = self.cache if outside and self.options.cache_weights and not self._sharded() else None
-        if problem.scale_loss:
-            example_inputs = [*example_inputs, *self._scales(rewritten)]
-        run = emit(rewritten, example_inputs, backend, cache, grad)
-        region = Region(entry, plan, run, rewritten if problem.scale_loss else None, reads)
+
+        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any]) -> Emitted:
+            scales = self._scales(rewritten) if problem.scale_loss else ()
+            reads = weight_reads(rewritten, inputs, self.root, problem.policy.low), copies_of(self, entry, rewritten, inputs, grad)
+            return emit(rewritten, [*inputs, *scales], backend, cache, grad), rewritten if scales else None, *reads
+
+        region = Region(entry, plan, *emitted(rewritten, example_inputs))
         if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(captured)
-                    reads = weight_reads(rewritten, inputs, self.root, captured.problem.policy.low)
-                    scales = self._scales(rewritten) if problem.scale_loss else ()
-                    run = emit(rewritten, [*inputs, *scales], backend, cache, grad)
-                    region.become(plan, run, rewritten if problem.scale_loss else None, reads)
+                    region.become(plan, *emitted(rewritten, inputs))
                     self.agreement.join(plan, self.entries.values(), self.note)
 
             read_parts(captured)
@@ -458,19 +468,7 @@ class Session:
 
     def policy_for(self, device: str) -> Policy:
         """The policy on this device; notes say where the device gains nothing."""
-        options, low, row = self.options, self.options.low, self._row(device)
-        if low is None:
-            low = best_format(row)
-            if low is None:
-                self.note(f"left in fp32: {row.name} gains nothing from low precision; pass dtype='bf16' to rewrite anyway")
-        elif low is not FP32 and low.name not in row.low_formats:
-            self.note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
-        kept = options.cache_weights and ("step" if self.cache.block() else options.cache_weights)
-        return Policy(
-            low or FP32, options.lists, options.overrides, kept, options.strict, options.device, options.measure,
-            memory=options.memory, parity=options.parity,
-            may_decline=options.low is None and options.backend == "eager" and not options.overrides,
-        )  # fmt: skip
+        return policy_on(self._row(device), self.options, self.note, kept="step" if self.cache.block() else self.options.cache_weights)
 
     def note(self, text: str) -> None:
         self.notes[text] = None
@@ -508,6 +506,8 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
     if torch.compiler.is_compiling() or dynamo.at_work():
         return _enter_alone(session, path, args, kwargs)
+    if session.state.generating:
+        mark_growing(args, kwargs)
     return session.call(session.entries[path], args, kwargs)
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.captured import copy_graph
 from amprewrite.runtime.captured.entries import Entry
 from amprewrite.runtime.captured.region import Region
-from amprewrite.runtime.model.half_parameters import refuse_trainable
+from amprewrite.runtime.model.weights.half_parameters import refuse_trainable
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
 from amprewrite.tables.errors import PolicyError

@@ -14,11 +14,15 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, differentiates
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.passes import LOWER
 from amprewrite.passes.lower.hoist_weight_casts import with_cached_weights, with_linked_weights
+from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
+from amprewrite.tables.ops.op_lists import op_name
 
 CompiledFn = Callable[..., Any]
 
@@ -36,7 +40,9 @@ def emit(
     casts; `training` says that the graph was captured with gradients.
     """
     edited = EditedGraph(module, {})
-    run_passes(LOWER, Target(eager=backend is None, training=training, weight_cache=cache is not None), edited, "an edited graph")
+    frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
+    target = Target(eager=backend is None, training=training, weight_cache=cache is not None, frozen=frozen)
+    run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
     if backend is None:
         run: CompiledFn = module.forward
@@ -44,11 +50,22 @@ def emit(
         copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]
         for (index, _, _), copy in zip(hoisted, copies, strict=True):
             copy.requires_grad_(training and example_inputs[index].requires_grad)
+        copies += [stored_copy(frozen[index], dtype, layout, training) for index, dtype, layout in edited.stored]
         _fix_sizes(copies)
-        run = backend(module, [*example_inputs, *copies])
+        run = backend(module, [*example_inputs_of(example_inputs, frozen, edited), *copies])
+    if frozen:
+        run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
     if cache is None or not hoisted:
         return run
     return with_linked_weights(run, hoisted, cache, module) if training else with_cached_weights(run, hoisted, cache)
+
+
+def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a call of the graph may record gradients that something reads."""
+    if any(isinstance(each, torch.Tensor) and each.requires_grad for each in example_inputs):
+        return True
+    own = any(op_name(node.target) in ("requires_grad_", *GRAD_SWITCHES) for node in module.graph.nodes)
+    return own or differentiates(module.graph)
 
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import INVERSE
 
@@ -41,12 +42,17 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
         if target.weight_cache:
             if target.training:
                 edited.module = copy_of(edited.module)  # the graph that users look into keeps its casts
-            edited.hoisted = hoist_weight_casts(edited.module, target.training)
+            edited.hoisted = hoist_weight_casts(edited.module, target.training, lambda place: place not in target.frozen)
         return bool(edited.hoisted)
 
 
-def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> list[Hoisted]:
-    """Turn casts of parameters into trailing inputs; in training what unscales the gradient of one goes with them."""
+def hoist_weight_casts(
+    module: torch.fx.GraphModule, training: bool = False, chosen: Callable[[int], bool] = lambda _: True
+) -> list[Hoisted]:
+    """Turn casts of parameters into trailing inputs; in training what unscales the gradient of one goes with them.
+
+    `chosen` says whether to do so with the input at a place.
+    """
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     hoisted: list[Hoisted] = []
@@ -55,11 +61,10 @@ def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> 
     made: dict[Hoisted, torch.fx.Node] = {}
     for node in list(graph.nodes):
         source = _cast_weight(node, training)
-        if source is None or not changing.isdisjoint(memory_of(source)) or _goes_elsewhere(source):
+        if source is None or not chosen(inputs.index(source)) or not changing.isdisjoint(memory_of(source)) or _goes_elsewhere(source):
             continue
         assert last is not None
-        dtype = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
-        cast = (inputs.index(source), dtype, node.args[2] if node.target is pad_cast else ())
+        cast = (inputs.index(source), *_made(node, source))
         if cast in made:
             node.replace_all_uses_with(made[cast])
             graph.erase_node(node)
@@ -74,6 +79,23 @@ def hoist_weight_casts(module: torch.fx.GraphModule, training: bool = False) -> 
     if hoisted:
         module.recompile()
     return hoisted
+
+
+def _made(node: torch.fx.Node, source: torch.fx.Node) -> tuple[torch.dtype, Layout]:
+    """The dtype and the padded layout that `node` gives the weight `source`."""
+    dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
+    layout: Any = node.args[2] if node.target is pad_cast else ()
+    return dtype, layout
+
+
+def weight_reads(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[tuple[torch.dtype, Layout] | None]]:
+    """How an edited graph reads each input that it casts as a weight, or may: the copies of it, and None if it is read as it is."""
+    changing = written_storages(module)
+    found: dict[int, frozenset[tuple[torch.dtype, Layout] | None]] = {}
+    for place, source in enumerate(module.graph.find_nodes(op="placeholder")):
+        moves = changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source)
+        found[place] = frozenset(_made(user, source) if moves and _cast_weight(user, training) is source else None for user in source.users)
+    return found
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
@@ -155,4 +177,4 @@ def with_linked_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     return call
 
 
-__all__ = ["HoistWeightCasts", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_linked_weights"]
+__all__ = ["HoistWeightCasts", "copy_of", "hoist_weight_casts", "weight_reads", "with_cached_weights", "with_linked_weights"]

@@ -17,7 +17,8 @@ Of a pass over fx graphs it is a function. Its arguments are named in INPUTS bel
         def f(x, w):
             return x + x @ w
 
-Words before the colon: training, scaled, fp16, pad, masks, exported, compiled, cached. A deciding pass may have such cases, too.
+Words before the colon: training, scaled, fp16, pad, masks, exported, compiled, cached, frozen (w is).
+A deciding pass may have such cases, too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amprewrite import passes
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, Target
+from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
@@ -192,7 +194,9 @@ def edited(name: str, words: list[str], module: torch.fx.GraphModule) -> str:
     if name in [each.name for each in passes.TIDY]:
         return _before_and_after(name, passes.TIDY, plan, graph)
     run_passes(passes.TIDY, plan, graph)
-    return _before_and_after(name, passes.LOWER, Target("compiled" not in words, training, "cached" in words), graph)
+    places = enumerate(graph.module.graph.find_nodes(op="placeholder")) if "frozen" in words else ()
+    frozen = {place: FrozenWeight(torch.zeros(8, 8, dtype=low.dtype), (8, 8), (8, 1)) for place, node in places if node.name == "l_w_"}
+    return _before_and_after(name, passes.LOWER, Target("compiled" not in words, training, "cached" in words, frozen), graph)
 
 
 def _before_and_after(name: str, members: tuple[Any, ...], read: Any, graph: EditedGraph) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import kept_meta
+from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.ir.op_calls import Call
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.ir.plans.plan import RegionPlan
@@ -76,6 +77,8 @@ class Target:
     """Was captured with gradients."""
     weight_cache: bool
     """Takes its low copies of weights from a cache."""
+    frozen: Mapping[int, FrozenWeight] = field(default_factory=dict)
+    """The frozen weights among its inputs, by place."""
 
 
 @dataclass
@@ -88,7 +91,11 @@ class EditedGraph:
     calls: Mapping[str, Call] = field(default_factory=dict)
     """How every op was called; read only if something may be padded."""
     hoisted: list[Hoisted] = field(default_factory=list)
-    """The low copies of weights that the graph takes as its last inputs."""
+    """The low copies of weights that the graph takes after the inputs it was captured with."""
+    stored: list[Hoisted] = field(default_factory=list)
+    """The low copies of frozen weights that it takes as its last inputs."""
+    cast_up: list[int] = field(default_factory=list)
+    """Places of frozen weights that it takes low and reads in fp32."""
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:

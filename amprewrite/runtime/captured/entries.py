@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch.fx
@@ -163,6 +164,8 @@ class State(threading.local):
         self.depth = 0
         self.transformed = 0
         """How many calls inside a torch.func transform are in flight."""
+        self.generating = 0
+        """How many calls of `generate()` are in flight."""
         self.captured = 0
         """How many of these calls run what was captured."""
         self.ran: list[Region] = []
@@ -173,6 +176,15 @@ class State(threading.local):
         """How many frames Dynamo had given up when it began."""
         self.failures: list[Failure] = []
         """Code of the call in flight that Dynamo failed on."""
+
+    @contextlib.contextmanager
+    def sizes_grow(self) -> Iterator[None]:
+        """Around a call of `generate()`."""
+        self.generating += 1
+        try:
+            yield
+        finally:
+            self.generating -= 1
 
 
 def past_the_limit(entry: Entry) -> str:

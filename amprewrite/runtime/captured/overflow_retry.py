@@ -26,6 +26,7 @@ from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.graphs.fx.uncaptured import unhooked
+from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.problem import Problem
 
@@ -143,7 +144,7 @@ class _Before:
 
     def copies(self) -> tuple[Any, ...]:
         """The inputs as they were, to be run on freely; parameters are the very ones."""
-        return tuple(self._copy(place) if place in self.clones else value for place, value in enumerate(self.inputs))
+        return tuple(self._copy(place) if place in self.clones else thawed(value) for place, value in enumerate(self.inputs))
 
     def _copy(self, place: int) -> torch.Tensor:
         copied = self.clones[place].clone()

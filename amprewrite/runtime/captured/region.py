@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.runtime.ambient.suspend_modes import pushed, suspend_dispatch_modes
 from amprewrite.runtime.captured.forward_scale import ForwardScale
@@ -19,6 +20,10 @@ from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
 
 CompiledFn = Callable[..., Any]
+Copies = dict[str, frozenset[tuple[torch.dtype, Layout] | None]]
+"""How a graph reads the weights of the model, by name: the low copies of it, and None if it is read as it is."""
+Emitted = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Copies]
+"""What runs, the edited graph of one that scales gradients, and how weights are read."""
 
 
 class Run(Protocol):
@@ -63,19 +68,22 @@ class Region:
     """Whether the graph is all of its entry's forward."""
 
     def __init__(
-        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None
-    ) -> None:
+        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None,
+        copies: Copies | None = None,
+    ) -> None:  # fmt: skip
         self.entry, self.session, self.state = entry, entry.session, entry.session.state
-        self.plan, self.run, self.module, self.reads = plan, run, module, reads or WeightReads()
+        self.plan, self.run, self.module, self.reads, self.copies = plan, run, module, reads or WeightReads(), copies or {}
         self.device = torch.device("cpu") if module is None else scale_device(module.graph)
         self._past = Past[tuple[CompiledFn, WeightReads]]()
         self.latest = None if module is None else LatestInputs(self)
         self.overflow_retry: OverflowRetry | None = None
 
-    def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads) -> None:
+    def become(
+        self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, copies: Copies
+    ) -> None:
         """Run this from now on; recomputations of earlier forwards go on with what those ran."""
         self._past.keep((self.run, self.reads))
-        self.plan, self.run, self.module, self.reads = plan, run, module, reads
+        self.plan, self.run, self.module, self.reads, self.copies = plan, run, module, reads, copies
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
@@ -112,4 +120,4 @@ class Region:
         return self.session.probe.run(self, inputs)
 
 
-__all__ = ["Region", "scale_device"]
+__all__ = ["Copies", "Emitted", "Region", "scale_device"]

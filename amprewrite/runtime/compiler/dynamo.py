@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen, unseen
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason, traced
 from amprewrite.tables.errors import CaptureError
@@ -51,7 +52,9 @@ def compile_afresh(
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
-    filtered: dict[str, Any] = {"options": {"guard_filter_fn": _without_global_hooks}} if beside_hooks else {}
+    frozen = any(isinstance(each, FrozenWeight) for each in root.parameters())
+    filters = [*([_without_global_hooks] if beside_hooks else []), *([_without_stored_weights] if frozen else [])]
+    filtered: dict[str, Any] = {"options": {"guard_filter_fn": _all_of(filters)}} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(clone_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
@@ -77,6 +80,25 @@ def compile_afresh(
                 setattr(config, name, value)
 
     return with_settings
+
+
+def _all_of(filters: Sequence[Callable[[Sequence[Any]], list[bool]]]) -> Callable[[Sequence[Any]], list[bool]]:
+    """Keeps the guards that all `filters` keep."""
+
+    def keep(guards: Sequence[Any]) -> list[bool]:
+        return [all(kept) for kept in zip(*(each(guards) for each in filters), strict=True)]
+
+    return keep
+
+
+def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
+    """Which guards to keep: of a frozen weight those on the tensor that it seems to be, and none on what it stores.
+
+    Those run Python code at every call, 20 us for a weight. A graph asks a weight what it stores whenever it runs.
+    """
+    inside = tuple(f"{guard.name}." for guard in guards if isinstance(guard.value, FrozenWeight))
+    own = [isinstance(guard.value, FrozenWeight) and guard.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH" for guard in guards]
+    return [not (metadata or guard.name.startswith(inside)) for metadata, guard in zip(own, guards, strict=True)]
 
 
 def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:

@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
-from amprewrite.runtime.model.half_parameters import lost_masters
 from amprewrite.runtime.model.in_place import BEFORE, FORWARD, SESSION, Before
 from amprewrite.runtime.model.part_calls import NO_REPLICAS, REPLICATE, PartForward, PartReplicas, call_as_part
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.subclass import original_of, subclass_of
+from amprewrite.runtime.model.weights.freezing import brings_fp32, frozen_apart, hook_states, refuse_frozen, thaw, unfreeze_weights
+from amprewrite.runtime.model.weights.half_parameters import lost_masters
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Entry, Session, enter
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
@@ -43,6 +44,9 @@ class RewrittenBase(nn.Module):
         if is_rewritten(self):
             session_of(self).cache.clear()
             session_of(self).schedule.due = True
+            state = args[0] if args else kwargs.get("state_dict")
+            if isinstance(state, Mapping) and brings_fp32(self, state):
+                thaw(self, session_of(self))  # what the state dict has is loaded over it
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +54,8 @@ class RewrittenBase(nn.Module):
             return super()._apply(*args, **kwargs)
         session = session_of(self)
         session.cache.clear()
-        applied = super()._apply(*args, **kwargs)
+        with frozen_apart(self, args[0] if args else kwargs["fn"]):
+            applied = super()._apply(*args, **kwargs)
         session.take_in()
         session.warn_once(lost_masters(self))
         return applied
@@ -59,14 +64,15 @@ class RewrittenBase(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         if not is_rewritten(self):
             return _plain_deepcopy(self, memo)
-        twin: nn.Module = wrap(copy.deepcopy(plain_of(self), memo), copy.deepcopy(_options_with_scale(self), memo), face_of(self))
+        plain = copy.deepcopy(_twin_before(self), memo)
+        twin: nn.Module = wrap(plain, copy.deepcopy(_options_with_scale(self), memo), face_of(self))
         memo[id(self)] = twin
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_rewritten(self):
             return super().__reduce_ex__(protocol)
-        return wrap, (plain_of(self), _options_with_scale(self), face_of(self))
+        return wrap, (_twin_before(self), _options_with_scale(self), face_of(self))
 
     def _replicate_for_data_parallel(self) -> Any:
         if is_rewritten(self):
@@ -206,7 +212,16 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def plain_of(model: nn.Module) -> nn.Module:
-    """A twin of the model as it was before the rewrite, around the same parameters."""
+    """A twin of the model as it was before the rewrite, around the same parameters. That of a frozen model has fp32 copies of its own."""
+    plain = _twin_before(model)
+    if session_of(model).options.frozen is not None:
+        unfreeze_weights(plain, (), None)
+        hook_states(plain, frozen=False)
+    return plain
+
+
+def _twin_before(model: nn.Module) -> nn.Module:
+    """A twin of the model as it was before the rewrite, around the same parameters, frozen or not."""
     plain = clone_of(model)
     _unwrap(plain)
     return plain
@@ -227,14 +242,14 @@ def _unwrap(twin: nn.Module) -> None:
 
 
 def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` of a model's class, whose many calls cast each weight once."""
+    """`generate` of a model's class, whose many calls cast each weight once and are captured with sizes that change."""
 
     @functools.wraps(generate)
     def generate_with_kept_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         session: Session | None = self.__dict__.get(SESSION)
         if session is None:
             return generate(self, *args, **kwargs)
-        with session.cache.frozen(session.weight_names, "generate()", everywhere=False):
+        with session.cache.frozen(session.weight_names, "generate()", everywhere=False), session.state.sizes_grow():
             return generate(self, *args, **kwargs)
 
     return generate_with_kept_copies
@@ -274,6 +289,7 @@ def _retire(session: Session | None, model: nn.Module) -> None:
 
 def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase]) -> Any:
     """Turn `model` itself into a rewritten one; raises as `wrap` does. One that was rewritten before starts from its plain self."""
+    refuse_frozen(model, "rewriting it")
     if is_rewritten(model):
         _make_plain(model)
     _refuse_class(model)
@@ -289,6 +305,7 @@ def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase])
 def unwrap_in_place(model: nn.Module) -> None:
     """Turn a rewritten model into what it was before; PlanError if it was never rewritten, CaptureError if FSDP2 has it."""
     session = session_of(model)
+    refuse_frozen(model, "restoring it")
     _make_plain(model)
     _retire(session, model)
 

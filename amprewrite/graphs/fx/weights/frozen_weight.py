@@ -1,0 +1,272 @@
+"""A weight of a frozen model: stored in the low format in which the model's graphs read it, with the fp32 values let go.
+
+1. It says fp32, as the weight did that it stands for: models ask weights for their dtype, and capture reads them as it did before.
+2. A rewritten graph takes what is stored as it is (`passes/lower/store_frozen.py`). Nothing is cast, and nothing can be stale.
+3. Whatever else reads it gets the low values cast up, and a warning; if the model reads it in fp32 too, the fp32 values are kept
+   beside, and that is what is read.
+4. Writing it is an error: the write would be lost in rounding. So is asking gradients of it.
+
+Dynamo knows tensors of such classes. In its fake world one plain fp32 fake stands for the weight in every op, so that the captured graph
+is that of the fp32 weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from amprewrite.graphs.fx.ops.pad_ops import slice_dims
+from amprewrite.ir.plans.pad_plan import Layout
+from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
+from amprewrite.tables.formats import dtype_name
+
+aten = torch.ops.aten
+_SAME = {aten.detach.default, aten.alias.default}
+"""Ops that give another name of the same memory."""
+_SHAPE_ONLY = {
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+    aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default, aten.is_same_size.default,
+}  # fmt: skip
+"""Ops that read no value."""
+REMEDY = "call amp.unfreeze(state_dict) with the fp32 values first"
+
+
+class FrozenWeight(Tensor):
+    """An fp32 weight, as users see it, of which the low copy is kept."""
+
+    stored: Tensor
+    """The low copy, padded as `padded` says; its `requires_grad` is that of the weight before."""
+    padded: Layout
+    high: Tensor | None
+    """The fp32 values, if some graph reads them."""
+    trains: bool
+    """Whether the weight took gradients before."""
+    detached: Tensor
+    """`stored` without that."""
+    _stand_in: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, stored: Tensor, size: Any, stride: Any, layout: Layout = (), high: Tensor | None = None, trains: bool = False
+    ) -> FrozenWeight:
+        with torch.inference_mode(False):
+            made: FrozenWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, size, strides=stride, dtype=torch.float32, device=stored.device, requires_grad=False
+            )
+        return made
+
+    def __init__(
+        self, stored: Tensor, size: Any, stride: Any, layout: Layout = (), high: Tensor | None = None, trains: bool = False
+    ) -> None:
+        self.stored, self.padded, self.high, self.trains, self._stand_in = stored, layout, high, trains, None
+        self.detached = stored.detach()
+        self._is_param = True  # what makes isinstance(weight, nn.Parameter) true
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    # -- what is stored --------------------------------------------------------------------
+    def low(self) -> Tensor:
+        """The stored values in the weight's own sizes: a view where that can be."""
+        return slice_dims(self.detached, self.padded) if self.padded else self.detached
+
+    def thawed(self) -> Tensor:
+        """A new fp32 tensor of what is known of the values."""
+        with torch.no_grad():
+            made = torch.empty_strided(self.size(), self.stride(), dtype=torch.float32, device=self.device)
+            return made.copy_(self.low() if self.high is None else self.high)
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """The dtype of the weight in a state dict."""
+        return torch.float32 if self.exact else self.stored.dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether the fp32 values are kept."""
+        return self.high is not None
+
+    def holds(self, dtype: torch.dtype, layout: Layout) -> bool:
+        """Whether a low copy of this dtype, padded so, is what is stored."""
+        return self.stored.dtype == dtype and self.padded == layout
+
+    def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
+        """The same weight with its values elsewhere."""
+        return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
+
+    def held(self) -> tuple[Tensor, ...]:
+        """The tensors that hold memory."""
+        return (self.stored,) if self.high is None else (self.stored, self.high)
+
+    # -- what Python asks of a tensor -------------------------------------------------------
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()  # capture makes its fake from the fp32 tensor that this seems to be
+        return self.stored.untyped_storage()
+
+    def element_size(self) -> int:
+        return sum(each.element_size() for each in self.held())
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return sum(each.nbytes for each in self.held())
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.requires_grad_(wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenWeight:
+        if requires_grad:
+            raise PolicyError(f"a frozen weight takes no gradients: it is stored in {dtype_name(self.stored.dtype)}; to train, {REMEDY}")
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        beside = "" if self.high is None else ", fp32 beside"
+        return f"FrozenWeight(stored in {dtype_name(self.stored.dtype)}{beside}: {self.low()!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenWeight:
+        if id(self) not in memo:
+            memo[id(self)] = self.of(self.stored.detach().clone(), None if self.high is None else self.high.clone())
+        found: FrozenWeight = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        size, stride = tuple(self.size()), tuple(self.stride())
+        return _rebuilt, (self.stored.detach(), size, stride, self.padded, self.high, self.trains)
+
+    # -- what torch asks of it ----------------------------------------------------------------
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["stored"], (self.padded, self.trains)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> FrozenWeight:
+        return FrozenWeight(inner["stored"], size, stride, meta[0], None, meta[1])
+
+    @property
+    def stand_in(self) -> Tensor | None:
+        """The plain fp32 fake that stands for this weight while a graph is captured; None for a real weight."""
+        stored = self.stored
+        if not isinstance(stored, FakeTensor):
+            return None
+        if self._stand_in is None:
+            with stored.fake_mode, torch.inference_mode(False):
+                self._stand_in = torch.empty_strided(self.size(), self.stride(), dtype=torch.float32, device=stored.device)
+        return self._stand_in
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], cls) else None
+        if first is not None and func in _SAME:
+            return first._another()
+        if first is not None and func is aten._to_copy.default and first.stand_in is None:
+            found = first._converted(kwargs)
+            if found is not None:
+                return found
+        if first is not None and func is aten.copy_.default and _is_low(args[1], first):
+            first.low().copy_(args[1])
+            return first
+        _refuse_writes(func, args, kwargs)
+        if first is not None and first.stand_in is None and _is_view(func):
+            return first._viewed(func, args[1:], kwargs)
+        silent = func in _SHAPE_ONLY
+
+        def plain(weight: FrozenWeight) -> Tensor:
+            return weight.stand_in if weight.stand_in is not None else weight._read(silent)
+
+        return func(*tree_map_only(cls, plain, args), **tree_map_only(cls, plain, kwargs))
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Frozen views of what is stored: what writes one is refused, too."""
+        low = func(self.low(), *args, **kwargs)
+        high = low if self.high is None else func(self.high, *args, **kwargs)
+        if isinstance(low, Tensor):
+            return _view(low, high, self)
+        return type(low)(_view(each, beside, self) for each, beside in zip(low, high, strict=True))
+
+    def _another(self) -> FrozenWeight:
+        made = FrozenWeight(self.stored, self.size(), self.stride(), self.padded, self.high, self.trains)
+        made._stand_in = self._stand_in
+        return made
+
+    def _converted(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """What `to(...)` gives if no value is rounded: the weight on another device, or the stored values; None for anything else."""
+        dtype, device = kwargs.get("dtype"), kwargs.get("device") or self.device
+        if dtype == self.stored.dtype:
+            return self.low().to(device, copy=True)
+        if dtype in (None, torch.float32) and torch.device(device) != self.device:
+            moves = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}
+            return self.of(self.stored.detach().to(**moves), None if self.high is None else self.high.to(**moves))
+        return None
+
+    def _read(self, silent: bool) -> Tensor:
+        if not (self.exact or silent):
+            warnings.warn(
+                f"a frozen weight is read outside of the rewritten graphs: the {dtype_name(self.stored.dtype)} values that are stored, "
+                f"cast up; the fp32 values are gone, and {REMEDY} if they matter",
+                AmpRewriteWarning, stacklevel=4,
+            )  # fmt: skip
+        return self.thawed()
+
+
+def _rebuilt(stored: Tensor, size: Any, stride: Any, layout: Layout, high: Tensor | None, trains: bool) -> FrozenWeight:
+    return FrozenWeight(stored.requires_grad_(trains), size, stride, layout, high, trains)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether `func` gives views of its first argument."""
+    given = func._schema.arguments[0].alias_info
+    return given is not None and not given.is_write and any(each.alias_info is not None for each in func._schema.returns)
+
+
+def _view(low: Tensor, high: Tensor, weight: FrozenWeight) -> FrozenWeight:
+    made = FrozenWeight(low, low.size(), low.stride(), (), high if weight.exact else None, weight.trains)
+    made._is_param = False
+    return made
+
+
+def _is_low(source: Any, weight: FrozenWeight) -> bool:
+    """Whether writing `source` over the weight rounds nothing."""
+    plain = isinstance(source, Tensor) and not isinstance(source, FrozenWeight)
+    return plain and not weight.exact and source.dtype == weight.stored.dtype and source.shape == weight.shape
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """PolicyError if `func` writes a frozen weight."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[place] if place < len(args) else kwargs.get(argument.name)
+        for each in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(each, FrozenWeight):
+                low, op = dtype_name(each.stored.dtype), func.overloadpacket.__name__
+                raise PolicyError(f"{op} writes a frozen weight, which is stored in {low} and would round what is written; {REMEDY}")
+
+
+def thawed(value: Any) -> Any:
+    """A plain tensor for a frozen weight; anything else as it is."""
+    return value.thawed() if isinstance(value, FrozenWeight) else value
+
+
+def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
+    """Show passes a plain fp32 fake where Dynamo left a frozen weight of fakes on an input.
+
+    It takes gradients as the weight did, unless gradients are recorded: then the weight is a constant.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, FrozenWeight) and value.stand_in is not None:
+            node.meta["example_value"] = value.stand_in.requires_grad_(value.trains and not torch.is_grad_enabled())
+
+
+__all__ = ["REMEDY", "FrozenWeight", "stand_in_for_frozen", "thawed"]

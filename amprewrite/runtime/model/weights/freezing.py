@@ -1,0 +1,302 @@
+"""Freeze a rewritten model: its weights are stored as its graphs read them, for inference alone.
+
+1. A weight that every graph reads low is replaced by its low copy; the fp32 values are let go. One that is read in fp32 too keeps both,
+   so that no call casts it. One that is read in fp32 alone stays as it is, and so does one that no graph reads.
+2. No parameter of a frozen model takes gradients. Parameters are new objects: those of the original model are not touched.
+3. Graphs are captured anew. They compute the same numbers, for a low copy holds what the cast gave.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
+from amprewrite.ir.plans.pad_plan import Layout
+from amprewrite.passes.lower.hoist_weight_casts import weight_reads
+from amprewrite.runtime.captured.region import Copies
+from amprewrite.runtime.model.parts import is_sharded
+from amprewrite.runtime.options import Options
+from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
+from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
+
+Copy = tuple[torch.dtype, Layout]
+
+
+def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
+    """The frozen weights of a model by name; one that is tied has several names."""
+    return {name: each for name, each in model.named_parameters(remove_duplicate=False) if isinstance(each, FrozenWeight)}
+
+
+def refuse_frozen(model: nn.Module, what: str) -> None:
+    """PolicyError if the model is frozen: `what` needs the fp32 values."""
+    if frozen_in(model):
+        raise PolicyError(
+            f"this {type(model).__name__} is frozen, and {what} needs its fp32 weights; call amp.unfreeze(state_dict) with them first, "
+            "or amp.unfreeze() to go on with the rounded values"
+        )
+
+
+def check_freezable(model: nn.Module) -> None:
+    """PolicyError if the model is in training, frozen already, or sharded."""
+    if frozen_in(model):
+        raise PolicyError(f"this {type(model).__name__} is frozen already; amp.unfreeze(state_dict) takes the fp32 weights back")
+    if model.training:
+        raise PolicyError("freeze() is for inference: call amp.eval() first, so that the graphs that count are captured")
+    if any(map(is_sharded, model.modules())) or any(type(each) not in (Tensor, nn.Parameter) for each in model.parameters()):
+        raise PolicyError(
+            "freeze() takes plain parameters, and some of these belong to a tensor class such as DTensor: gather the weights of a model "
+            "that FSDP shards into a plain one (get_model_state_dict with full_state_dict=True), and rewrite and freeze that"
+        )
+
+
+def freeze_weights(model: nn.Module, reads: Iterable[Copies]) -> tuple[str, ...]:
+    """Replace the parameters of `model` by what its graphs read of them; names of the fp32 ones that took gradients."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
+    for region in reads:
+        for name, asked in region.items():
+            if name in weights:
+                wanted[id(weights[name])] |= asked
+    copies = {number: found for number, found in ((id(each), _copy_of(each, wanted[id(each)])) for each in weights.values()) if found}
+    copies = _whole_storages(weights.values(), copies)
+    took = tuple(name for name, each in weights.items() if each.requires_grad and id(each) not in copies)
+    made: dict[int, Tensor] = {}
+    for name in list(weights):
+        weight = weights.pop(name)
+        if id(weight) not in made:
+            found = copies.get(id(weight))
+            made[id(weight)] = _constant(weight) if found is None else _frozen(weight, found, None in wanted[id(weight)])
+            _replace(model, weight, made[id(weight)])
+    return took
+
+
+def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
+    """The low copy to store of a weight; None if there is no single one."""
+    low = [copy for copy in wanted if copy is not None and copy[0] != weight.dtype]
+    dense = weight.layout is torch.strided and torch.empty_like(weight, device="meta").stride() == weight.stride()
+    if len(low) != 1 or weight.dtype != torch.float32 or not dense or not weight.numel() or weight.device.type == "meta":
+        return None
+    return low[0]
+
+
+def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
+    """`copies`, without those of weights that share memory with one that stays: letting them go would free nothing."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for weight in {id(each): each for each in weights}.values():
+        by_storage.setdefault(weight.untyped_storage()._cdata, []).append(weight)
+    apart = {id(each) for group in by_storage.values() if len(group) == 1 for each in group}
+    return {number: copy for number, copy in copies.items() if number in apart}
+
+
+def _frozen(weight: Tensor, copy: Copy, high: bool) -> FrozenWeight:
+    with torch.no_grad(), torch.inference_mode(False):
+        stored = pad_cast(weight.detach(), *copy).requires_grad_(weight.requires_grad)
+        kept = weight.detach() if high else None
+        return FrozenWeight(stored, weight.size(), weight.stride(), copy[1], kept, weight.requires_grad)
+
+
+def _constant(weight: Tensor, trains: bool = False) -> Tensor:
+    """Another parameter over the same memory."""
+    made = nn.Parameter(weight.detach(), requires_grad=trains)
+    made.__dict__.update(weight.__dict__)
+    return made
+
+
+def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Put `new` wherever a module of `model` has `old` for a parameter."""
+    for module, name in list(_places(model, old)):
+        setattr(module, name, new)  # not only in _parameters: an LSTM keeps a list of its weights
+
+
+def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        yield from ((module, name) for name, each in module._parameters.items() if each is weight)
+
+
+def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[str, Any] | None) -> list[str]:
+    """Make the parameters of a frozen model fp32 again, from `values` where they have them; names of those that stay rounded.
+
+    PlanError if `values` lack a weight, or have it in other sizes; nothing is changed then.
+    """
+    frozen = frozen_in(model)
+    names: dict[int, list[str]] = {}
+    for name, weight in frozen.items():
+        names.setdefault(id(weight), []).append(name)
+    sources = {number: _source(aliases, frozen[aliases[0]], values) for number, aliases in names.items()}
+    rounded = [aliases[0] for number, aliases in names.items() if _loses(frozen[aliases[0]], sources[number])]
+    others = {name: each for name, each in model.named_parameters(remove_duplicate=False) if name not in frozen}
+    for number, aliases in names.items():
+        weight, source = frozen[aliases[0]], sources[number]
+        made = weight.thawed() if source is None else torch.empty_strided(weight.size(), weight.stride(), device=weight.device)
+        if source is not None:
+            made.copy_(source.detach())
+        _replace(model, weight, nn.Parameter(made, requires_grad=weight.trains))
+    for name in took:
+        if name in others and not others[name].requires_grad:
+            others[name].requires_grad_()
+    return rounded
+
+
+def _loses(weight: FrozenWeight, source: Tensor | None) -> bool:
+    return not weight.exact if source is None else source.dtype == weight.stored.dtype
+
+
+def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | None) -> Tensor | None:
+    """The values of a weight among `values`, under any of its names."""
+    if values is None:
+        return None
+    found = next((values[name] for name in names if name in values), None)
+    if not isinstance(found, Tensor):
+        raise PlanError(f"the state_dict has no {names[0]}, which is frozen; give one with the fp32 values of all weights")
+    if found.shape != weight.shape:
+        raise PlanError(f"{names[0]} is {tuple(weight.shape)} here and {tuple(found.shape)} in the state_dict; give that of this model")
+    return found
+
+
+class Owner(Protocol):
+    """What is needed of a session."""
+
+    options: Options
+    notes: dict[str, None]
+
+    def forget_graphs(self) -> None: ...
+
+    def weight_names(self) -> dict[int, str]: ...
+
+    def warn_fp32(self, message: str) -> None: ...
+
+
+def start_afresh(model: nn.Module, session: Owner, frozen: tuple[str, ...] | None) -> None:
+    """Have all graphs of a model captured anew, now that it is frozen, or is not any more."""
+    hook_states(model, frozen is not None)
+    session.options = replace(session.options, frozen=frozen)
+    session.notes = {text: None for text in session.notes if not text.startswith(FROZEN)}
+    if frozen is not None:
+        session.notes[frozen_weights_note(model)] = None
+    session.forget_graphs()
+
+
+def thaw(model: nn.Module, session: Owner, values: Mapping[str, Any] | None = None) -> list[str]:
+    """Make a frozen model an fp32 one again; the names of weights whose fp32 values are gone."""
+    rounded = unfreeze_weights(model, session.options.frozen or (), values)
+    start_afresh(model, session, None)
+    return rounded
+
+
+# -- calls ----------------------------------------------------------------------------------
+def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """PolicyError if a frozen model is called to be trained, and nothing in it or given to it takes a gradient."""
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    given = (*model.parameters(), *tree_leaves((args, dict(kwargs))))
+    if not any(isinstance(each, Tensor) and each.requires_grad for each in given):
+        raise PolicyError(
+            f"{type(model).__name__} is frozen: no parameter takes a gradient, so it cannot be trained; call amp.eval() to use it, and "
+            f"to train it {REMEDY}"
+        )
+
+
+class Place(Protocol):
+    """What is needed of an entry."""
+
+    @property
+    def place(self) -> str: ...
+
+
+def copies_of(session: Owner, entry: Place, module: torch.fx.GraphModule, inputs: Sequence[Any], training: bool) -> Copies:
+    """The copies that an edited graph takes of the weights among its inputs. The session warns if it reads fp32 values that were let go."""
+    reads, names = weight_reads(module, training), session.weight_names()
+    lost = [each for at, each in enumerate(inputs) if isinstance(each, FrozenWeight) and not each.exact and None in reads[at]]
+    if lost:
+        more = f" and {len(lost) - 1} more weights" if lost[1:] else ""
+        session.warn_fp32(
+            f"{entry.place} reads {names.get(id(lost[0]), 'a weight')}{more} in fp32 here, of which freeze() kept low values alone: they "
+            "are cast up. Call freeze() after a call of each kind, so that it sees what they read; unfreeze(state_dict) takes fp32 back"
+        )
+    return {names[id(each)]: reads[place] for place, each in enumerate(inputs) if id(each) in names}
+
+
+@contextmanager
+def frozen_apart(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Around what changes all tensors of a model, such as `to(device)`: frozen weights are changed here, each once."""
+    frozen = {id(each): each for each in frozen_in(model).values()}
+    held = [(*place, each) for each in frozen.values() for place in _places(model, each)]
+    for module, name, _ in held:
+        module._parameters[name] = None
+    changed: dict[int, Tensor] = {}
+    try:
+        yield
+        with torch.no_grad():
+            for number, weight in frozen.items():
+                found = change(weight)
+                changed[number] = found if isinstance(found, FrozenWeight) else nn.Parameter(found, requires_grad=False)
+    finally:
+        for module, name, weight in held:
+            setattr(module, name, changed.get(id(weight), weight))
+
+
+def warn_of_optimizers(model: nn.Module) -> None:
+    """Warn of optimizers that step the parameters that are about to be let go."""
+    own = {id(each) for each in model.parameters()}
+    for optimizer in existing_optimizers():
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            warnings.warn(
+                f"{type(optimizer).__name__} steps the parameters that freeze() replaces: it keeps their memory, and its steps do not "
+                "reach the frozen model; drop it, or amp.unfreeze(state_dict) and make another to train on",
+                AmpRewriteWarning, stacklevel=4,
+            )  # fmt: skip
+
+
+FROZEN = "frozen: "
+"""How the note of a frozen model begins."""
+
+
+def frozen_weights_note(model: nn.Module) -> str:
+    """What a plan says of a frozen model: how many of its weights are stored low, and what that holds."""
+    every = {id(each): each for each in model.parameters()}.values()
+    frozen = [each for each in every if isinstance(each, FrozenWeight)]
+    both = sum(each.exact for each in frozen)
+    held, before = sum(each.nbytes for each in every), sum(each.numel() * 4 for each in every)
+    beside = f", {both} of them beside fp32" if both else ""
+    return f"{FROZEN}{len(frozen)} of {len(every)} weights are stored low{beside}; they hold {held:,} bytes instead of {before:,}"
+
+
+# -- state dicts ----------------------------------------------------------------------------
+def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a state dict has other than the stored format for a frozen weight."""
+    frozen = frozen_in(model)
+    return any(name in state and getattr(state[name], "dtype", None) != each.low_dtype for name, each in frozen.items())
+
+
+def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook: the state dict of a frozen model holds plain tensors, low ones as they are stored."""
+    for name, weight in module._parameters.items():
+        if isinstance(weight, FrozenWeight) and isinstance(state.get(prefix + name), FrozenWeight):
+            state[prefix + name] = weight.low() if weight.high is None else weight.high
+
+
+def hook_states(model: nn.Module, frozen: bool) -> None:
+    """Have the state dicts of a frozen model, and of its parts, hold what is stored; undo it where it is not frozen any more."""
+    for module in model.modules():
+        held = any(isinstance(each, FrozenWeight) for each in module._parameters.values())
+        known = [key for key, hook in module._state_dict_hooks.items() if hook is give_stored]
+        for key in known:
+            del module._state_dict_hooks[key]
+        if held and frozen:
+            module.register_state_dict_post_hook(give_stored)
+
+
+__all__ = [
+    "brings_fp32", "check_freezable", "copies_of", "freeze_weights", "frozen_apart", "hook_states", "refuse_frozen", "refuse_training",
+    "start_afresh", "thaw", "unfreeze_weights", "warn_of_optimizers",
+]  # fmt: skip

@@ -1,0 +1,120 @@
+"""Frozen weights come into a graph as they are stored.
+
+1. A low copy of a frozen weight becomes a last input, whatever the weight cache does: what is stored is given there.
+2. A frozen weight that is read in fp32 comes in as its fp32 values, if they are kept. If not, its low values are cast up.
+3. A graph that writes a frozen weight is refused: the write would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+
+from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.node_facts import example_value, memory_of
+from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.pad_plan import Layout
+from amprewrite.passes.lower.hoist_weight_casts import copy_of, hoist_weight_casts, written_storages
+from amprewrite.tables.errors import CaptureError
+
+CompiledFn = Callable[..., Any]
+
+
+class ReadFrozenWeights(Pass[Target, EditedGraph]):
+    name = "read-frozen-weights"
+
+    def call(self, target: Target, edited: EditedGraph) -> bool:
+        if not target.frozen:
+            return False
+        _refuse_writes(edited.module, target.frozen)
+        if target.training and not target.weight_cache:
+            edited.module = copy_of(edited.module)  # the graph that users look into keeps its casts
+        edited.stored = hoist_weight_casts(edited.module, target.training, target.frozen.__contains__)
+        edited.cast_up = cast_up(edited.module, target.frozen)
+        edited.module.recompile()
+        return True
+
+
+def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> None:
+    changing = written_storages(module)
+    for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        if place in frozen and not changing.isdisjoint(memory_of(node)):
+            raise CaptureError(f"the model writes {node.name}, a frozen weight, when it is called; {REMEDY}")
+
+
+def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> list[int]:
+    """Cast the frozen weights up that the graph reads in fp32 and that have no fp32 values; their places."""
+    found: list[int] = []
+    for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        if place not in frozen or frozen[place].exact or not node.users:
+            continue
+        users = list(node.users)
+        after = module.graph.find_nodes(op="placeholder")[-1]
+        with module.graph.inserting_after(after):
+            high = module.graph.call_method("to", (node, torch.float32))
+        high.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
+        for user in users:
+            user.replace_input_with(node, high)
+        found.append(place)
+    return found
+
+
+def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight], edited: EditedGraph) -> list[Any]:
+    """`inputs` as a compiled graph takes them: nothing in them is a frozen weight."""
+    given = _given(inputs, frozen, edited, compiled=True)
+    for place, node in enumerate(edited.module.graph.find_nodes(op="placeholder")):
+        if place in frozen and not frozen[place].exact:
+            node.meta["example_value"] = example_value(node).to(given[place].dtype)
+    return given
+
+
+def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
+    """The inputs of a graph with what is known of the frozen weights that it reads as they are; a compiler sees no frozen weight at all."""
+    given = list(inputs)
+    for place in frozen:
+        weight: FrozenWeight = inputs[place]
+        if weight.high is not None:
+            given[place] = weight.high.detach() if compiled else weight.high
+        elif place in edited.cast_up:
+            given[place] = weight.low()
+        elif compiled:
+            given[place] = weight.detached
+    return given
+
+
+def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
+    """The low copy of a frozen weight that a graph reads; made for the call if another is stored. `grad`: gradients are recorded."""
+    if not weight.holds(dtype, layout):
+        return pad_cast(weight.low().float(), dtype, layout)
+    return weight.detached if grad else weight.stored
+
+
+def with_frozen_weights(
+    run: CompiledFn, edited: EditedGraph, frozen: Mapping[int, FrozenWeight], compiled: bool, quiet: bool
+) -> CompiledFn:
+    """`run`, given what is stored of the frozen weights among its inputs.
+
+    `quiet`: nothing else in the graph takes a gradient, so that none needs to be recorded: copies have the flag of the weights they
+    stand for, which chooses kernels (see WeightCache).
+    """
+    stored, places = list(edited.stored), list(frozen)
+
+    def call(*values: Any) -> Any:
+        grad = torch.is_grad_enabled()
+        copies = [stored_copy(values[place], dtype, layout, grad and not quiet) for place, dtype, layout in stored]
+        given = _given(values, places, edited, compiled)
+        if not (grad and quiet):
+            return run(*given, *copies)
+        with torch.no_grad():
+            return run(*given, *copies)
+
+    return call
+
+
+__all__ = ["ReadFrozenWeights", "cast_up", "example_inputs_of", "stored_copy", "with_frozen_weights"]

@@ -1,0 +1,67 @@
+"""`generate()` of a rewritten model: how often it captures, and that new lengths capture nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runtime_help import low
+from torch import nn
+
+from amprewrite.runtime.compiler.growing_sizes import mark_growing
+from amprewrite.runtime.model.rewritten import session_of
+
+transformers = pytest.importorskip("transformers")
+SETTINGS = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, **sizes)).eval()
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)).eval()
+
+
+def graphs(amp: nn.Module) -> int:
+    return sum(len(entry.graphs.regions) for entry in session_of(amp).entries.values())
+
+
+@pytest.mark.parametrize(("made", "most"), [(llama, 2), (t5, 4)])
+def test_a_conversation_captures_once(made, most) -> None:
+    """Prefill and decoding; with an encoder also that, and the first step of decoding twice: with no cache, and with one of length one."""
+    torch.manual_seed(0)
+    amp = low(made())
+    captured = []
+    for length in (5, 9, 14):
+        amp.generate(torch.arange(3, 3 + length)[None], **SETTINGS)
+        captured.append(graphs(amp))
+    assert captured == [most] * 3
+
+
+def test_batches_of_several_share_their_graphs() -> None:
+    torch.manual_seed(0)
+    model = llama()
+    amp = low(model)
+    amp.generate(torch.arange(3, 13).view(2, 5), **SETTINGS)
+    captured = graphs(amp)
+    got = amp.generate(torch.arange(3, 24).view(3, 7), **SETTINGS)
+    assert graphs(amp) == captured == 2
+    assert torch.equal(got, low(model).generate(torch.arange(3, 24).view(3, 7), **SETTINGS))
+
+
+def test_other_calls_are_captured_as_before() -> None:
+    amp = low(llama())
+    tokens = torch.arange(3, 8)[None]
+    with torch.no_grad():
+        amp(tokens)
+    assert not hasattr(tokens, "_dynamo_weak_dynamic_indices")
+
+
+def test_sizes_of_one_and_widths_are_not_marked() -> None:
+    tokens, states, image = torch.zeros(1, 4, dtype=torch.long), torch.zeros(2, 4, 8), torch.zeros(2, 3, 8, 8)
+    mark_growing((tokens, None), {"states": {"last": states}, "image": image})
+    assert tokens._dynamo_weak_dynamic_indices == {1}
+    assert states._dynamo_weak_dynamic_indices == {0, 1}
+    assert not hasattr(image, "_dynamo_weak_dynamic_indices")
