@@ -92,7 +92,7 @@ def weight_reads(module: torch.fx.GraphModule, training: bool) -> dict[int, froz
     """How an edited graph reads each input that it casts as a weight, or may: the copies of it, and None if it is read as it is."""
     changing = written_storages(module)
     found: dict[int, frozenset[tuple[torch.dtype, Layout] | None]] = {}
-    for place, source in enumerate(module.graph.find_nodes(op="placeholder")):
+    for place, source in enumerate(list[torch.fx.Node](module.graph.find_nodes(op="placeholder"))):
         moves = changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source)
         found[place] = frozenset(_made(user, source) if moves and _cast_weight(user, training) is source else None for user in source.users)
     return found
