@@ -18,7 +18,6 @@ from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.parts import MODEL, parse_granularity
-from amprewrite.runtime.model.weights.freezing import refuse_frozen
 from amprewrite.runtime.model.weights.half_parameters import refuse_trainable
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
@@ -121,6 +120,7 @@ def rewrite(
     from amprewrite.api.module import Rewritten
     from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
     from amprewrite.runtime.model.rewritten import is_rewritten, module_of, plain_of, put_back_on_error, wrap, wrap_in_place
+    from amprewrite.runtime.model.weights.freezing import refuse_frozen
 
     if flag("inplace", inplace) and isinstance(model, torch.export.ExportedProgram):
         raise PolicyError("inplace=True turns a module into its rewrite, and an ExportedProgram is none; use amp = rewrite(program)")

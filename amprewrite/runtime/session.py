@@ -44,7 +44,7 @@ from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
 from amprewrite.runtime.compiler.growing_sizes import mark_growing
-from amprewrite.runtime.compiler.plain_words import FUNCTORCH, own_autocast
+from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, FUNCTORCH, own_autocast
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
 from amprewrite.runtime.model.weights.freezing import copies_of, refuse_training
@@ -350,20 +350,8 @@ class Session:
         self.children = None
         stand_in_for_frozen(module.graph)
         with self.lock:
-            self._note_break(graphs, module)
+            graphs.note_break(module)
             return self._rewritten(graphs, module, example_inputs)
-
-    def _note_break(self, graphs: Graphs, module: torch.fx.GraphModule) -> None:
-        """Dynamo left the graph before its end: keep where and why."""
-        reason = getattr(module, "compile_subgraph_reason", None)
-        if reason is None or not reason.graph_break:
-            return
-        where = reason.user_stack[-1] if reason.user_stack else None
-        place = f"{where.filename}:{where.lineno} in {where.name}" if where else graphs.entry.place
-        why = dynamo.first_line(reason.reason)
-        graphs.left_out[place] = Skipped(place, f"graph break: {why}")
-        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after other breaks capture goes on with the next line
-            self.warn_fp32(f"{graphs.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
         """The problem of a captured graph, nothing decided yet."""
@@ -499,9 +487,6 @@ class Session:
         return next((t.device.type for t in (*self.root.parameters(), *self.root.buffers())), "cpu")
 
 
-DISABLE_REASON = "a rewritten model compiles its own graphs"
-
-
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
     if torch.compiler.is_compiling() or dynamo.at_work():
@@ -519,4 +504,4 @@ def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dic
     return session.call(session.entries[path], args, kwargs)
 
 
-__all__ = ["DISABLE_REASON", "Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]
+__all__ = ["Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]

@@ -161,3 +161,33 @@ def test_exported(kind):
     with torch.no_grad():
         exported = amprewrite.rewrite(model, dtype="bf16").export_program((x,))
         assert 1e-4 < error(exported.module()(x), model(x)) < 1e-2
+
+
+@pytest.mark.parametrize("asked", [None, torch.float32])
+def test_what_custom_fwd_asks_for_is_kept(asked):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=asked)
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g @ w.t(), x.t() @ g
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return Product.apply(self.a(x), self.a.weight)
+
+    amp = amprewrite.rewrite(Net(), dtype="bf16")
+    amp(torch.randn(4, 8)).sum().backward()
+    (product,) = [node for region in amp.plan.regions if "fwd_body" in region.name for node in region.nodes if node.op == "matmul"]
+    assert product.dtype == ("fp32" if asked else "bf16")
+    assert ("torch.amp.custom_fwd" in product.detail) is (asked is not None)

@@ -23,6 +23,7 @@ from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo import parameter_names
 from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
+from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
 from amprewrite.runtime.options import Options
 
 FRESH_STARTS = 2
@@ -43,6 +44,8 @@ class Owner(Run, Protocol):
     def note(self, text: str) -> None: ...
 
     def forget_calls(self) -> None: ...
+
+    def warn_fp32(self, message: str, cause: str = "") -> None: ...
 
 
 class Graphs:
@@ -91,6 +94,18 @@ class Graphs:
     def failed(self, failure: Failure) -> None:
         """Dynamo cannot convert some code, which runs as written from here on."""
         self.entry.session.state.failures.append(failure)
+
+    def note_break(self, module: torch.fx.GraphModule) -> None:
+        """Dynamo left the graph before its end: keep where and why."""
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is None or not reason.graph_break:
+            return
+        where = reason.user_stack[-1] if reason.user_stack else None
+        place = f"{where.filename}:{where.lineno} in {where.name}" if where else self.entry.place
+        why = dynamo.first_line(reason.reason)
+        self.left_out[place] = Skipped(place, f"graph break: {why}")
+        if "disable()" in why and DISABLE_REASON not in reason.reason:  # after other breaks capture goes on with the next line
+            self.entry.session.warn_fp32(f"{self.entry.place} has code that runs as it is written, in fp32: {why} ({place})")
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """Dynamo's backend."""

@@ -90,8 +90,10 @@ def traced(tracer: str) -> str:
     return f"a rewritten model cannot be traced by {tracer}; {instead}"
 
 
+DISABLE_REASON = "a rewritten model compiles its own graphs"
+"""Why an outer torch.compile breaks its graph at a rewritten model."""
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
 """Why a call inside of such a transform runs in fp32."""
 
 
-__all__ = ["FUNCTORCH", "ambient_autocast", "own_autocast", "plain_reason", "traced", "who_switched_autocast"]
+__all__ = ["DISABLE_REASON", "FUNCTORCH", "ambient_autocast", "own_autocast", "plain_reason", "traced", "who_switched_autocast"]

@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from amprewrite.runtime.ambient.hook_watch import call_with_own_hooks
 from amprewrite.runtime.compiler.dynamo import clone_code, kept_out, never_read
-from amprewrite.runtime.session import DISABLE_REASON, Entry, Session, enter
+from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
+from amprewrite.runtime.session import Entry, Session, enter
 from amprewrite.tables.errors import CaptureError
 
 REPLICATE = "_replicate_for_data_parallel"

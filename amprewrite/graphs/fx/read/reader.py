@@ -44,7 +44,7 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.graphs.fx.read.aliasing import Ties, memory
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
-from amprewrite.graphs.fx.read.source_text import dtype_is_literal, location
+from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, location
 from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
@@ -221,6 +221,8 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
         return Colour.HIGH, Reason.PARAMETER if fact.role == "parameter" else Reason.BOUNDARY, fact.role
     if fact.autocast:
         return Colour.HIGH, Reason.INSIDE_AUTOCAST, f"enabled={fact.autocast == 'on'}"
+    if has_own_dtype(fact.node.meta.get("stack_trace")):
+        return Colour.HIGH, Reason.INSIDE_AUTOCAST, "torch.amp.custom_fwd(cast_inputs=...)"
     if fact.transformed:
         return Colour.HIGH, Reason.OPAQUE, "inside a torch.func transform"
     if fact.op == "getitem" and is_opaque(fact.node.args[0]):

@@ -1,16 +1,21 @@
 """What the model's own source says about a call: is its dtype written out, or taken from another tensor?
 
-Capture freezes both `x.to(torch.float32)` and `x.to(y.dtype)` to `to(float32)`; only the text still tells them apart.
+Capture freezes both `x.to(torch.float32)` and `x.to(y.dtype)` to `to(float32)`; only the text still tells them apart. And it keeps nothing
+of `torch.amp.custom_fwd(cast_inputs=dtype)`, by which the author of an autograd Function says what its forward runs in under mixed
+precision, but the line of PyTorch's that called the forward.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import re
 import textwrap
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+
+import torch
 
 _OUR_FRAME = str(Path(__file__).with_name("dynamo.py"))
 """Where a module of PyTorch's own gets a frame around it."""
@@ -22,6 +27,22 @@ def location(stack_trace: str | None) -> tuple[str, int]:
     """File and line of the innermost frame; ("", 0) where there is none."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != _OUR_FRAME]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
+
+
+def has_own_dtype(stack_trace: str | None) -> bool:
+    """Whether an op is of a forward that `torch.amp.custom_fwd` gives a dtype of its own."""
+    if stack_trace is None or "decorate_fwd" not in stack_trace:
+        return False
+    return _call_with_own_dtype() in ((frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace))
+
+
+@cache
+def _call_with_own_dtype() -> tuple[str, int]:
+    """Where PyTorch calls such a forward outside of autocast: the last call in the wrapper. The first is for those without a dtype."""
+    code = torch.amp.custom_fwd(_call_with_own_dtype, device_type="cpu").__code__
+    lines, first = inspect.getsourcelines(code)
+    calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
+    return code.co_filename, calls[-1]
 
 
 def dtype_is_literal(stack_trace: str | None, call: str) -> bool:
