@@ -9,7 +9,9 @@ import torch
 import torch.fx
 from chains import Case
 from pad_help import OddCNN, OddMLP, TinyGPT, ids, noise
+from torch import nn
 
+import amprewrite
 from amprewrite.ir.policies.pad_policy import MULTIPLES, parse_pad
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import read_problem
@@ -101,3 +103,20 @@ def test_axes_split_and_join() -> None:
     assert not axes.unify([whole], [axes.new(5), axes.new(20)])
     symbol, same, another = axes.new("s0"), axes.new("s0"), axes.new("s1")
     assert axes.unify([symbol], [same]) and not axes.unify([symbol], [another]) and not axes.unify([symbol], [whole])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_ops_on_numbers_that_name_a_dim(dtype):
+    class Numbers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(5, 3)
+
+        def forward(self, x):
+            v = self.a(x).mean()
+            return v.sum(0), v.softmax(0), v.cumsum(-1), v.amax(0), v.transpose(0, -1), v.unsqueeze(0), v.expand(3)
+
+    model, x = Numbers(), torch.randn(2, 5)
+    amp = amprewrite.rewrite(model, dtype=dtype, strict=True)
+    for got, want in zip(amp(x), model(x), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.01)

@@ -122,6 +122,9 @@ class Regions:
             return Rule()
         if call.name in self.refused:
             return Rule(why_opaque=self.refused[call.name])
+        makers = (self.calls[name] for name in call.refs() if name in self.calls)
+        if not any(shape for each in (call, *makers) for shape in each.shapes):
+            return Rule()  # numbers: `sum(0)` of one names a dim that is not there
         return rule_of(call, self.calls)
 
     def reads(self, call: Call) -> list[str]:
