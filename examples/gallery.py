@@ -28,32 +28,21 @@ import amprewrite
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 from casts_vs_autocast import Casts
-from nets import MORE, NETS, Classifier, HuggingFace, Recurrent, UNet
+from nets import MORE, NETS, Classifier, HuggingFace, UNet
 
 BATCH = 2
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
-class Denoiser(nn.Module):
-    """A U-Net that gives its prediction."""
+class Predicts(nn.Module):
+    """A network whose own forward gives a loss, with the method that gives its predictions in place of that."""
 
-    def __init__(self, net: UNet) -> None:
+    def __init__(self, net: nn.Module, method: str) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.method = net, method
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net.denoised(x)
-
-
-class Scores(nn.Module):
-    """A recurrent language model that gives its logits."""
-
-    def __init__(self, net: Recurrent) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net.scores(x)
+        return getattr(self.net, self.method)(x)
 
 
 def without_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Made:
@@ -66,7 +55,7 @@ def without_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Made:
         return model.model, inputs
     if isinstance(model, Classifier):
         return model.net, {"input": inputs["x"]}
-    return (Denoiser(model) if isinstance(model, UNet) else Scores(model)), inputs
+    return Predicts(model, "denoised" if isinstance(model, UNet) else "scores"), inputs
 
 
 def whisper() -> Made:

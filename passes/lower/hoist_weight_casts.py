@@ -88,11 +88,12 @@ def _made(node: torch.fx.Node, source: torch.fx.Node) -> tuple[torch.dtype, Layo
     return dtype, layout
 
 
-def weight_reads(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[tuple[torch.dtype, Layout] | None]]:
+def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[tuple[torch.dtype, Layout] | None]]:
     """How an edited graph reads each input that it casts as a weight, or may: the copies of it, and None if it is read as it is."""
     changing = written_storages(module)
     found: dict[int, frozenset[tuple[torch.dtype, Layout] | None]] = {}
-    for place, source in enumerate(list[torch.fx.Node](module.graph.find_nodes(op="placeholder"))):
+    source: torch.fx.Node
+    for place, source in enumerate(module.graph.find_nodes(op="placeholder")):
         moves = changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source)
         found[place] = frozenset(_made(user, source) if moves and _cast_weight(user, training) is source else None for user in source.users)
     return found
@@ -177,4 +178,4 @@ def with_linked_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     return call
 
 
-__all__ = ["HoistWeightCasts", "copy_of", "hoist_weight_casts", "weight_reads", "with_cached_weights", "with_linked_weights"]
+__all__ = ["HoistWeightCasts", "copies_read", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_linked_weights"]

@@ -340,11 +340,19 @@ class Twice(nn.Module):
         return checkpoint(self.block, h * 1e6, use_reentrant=self.use_reentrant) * 1e-9
 
 
+class Nested(Twice):
+    """The large values are inside a checkpoint inside another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, self.block(x), use_reentrant=self.use_reentrant)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("granularity", ["model", ["block"]], ids=["model", "parts"])
-def test_a_checkpoint_that_overflows_in_a_first_call(granularity: Any, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("kind", [Twice, Nested])
+def test_a_checkpoint_that_overflows_in_a_first_call(kind: type[Twice], granularity: Any, use_reentrant: bool) -> None:
     torch.manual_seed(0)
-    model = Twice(use_reentrant)
+    model = kind(use_reentrant)
     want, amp = copy.deepcopy(model), amprewrite.rewrite(model, dtype="fp16", granularity=granularity, loss_scale=1.0)
     for _ in range(3):
         x = torch.randn(8, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,12 @@ class Captured:
         """Add a line to the notes of every plan that is made of this graph, once."""
         if text not in self.problem.notes:
             self.know(notes=(*self.problem.notes, text))
+
+    def with_parts(self) -> Iterator[Captured]:
+        """This graph, the bodies of its checkpoints, and those of the checkpoints in them."""
+        yield self
+        for part in self.parts.values():
+            yield from part.with_parts()
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:

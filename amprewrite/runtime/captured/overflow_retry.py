@@ -116,9 +116,9 @@ class OverflowRetry:
 
     def _decide_anew(self, watch: Observer, inputs: tuple[Any, ...]) -> None:
         captured, calibration = self.captured, self.learn(tuple(watch.regions.values()))
-        for each in (captured, *captured.parts.values()):
+        for each in captured.with_parts():
             each.know(calibration=calibration)
-        captured.left_bodies[""] = f"a first call overflowed in {self._low}, and the values in there are not observed"
+            each.left_bodies[""] = f"a first call overflowed in {self._low}, and the values in there are not observed"
         captured.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.again(inputs)
 

@@ -2,7 +2,8 @@
 
 An activation checkpoint runs a part of a forward again in backward, and what that saves must be what the forward saved. Meanwhile the
 graph may have been decided anew. Autograd numbers its nodes in the order in which they are made: the node that asks for the
-recomputation tells by its number what was there when it was made.
+recomputation tells by its number what was there when it was made. That holds where saved tensors are asked for. A reentrant checkpoint
+compares nothing: its recomputation is a forward of its own, on what is there now.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 T = TypeVar("T")
 
@@ -21,6 +23,8 @@ class Past(Generic[T]):
     """What stood in a place before, each with the number of the first autograd node that came after it."""
 
     def __init__(self) -> None:
+        self._first = torch.autograd._get_sequence_nr()
+        """An earlier forward had nothing in this place: its recomputation is the first to come here."""
         self._before: list[tuple[int, T]] = []
 
     def keep(self, value: T) -> None:
@@ -28,12 +32,14 @@ class Past(Generic[T]):
         self._before = [*self._before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:
-        """What stood in the place when the node was made that runs in this backward; `now` outside of a backward."""
-        node = torch._C._current_autograd_node() if self._before and torch._C._current_graph_task_id() >= 0 else None
-        if node is None:
+        """What stood in the place when the node was made whose saved tensors are recomputed; `now` in any other call."""
+        if not self._before or torch._C._current_graph_task_id() < 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return now
+        node = torch._C._current_autograd_node()
+        if node is None or isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]
             return now
         number = node._sequence_nr()
-        return next((value for until, value in self._before if number < until), now)
+        return next((value for until, value in self._before if self._first <= number < until), now)
 
 
 __all__ = ["Past"]

@@ -1,7 +1,7 @@
 """A weight of a frozen model: stored in the low format in which the model's graphs read it, with the fp32 values let go.
 
 1. It says fp32, as the weight did that it stands for: models ask weights for their dtype, and capture reads them as it did before.
-2. A rewritten graph takes what is stored as it is (`passes/lower/store_frozen.py`). Nothing is cast, and nothing can be stale.
+2. A rewritten graph takes what is stored as it is (`passes/lower/read_frozen_weights.py`). Nothing is cast, and nothing can be stale.
 3. Whatever else reads it gets the low values cast up, and a warning; if the model reads it in fp32 too, the fp32 values are kept
    beside, and that is what is read.
 4. Writing it is an error: the write would be lost in rounding. So is asking gradients of it.

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.ir.plans.pad_plan import Layout
-from amprewrite.passes.lower.hoist_weight_casts import weight_reads
+from amprewrite.passes.lower.hoist_weight_casts import copies_read
 from amprewrite.runtime.captured.region import Copies
 from amprewrite.runtime.model.parts import is_sharded
 from amprewrite.runtime.options import Options
@@ -215,7 +215,7 @@ class Place(Protocol):
 
 def copies_of(session: Owner, entry: Place, module: torch.fx.GraphModule, inputs: Sequence[Any], training: bool) -> Copies:
     """The copies that an edited graph takes of the weights among its inputs. The session warns if it reads fp32 values that were let go."""
-    reads, names = weight_reads(module, training), session.weight_names()
+    reads, names = copies_read(module, training), session.weight_names()
     lost = [each for at, each in enumerate(inputs) if isinstance(each, FrozenWeight) and not each.exact and None in reads[at]]
     if lost:
         more = f" and {len(lost) - 1} more weights" if lost[1:] else ""
