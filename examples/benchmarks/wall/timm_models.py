@@ -1,0 +1,120 @@
+"""timm's registered models at small images, rewritten and trained a step in fp16 and bf16, beside fp32 and torch.autocast.
+
+    python examples/benchmarks/wall/timm_models.py [--dtype bf16,fp16] [--out timm.jsonl] [--only resnet] [--shard 0/20] [--html FILE]
+
+    pip install --no-deps timm pillow  # where there is no torchvision for the torch that is installed
+
+timm imports torchvision for its data pipelines and for one class that some of its tools ask for; no model needs it. Where torchvision
+is not there, names that stand for its classes are imported instead. One model of each file and kind of name is tried unless `--all` is
+given: the smallest name of those that differ in size alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import types
+from typing import Any
+
+import torch
+from children import chosen, follow, parser, run_cases
+from judging import GOOD, SECONDS, Given, asks_formats, formats, judge, seeds, show, warm_up
+from torch import nn
+
+SIDES = (64, 96, 224)
+"""Sides of an image in pixels; the first with which a model can be made and run."""
+LARGEST = 3e7
+"""Parameters beyond which a model is too large for this wall."""
+
+
+# -- torchvision -----------------------------------------------------------------------------
+class Named(type):
+    """A class that stands for one of torchvision's; its attributes are their own names."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module of torchvision as one whose classes stand for the real ones."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def named(name: str) -> Named:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Named(name, (nn.Module,), {})
+
+        module.__dict__["__getattr__"] = named
+
+
+# -- models ----------------------------------------------------------------------------------
+class TooLarge(ValueError):
+    """A model has more parameters than this wall takes."""
+
+
+SIZES = r"(_|^)(tiny|small|base|large|huge|giant|xlarge|xxlarge|nano|pico|femto|atto|micro|mini|[smlbx]+)(?=_|$)|\d+"
+
+
+def kinds(names: list[str]) -> list[str]:
+    """One name of those that differ in numbers, sizes and what they were trained on."""
+    first: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        first.setdefault(re.sub(SIZES, "", name), name)
+    return sorted(first.values())
+
+
+def built(name: str) -> tuple[nn.Module, Given]:
+    """A registered model without weights, in train mode, and two images."""
+    import timm
+
+    problems: list[Exception] = []
+    for side in SIDES:
+        for options in ({"img_size": side}, {}):
+            seeds(0)
+            try:
+                model: nn.Module = timm.create_model(name, num_classes=10, **options).float().train()
+                size = sum(parameter.numel() for parameter in model.parameters())
+                if size > LARGEST:
+                    raise TooLarge(f"it has {size:.2g} parameters")
+                seeds(2)
+                given = {"x": torch.randn(2, 3, side, side)}
+                with torch.no_grad():
+                    model(**given)
+                return model, given
+            except TooLarge:
+                raise
+            except Exception as problem:  # the next side may do
+                problems.append(problem)
+    raise problems[0]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    asks_formats(options)
+    options.add_argument("--all", action="store_true", help="every registered name")
+    asked = options.parse_args()
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(StandIns())
+    import timm
+
+    names = timm.list_models()
+    kept = chosen(names if asked.all else kinds(names), asked)
+    warm_up()
+    rows = follow(run_cases(kept, functools.partial(judge, built, formats(asked)), asked.out, SECONDS), len(kept), GOOD)
+    show(f"timm {timm.__version__}", rows, asked)
+
+
+if __name__ == "__main__":
+    main()
