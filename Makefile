@@ -10,7 +10,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz lint bench api gallery clean
+.PHONY: help demo test long slow fuzz lint bench api gallery clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ demo: $(VENV)/.demo ## train a small model in mixed precision: its cast plan, an
 
 test: $(VENV)/.dev ## run the tests on JOBS=2 processes; ARGS= goes to pytest
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+long: $(VENV)/.dev ## run the tests that take many seconds each: examples, guides, several ranks, command lines as processes
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "long and not slow" $(ARGS)
 
 slow: $(VENV)/.dev ## run the tests that take minutes or gigabytes: benchmarks, fault tests at length, mutants of the fuzzer
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)

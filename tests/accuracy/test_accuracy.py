@@ -131,6 +131,7 @@ def normed(kind: type[nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", [lambda: normed(nn.BatchNorm1d), lambda: normed(nn.InstanceNorm1d), WeighedLoss])
+@pytest.mark.long
 def test_operands_without_a_derivative_are_constants(make: Any, training: bool) -> None:
     """Running statistics and class weights take no gradient; all else that such an op reads still counts."""
     torch.manual_seed(0)
@@ -188,6 +189,7 @@ def test_bisection_looks_at_neighbours() -> None:
 
 
 @pytest.mark.parametrize("tolerance", [1e-2, 2e-3, 5e-4, 1e-5])
+@pytest.mark.long
 def test_a_tolerance_is_kept(tolerance: float) -> None:
     model, batches = stream(), data()
     amp = amprewrite.rewrite(model, dtype="bf16", tolerance=tolerance, calibration=batches)
@@ -222,6 +224,7 @@ def test_nodes_kept_say_what_they_cost() -> None:
 
 
 @pytest.mark.parametrize("low", [BF16, FP16], ids=lambda low: low.name)
+@pytest.mark.long
 def test_as_accurate_as_autocast_with_fewer_casts(low: Any) -> None:
     model, batches = stream(6), data(4)
     found = search(model, batches, Options(low), accuracy="autocast")

@@ -80,6 +80,7 @@ def process(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
 # as processes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_plan_as_a_process_writes_everything(folder: Path) -> None:
     paths = ["--html", "r.html", "--svg", "p.svg", "--dot", "p.dot", "--model-explorer", "m.json", "-o", "p.json"]
     done = process(folder, "plan", f"{models(folder)}:good", "--dtype", "bf16", *paths)
@@ -93,12 +94,14 @@ def test_plan_as_a_process_writes_everything(folder: Path) -> None:
     assert set(json.loads((folder / "m.json").read_text())["main"]["results"]) == {"linear", "gelu", "linear_1"}
 
 
+@pytest.mark.long
 def test_explain_as_a_process(folder: Path) -> None:
     done = process(folder, "explain", f"{models(folder)}.py:good", "gelu", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("gelu in 1 runs low (bf16) because") and "overrides={'node:gelu': 'fp32'}" in done.stdout
 
 
+@pytest.mark.long
 def test_diff_as_a_process_has_the_status_of_diff(folder: Path) -> None:
     plan = amprewrite.plan(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), (torch.randn(2, 4),), dtype="bf16")
     (folder / "a.json").write_text(plan.to_json())
@@ -107,6 +110,7 @@ def test_diff_as_a_process_has_the_status_of_diff(folder: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()[0]) == (1, "gelu: low -> high (the given plan says so)")
 
 
+@pytest.mark.long
 def test_verify_and_convert_as_processes(folder: Path) -> None:
     word = f"{models(folder)}:good"
     done = process(folder, "verify", word, "--dtype", "bf16", "--max-rel-err", "1e-9")
@@ -119,6 +123,7 @@ def test_verify_and_convert_as_processes(folder: Path) -> None:
     assert torch.export.load(folder / "mixed.pt2").module()(x).dtype == torch.float32
 
 
+@pytest.mark.long
 def test_debug_as_a_process(folder: Path) -> None:
     done = process(folder, "debug", f"{models(folder)}:cancels", "--dtype", "bf16", "--suggest")
     assert done.returncode == 1, done.stderr
@@ -126,6 +131,7 @@ def test_debug_as_a_process(folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == "overrides={'node:sub': 'fp32'}"  # the add then costs less in fp32, too
 
 
+@pytest.mark.long
 def test_calibrate_as_a_process(folder: Path) -> None:
     name = models(folder)
     done = process(folder, "calibrate", f"{name}:good", f"{name}:batches", "-o", "ranges.json")
@@ -138,12 +144,14 @@ def test_calibrate_as_a_process(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["lists", "passes", "devices"])
+@pytest.mark.long
 def test_tables_as_processes(folder: Path, command: str) -> None:
     done = process(folder, command)
     assert done.returncode == 0 and not done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80 and "\x1b" not in done.stdout
 
 
+@pytest.mark.long
 def test_bad_input_as_a_process(folder: Path) -> None:
     done = process(folder, "plan", f"{models(folder)}:raises")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
@@ -154,6 +162,7 @@ def test_bad_input_as_a_process(folder: Path) -> None:
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = f"{sys.executable} -m amprewrite lists --json | head -n 1"

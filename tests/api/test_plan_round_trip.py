@@ -73,6 +73,7 @@ OFTEN = {"bert", "llama", "t5", "vit", "convnet"}
 
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.long
 def test_edit_save_read_apply_plan_again(name: str) -> None:
     model, inputs = CASES[name]()
     with torch.no_grad():

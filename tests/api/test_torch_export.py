@@ -79,6 +79,7 @@ def more_rows(value: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [mlp, cnn, bert], ids=lambda make: make.__name__)
+@pytest.mark.long
 def test_export_gives_what_the_rewritten_model_gives(make, tmp_path):
     model, args, kwargs = make()
     amp = amprewrite.rewrite(model, dtype="bf16")

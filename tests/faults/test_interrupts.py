@@ -200,6 +200,7 @@ def _rank(rank: int, file: str, results) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("way", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_a_rank_that_dies_gives_the_other_an_error_within_seconds(tmp_path, way):
     context = multiprocessing.get_context(way)
     context.set_forkserver_preload(["amprewrite.runtime.model.rewritten"])  # the server imports once what both ranks need

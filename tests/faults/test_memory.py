@@ -40,6 +40,7 @@ def grown(work, times: int) -> tuple[int, float]:
 @pytest.mark.parametrize("times", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.long
 def test_calls_leave_nothing(times, dtype, grad):
     amp = amprewrite.rewrite(net(), dtype=dtype)
 
@@ -53,6 +54,7 @@ def test_calls_leave_nothing(times, dtype, grad):
 
 @pytest.mark.parametrize("times", [100, pytest.param(5_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.long
 def test_training_steps_leave_nothing(times, dtype):
     amp = amprewrite.rewrite(net(), dtype=dtype)
     optimizer = torch.optim.Adam(amp.parameters(), 1e-4)

@@ -95,6 +95,7 @@ def nets():
 
 
 @pytest.mark.parametrize("name", WORK)
+@pytest.mark.long
 def test_one_thread_leaves_the_process_as_it_was(name, tmp_path):
     run(WORK[name], tmp_path, "n8")  # what is imported on first use is there now
     gc.collect()  # what a rewritten model sets goes with it

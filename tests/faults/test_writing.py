@@ -161,6 +161,7 @@ def assert_whole(folder: Path, kind: str, write: Write, allowed: list[list[bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_a_kill_before_any_change_of_the_file_system(tmp_path: Path, writers: dict[str, Write], kind: str) -> None:
     write, path = writers[kind], target(tmp_path, kind)
     allowed = both(tmp_path, kind, write)

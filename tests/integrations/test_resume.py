@@ -57,6 +57,7 @@ def test_half_a_run_and_a_resumed_half_are_the_whole(library: str, way: str, tmp
 @pytest.mark.parametrize(
     ("library", "way"), [("loop", "ddp"), ("loop", "fsdp2"), ("trainer", "callback"), ("accelerate", "prepare"), ("lightning", "plugin")]
 )
+@pytest.mark.long
 def test_on_two_ranks_too(library: str, way: str, tmp_path: Path):
     for package in NEEDS.get(library, ()):
         pytest.importorskip(package)

@@ -69,6 +69,7 @@ def arrives(case: Case, reader: str, value: str) -> Colour:
 
 @FAST
 @given(programs())
+@pytest.mark.long
 def test_every_operand_arrives_in_the_dtype_its_reader_computes_in(case: Case) -> None:
     for node in case.graph:
         mixed = [o for o in node.operands if o.demand is Demand.PROMOTE]
@@ -243,6 +244,7 @@ def plan_text(module: torch.fx.GraphModule, lists: str) -> str:
 
 @pytest.mark.parametrize("lists", PRESETS)
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.long
 def test_a_hundred_shuffles_give_the_same_plan_byte_for_byte(seed: int, lists: str) -> None:
     module, rng = random_module(seed, 30), random.Random(seed)
     want = plan_text(module, lists)

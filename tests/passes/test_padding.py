@@ -103,6 +103,7 @@ def test_results_and_gradients_are_those_without_pads(name: str, dtype: str) -> 
 
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn with batch norm", "lstm"])
+@pytest.mark.long
 def test_fifty_steps_are_those_without_pads(name: str, dtype: str) -> None:
     """With loss scaling built in where the format is fp16."""
     inputs = NETS[name][1]()

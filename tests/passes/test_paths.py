@@ -38,6 +38,7 @@ def differs(seed: int, lists: str, grad: bool, options: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize("lists", ["default", "tf", "autocast", "o2", "o3"])
 @way
+@pytest.mark.long
 def test_generated_programs_are_those_of_fp32(options: dict[str, Any], lists: str) -> None:
     first = 1000 * WAYS.index(options) + sum(map(ord, lists))
     found = {seed: differs(seed, lists, seed % 5 != 0, options) for seed in range(first, first + 5)}

@@ -191,6 +191,7 @@ def cases(seed: int, count: int, most: int) -> Iterator[tuple[str, Exhaustive]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.long
 def test_no_colouring_of_600_random_graphs_is_cheaper(seed: int) -> None:
     opens = 0
     for text, every in cases(seed, 600, 10):

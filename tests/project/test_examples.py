@@ -112,7 +112,7 @@ def test_everything_goes_on_where_a_part_fails(tmp_path, monkeypatch):
 
 
 QUICK = {"benchmarks/casts_vs_autocast.py", "benchmarks/passes_scale.py", "benchmarks/everything.py"}
-"""Benchmarks that `make test` runs; the others, which take a third of its time, run with `make slow`."""
+"""Benchmarks that `make long` runs; the others run with `make slow`."""
 
 
 def speed(name: str) -> object:
@@ -120,6 +120,7 @@ def speed(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", map(speed, FAST))
+@pytest.mark.long
 def test_example(name, tmp_path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -156,6 +157,7 @@ def test_example(name, tmp_path):
     ],
     ids=["char gpt, DDP", "char gpt, FSDP2", "digits, DDP", "DDP", "FSDP2", "tensor parallel", "pipeline"],
 )
+@pytest.mark.long
 def test_training_examples_over_two_processes(name, options):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -213,6 +215,7 @@ def test_links_lead_somewhere():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.long
 def test_the_blocks_of_a_page_run(page, tmp_path):
     """One after another in one process, as a reader would type them."""
     script = tmp_path / "page.py"

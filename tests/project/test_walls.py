@@ -1,4 +1,4 @@
-"""Other people's cases: a sample of each wall with `make test`, the whole with `make slow`."""
+"""Other people's cases: a sample of each wall with `make long`, the whole with `make slow`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ LIGHT = 9
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.long
 def test_a_sample_of_onnxs_cases_converts(dtype: str, tmp_path: Path) -> None:
     """Among them a network, and what was refused once: past keys, empty inputs, sequences, slopes of old opsets."""
     pytest.importorskip("onnxruntime")
@@ -66,6 +67,7 @@ TWICE_ROUNDED = {"module/nn.Bilinear", "op/nn.functional.bilinear"}
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.long
 def test_a_sample_of_pytorchs_databases_is_right(dtype: str, tmp_path: Path) -> None:
     """What was wrong once (inner, einsum, a derivative that is told a dtype), lazy modules, and what has its own rule."""
     words = "op/inner,op/einsum,op/_softmax_backward_data,module/nn.LazyConv1d,op/to_sparse,op/empty_like,op/cumsum,module/nn.GRUCell"

@@ -106,6 +106,7 @@ def unpinned(region: RegionPlan, name: str) -> RegionPlan:
 
 @pytest.mark.parametrize("lists", ["default", "tf", "autocast", "o2"])
 @pytest.mark.parametrize(("model", "shape"), MODELS)
+@pytest.mark.long
 def test_flipping_the_named_cause_flips_the_node(model: nn.Module, shape: tuple[int, ...], lists: str) -> None:
     plan = plans(model, shape, lists=lists)
     done: set[tuple[str, Reason, Colour]] = set()

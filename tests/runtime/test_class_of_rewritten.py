@@ -206,6 +206,7 @@ def in_a_child(amp: nn.Module, cls: type, queue: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.long
 def test_a_spawned_process_gets_a_working_model(dtype):
     amp = amprewrite.rewrite(mlp(), dtype=dtype)
     optimizer = torch.optim.SGD(amp.parameters(), 0.01)

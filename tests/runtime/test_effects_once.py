@@ -130,6 +130,7 @@ def test_wherever_capture_fails(steps):
 
 @pytest.mark.parametrize("inner", [("fail",), ("count", "break", "fail", "list"), ("count", "fail")], ids="-".join)
 @pytest.mark.parametrize("outer", [("count", "part"), ("count", "break", "part", "list", "write"), ("part", "fail", "count")], ids="-".join)
+@pytest.mark.long
 def test_inside_a_part(outer, inner):
     amp = once(lambda: Steps(outer, Steps(inner)))
     assert matmul_dtypes(amp, data(3, 8)) == {torch.bfloat16}

@@ -106,6 +106,7 @@ def held(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("made", [conv, lstm, attention, weight_norm])
+@pytest.mark.long
 def test_results_are_bitwise_those_before(made: Callable[[], tuple[nn.Module, Tensor]], dtype: str) -> None:
     model, x = made()
     amp = low(model.eval(), dtype=dtype)
@@ -135,6 +136,7 @@ def vit() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("made", [bert, llama, vit])
+@pytest.mark.long
 def test_transformers_hold_about_half_and_cast_no_weight(made: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     model, x = made()
     amp = low(model.eval())
@@ -171,6 +173,7 @@ def test_original_model_keeps_its_weights() -> None:
     assert torch.equal(model(data()), want)
 
 
+@pytest.mark.long
 def test_generate_is_the_same() -> None:
     model, x = llama()
     amp = low(model.eval())

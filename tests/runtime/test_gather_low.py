@@ -207,6 +207,7 @@ RANKS = pytest.mark.skipif(not torch.distributed.is_available(), reason="this to
 
 
 @RANKS
+@pytest.mark.long
 def test_on_two_ranks(tmp_path):
     on_two_ranks(tmp_path, half_the_bytes, mixed, where_weights_stay)
 

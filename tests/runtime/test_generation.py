@@ -29,6 +29,7 @@ def graphs(amp: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(("made", "most"), [(llama, 2), (t5, 4)])
+@pytest.mark.long
 def test_a_conversation_captures_once(made, most) -> None:
     """Prefill and decoding; with an encoder also that, and the first step of decoding twice: with no cache, and with one of length one."""
     torch.manual_seed(0)
@@ -40,6 +41,7 @@ def test_a_conversation_captures_once(made, most) -> None:
     assert captured == [most] * 3
 
 
+@pytest.mark.long
 def test_batches_of_several_share_their_graphs() -> None:
     torch.manual_seed(0)
     model = llama()

@@ -194,6 +194,7 @@ def look_at(run: Any, x: torch.Tensor, training: bool) -> Look:
 @NETS
 @FORMATS
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.long
 def test_never_more_kernels_bytes_or_lone_casts_than_autocast(made, dtype, training):
     net, x = made()
     enter = nn.Conv2d(3, 3, 1) if made is conv else nn.Linear(16, 16)  # so that both of them need the input in low

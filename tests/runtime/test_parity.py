@@ -96,6 +96,7 @@ def inference_plan(model: nn.Module, *args: torch.Tensor, **options: object) -> 
 @pytest.mark.parametrize(
     "options", [{}, {"granularity": "blocks"}, {"cache_weights": "step"}, {"parity": "eval"}, {"parity": 0.5}], ids=str
 )
+@pytest.mark.long
 def test_all_ways_to_run_a_model_give_the_same_bits(dtype, options):
     amp = low(writer(), dtype=dtype, **options)
     assert_alike(modes(amp, ids(), export="granularity" not in options))
@@ -134,6 +135,7 @@ def test_results_that_a_backward_reads_run_alike_without_one(made):
 
 
 @pytest.mark.parametrize("first", ["train", "no_grad", "exported"])
+@pytest.mark.long
 def test_whatever_is_captured_first_decides_the_same(first):
     amp = low(writer())
     with torch.set_grad_enabled(first == "train"):

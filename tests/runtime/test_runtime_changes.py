@@ -34,6 +34,7 @@ def deep() -> Deep:
 # -- hooks ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", ["", "body", "body.1", "body.1.first"])
 @pytest.mark.parametrize("when", ["before rewrite", "before capture", "after capture"])
+@pytest.mark.long
 def test_forward_hooks_run_and_go(path, when):
     model, x, seen = deep(), data(), []
 
@@ -96,6 +97,7 @@ def test_backward_hooks_that_keep_a_layer_from_capture_are_said():
 
 
 @pytest.mark.parametrize("path", ["", "body", "body.1", "body.1.first", "head"])
+@pytest.mark.long
 def test_hooks_that_capture_cannot_read(path):
     """They run as they are written, around parts that still run low."""
     amp, x, seen = low(deep()), data(), []
@@ -289,6 +291,7 @@ def test_on_the_meta_device():
     assert out.device.type == "meta" and out.dtype == torch.float32 and out.shape == (3, 4)
 
 
+@pytest.mark.long
 def test_parametrized_and_pruned_weights():
     x = data()
     for change in (
@@ -390,6 +393,7 @@ def test_watch_counts_nothing_twice():
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.long
 def test_recurrent_layers_stay_low_at_other_sizes(kind, dtype, training):
     torch.manual_seed(0)
     model = getattr(nn, kind)(16, 32, 2, batch_first=True)

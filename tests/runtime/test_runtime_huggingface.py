@@ -67,6 +67,7 @@ def test_training_step(make):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.long
 def test_generate_greedy_with_a_cache(make):
     model = make().eval()
     amp = low(model)
@@ -92,6 +93,7 @@ def test_cache_goes_out_and_comes_in():
 
 
 @pytest.mark.filterwarnings("ignore::amprewrite.AmpRewriteWarning")  # torch 2.11 breaks at a copy of the configuration
+@pytest.mark.long
 def test_t5_generate_and_its_encoder_alone():
     model = t5().eval()
     amp = low(model)

@@ -207,6 +207,7 @@ def test_dynamo_reset_only_means_a_new_capture():
 
 
 @pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+@pytest.mark.long
 def test_dynamo_disabled_by_environment_is_said(variable):
     program = """
         import os, sys, warnings

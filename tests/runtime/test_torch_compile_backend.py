@@ -136,6 +136,7 @@ def test_models_that_share_code_share_no_decision():
         assert torch.equal(run(data()), amprewrite.rewrite(first, dtype="fp16")(data()))
 
 
+@pytest.mark.long
 def test_blocks_compiled_one_by_one_are_all_guarded():
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(10)))
@@ -237,6 +238,7 @@ def test_the_entry_point_names_it():
     assert getattr(import_module(module), name) is amprewrite.compile_backend
 
 
+@pytest.mark.long
 def test_an_installed_package_is_found_by_name(tmp_path: Path):
     """Dynamo reads entry points, so the name needs no import of amprewrite."""
     group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch_dynamo_backends"]

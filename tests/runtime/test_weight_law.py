@@ -221,6 +221,7 @@ def test_every_write(world, write):
 @pytest.mark.parametrize(
     "options", [{"dtype": "bf16"}, {"dtype": "fp16", "cache_weights": "step"}, {"dtype": "bf16", "backend": "aot_eager"}], ids=str
 )
+@pytest.mark.long
 def test_every_swap(options, write):
     World((False,), **options).after(SWAPS[write])
 
@@ -236,6 +237,7 @@ def test_weights_that_are_swapped_leave_no_memory_behind(world):
 
 
 @pytest.mark.parametrize("write", REPLACEMENTS)
+@pytest.mark.long
 def test_every_replacement(write):
     World((False,), dtype="bf16").after(REPLACEMENTS[write])
 
@@ -254,6 +256,7 @@ def test_functional_call_and_back(world):
 
 
 @pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"pad": "always"}, {"backend": "aot_eager"}], ids=str)
+@pytest.mark.long
 def test_other_options(options):
     world = World((False,), **{"dtype": "bf16", **options})
     for write in (".data.mul_", "numpy"):

@@ -396,6 +396,7 @@ FIRST_SAMPLE_HIDES = {"linear_cross_entropy", "cov", "corrcoef", "inner", "tenso
 """Listed for what they call inside, which their first sample does not call, or whose dtype the result does not have."""
 
 
+@pytest.mark.long
 def test_autocast_does_on_cpu_what_its_lists_say() -> None:
     """fp32 inputs of an allowed op give a low output; bf16 inputs of a denied op give an fp32 output."""
     lists = op_lists("autocast", BF16, "cpu")
@@ -467,6 +468,7 @@ def test_a_missing_low_kernel_is_missed_on_cpu(op: str, call: Callable[[torch.Te
         call(x)
 
 
+@pytest.mark.long
 def test_internal_kernels_round_but_once() -> None:
     """Against the same inputs in fp32 the error is one rounding: half an eps, and a little for what is added up twice."""
     errors: dict[str, float] = {}

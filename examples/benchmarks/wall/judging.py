@@ -152,7 +152,7 @@ def _judge_format(
             return {**row, "outcome": "raises", "why": f"{type(problem).__name__}: {_line(problem)}"}
     row["warnings"] = sorted({str(each.message)[:160] for each in said if issubclass(each.category, amprewrite.AmpRewriteWarning)})
     limits = [max(FLOOR[dtype], SHARE * each) if each != float("inf") else float("inf") for each in against]
-    far = [f"{have:.3g} over {most:.3g}" for have, most in zip(row["errors"], limits, strict=True) if not have <= most]
+    far = [have for have, most in zip(row["errors"], limits, strict=True) if most != float("inf") and not have <= most]
     if far and not chance:
         return {**row, "outcome": "off", "why": f"errors of outputs, gradients {row['errors']}, autocast's {against}"}
     mine, most = row["share"], row["autocast's share"]

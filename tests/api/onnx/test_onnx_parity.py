@@ -97,6 +97,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.long
 def test_the_file_rounds_where_the_model_does(name, dtype, tmp_path):
     made, shape = NETS[name]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))

@@ -25,6 +25,7 @@ def nets():
 
 
 @pytest.mark.parametrize("name", MOST_CASTS)
+@pytest.mark.long
 def test_fp16(nets, name):
     given = nets[name]
     before = given.model.SerializeToString()

@@ -266,6 +266,7 @@ def test_steps_are_skipped_until_the_overflow_is_thrown_away(name, clip_first):
 @pytest.mark.parametrize("granularity", ["model", ["up", "down"]], ids=["whole", "parts"])
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.long
 def test_a_step_is_due_once_a_skipped_one_is_thrown_away(name, to_none, granularity, moment):
     """In parts the norm and the head run outside the graphs, and have their gradients before a backward gets to one."""
     ours = net()
@@ -537,6 +538,7 @@ def test_infinities_become_nan_and_nothing_else_changes(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.long
 def test_fp16_trains_under_any_default_dtype(dtype, fused):
     plain, ours = net(), net()
     curves = []
@@ -653,5 +655,6 @@ def rank_main(rank: int, store: str) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.long
 def test_ranks_agree_on_hidden_overflow(tmp_path):
     torch.multiprocessing.spawn(rank_main, (str(tmp_path / "store"),), nprocs=2)

@@ -189,5 +189,6 @@ def rank_main(rank: int, store: str) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.long
 def test_ranks_agree_though_only_one_overflows(tmp_path):
     torch.multiprocessing.spawn(rank_main, (str(tmp_path / "store"),), nprocs=2)

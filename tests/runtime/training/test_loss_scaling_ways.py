@@ -117,6 +117,7 @@ class Autocast(nn.Module):
 
 @pytest.mark.parametrize("way", [input_penalty, squared_input_penalty, weight_penalty, maml])
 @pytest.mark.parametrize("granularity", ["model", "blocks"])
+@pytest.mark.long
 def test_higher_derivatives_are_fp32s(way, granularity):
     """Within 2e-3 at every scale; the pull to 1 is ill-conditioned, there what autocast's rounding does is allowed."""
     model = net()

@@ -111,6 +111,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("many", [False, True], ids=["casts", "one cast for all"])
 @pytest.mark.parametrize("name", ["adamw", "adamw fused", "sgd", "sgd fused"])
+@pytest.mark.long
 def test_200_clipped_steps_are_grad_scalers_bitwise(name, many):
     ours = tiny(DynamicLossScale(growth_interval=10), many=many)
     theirs = Tiny()
@@ -739,5 +740,6 @@ def rank_main(rank: int, store: str) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.long
 def test_ranks_agree_though_only_one_overflows(tmp_path):
     torch.multiprocessing.spawn(rank_main, (str(tmp_path / "store"),), nprocs=2)

@@ -105,6 +105,7 @@ def step(amp: nn.Module, optimizer: torch.optim.Optimizer, case: Case, index: in
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("granularity", ["model", "blocks"])
+@pytest.mark.long
 def test_a_skipped_step_names_what_went_wrong(name, granularity):
     case, model = CASES[name], net()
     scale = DynamicLossScale(init=2.0**16, floor=2.0**-100, growth_interval=10**6)

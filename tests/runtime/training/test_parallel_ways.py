@@ -148,6 +148,7 @@ def pipeline(rank: int) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.long
 def test_all_ranks_skip_together_and_train_as_fp32_does(tmp_path):
     on_two_ranks(tmp_path, ddp, fsdp2, tensor_parallel, pipeline)
 
