@@ -11,9 +11,11 @@ from torch import nn
 from torch._higher_order_ops import map as map_op
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.tables.errors import AmpRewriteWarning, CaptureError
+from amprewrite.tables.vocabulary import Reason
 
 
 class Product(torch.autograd.Function):
@@ -117,6 +119,51 @@ def test_fp16_gradients_of_bodies_are_finite_and_unscaled(kind, optimizer):
         assert want
         for name, exact in want.items():
             assert error(model.get_parameter(name).grad, exact) < 2e-3, name
+
+
+class Between(nn.Module):
+    """An inner graph between two layers; `kind` says which."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.inside, self.last = kind, nn.Linear(8, 8), Inside("function"), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.kind == "function in a condition":
+            weight = self.inside.linear.weight
+            then = lambda x: torch.tanh(Product.apply(x @ weight, weight))  # noqa: E731
+            x = torch.cond(x.sum() > 100, lambda x: torch.relu(x), then, (x,))
+        elif self.kind.startswith("function in a"):
+            x = checkpoint(self.inside, x, use_reentrant="reentrant" in self.kind)
+        else:
+            x = Inside.forward(self.inside, x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", ["function", "function in a condition", "function in a checkpoint", "function in a reentrant checkpoint"])
+def test_gradients_below_fp16_are_not_lost_in_bodies_that_see_them_unscaled(kind):
+    """The backward of an autograd Function sees true gradients: fp16 would flush those of a loss of 1e-7, and the plan says so."""
+    torch.manual_seed(0)
+    model, x = Between(kind), data(6, 8)
+    (model(x).square().mean() * 1e-7).backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp = amprewrite.rewrite(model, dtype="fp16", optimizer=optimizer)
+    model.zero_grad()
+    (amp(x).square().mean() * 1e-7).backward()
+    assert len(want) == 5
+    for name, exact in want.items():
+        assert error(model.get_parameter(name).grad, exact) < 5e-3, name
+    assert any(node.reason is Reason.UNSCALED and node.flops for region in amp.plan.regions for node in every(region))
+    low = amprewrite.plan(model, (x,), dtype="bf16")
+    assert set(heavy(low)) == {"low"}, "bf16 flushes nothing"
+
+
+def every(region):
+    yield from region.nodes
+    for body in region.bodies:
+        yield from every(body)
 
 
 @pytest.mark.parametrize("kind", KINDS)

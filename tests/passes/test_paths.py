@@ -19,12 +19,12 @@ way = pytest.mark.parametrize("options", WAYS, ids=["bf16", "fp16 scaled", "bf16
 
 
 # -- generated programs ---------------------------------------------------------------------------
-def differs(seed: int, lists: str, grad: bool, options: dict[str, Any]) -> list[str] | None:
+def differs(seed: int, lists: str, grad: bool, options: dict[str, Any], loss: float = 1.0) -> list[str] | None:
     """What of a generated program differs from fp32; None if fp32 itself cannot run it, or it leaves the exact integers."""
     plain = Generated(*generate(seed), breaks=seed % 3 == 0)
     model = copy.deepcopy(plain)
     try:
-        want = observe(plain, plain, grad)
+        want = observe(plain, plain, grad, loss=loss)
     except RuntimeError:
         return None
     flat = [leaf for leaf in torch.utils._pytree.tree_leaves(want) if isinstance(leaf, Tensor)]
@@ -32,7 +32,7 @@ def differs(seed: int, lists: str, grad: bool, options: dict[str, Any]) -> list[
         return None
     torch._dynamo.reset()
     amp = amprewrite.rewrite(model, lists=lists, **options)
-    got = observe(amp, model, grad, want.get("written"))
+    got = observe(amp, model, grad, want.get("written"), loss)
     return [key for key in want if not same(want[key], got.get(key))]
 
 
@@ -46,7 +46,34 @@ def test_generated_programs_are_those_of_fp32(options: dict[str, Any], lists: st
     assert not {seed: different for seed, different in found.items() if different}
 
 
+@pytest.mark.parametrize("lists", ["default", "autocast", "o2"])
+@pytest.mark.long
+def test_gradients_below_fp16_are_as_exact_as_large_ones(lists: str) -> None:
+    """With powers of two for the loss and its scale nothing rounds: a gradient that differs met fp16 without the scale."""
+    first = 40_000 + sum(map(ord, lists))
+    options = {"dtype": "fp16", "loss_scale": 2.0**24}
+    found = {seed: differs(seed, lists, True, options, loss=2.0**-28) for seed in range(first, first + 12)}
+    assert any(different is not None for different in found.values())
+    assert not {seed: different for seed, different in found.items() if different}
+
+
 # -- one by one -------------------------------------------------------------------------------------
+class Bits(nn.Module):
+    """Returns an input's memory, reached over its bits."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.contiguous().view(torch.int32).view(torch.float32)
+        return y, y.contiguous()
+
+
+@pytest.mark.parametrize("lists", ["default", "o2"])
+def test_memory_reached_over_bits_leaves_as_itself(lists: str) -> None:
+    x = torch.ones(4, 4)
+    first, second = amprewrite.rewrite(Bits(), dtype="bf16", lists=lists)(x)
+    x[0, 0] = 8.0
+    assert first[0, 0] == second[0, 0] == 8.0
+
+
 class Feature(nn.Module):
     """Returns a feature that the rest of the network reads, once low and once in fp32."""
 

@@ -29,6 +29,20 @@ class Clip(torch.autograd.Function):
         return gradient.clamp(-2, 2)
 
 
+class Product(torch.autograd.Function):
+    """A product whose backward is written out: it sees the true gradient, however small that is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
 def _linear(model: Generated, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(a, model.weight, model.bias)
 
@@ -96,6 +110,8 @@ OTHERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "cumsum": lambda model, a, b: a.cumsum(-1),
     "expand": lambda model, a, b: a.amax(-1, keepdim=True).expand(WIDTH, WIDTH),
     "clip": lambda model, a, b: Clip.apply(a),
+    "product": lambda model, a, b: Product.apply(a, model.weight),
+    "checkpoint_product": lambda model, a, b: checkpoint(lambda x: Product.apply(x, model.weight), a, use_reentrant=False),
     "hook": _hook,
     "checkpoint": _checkpoint,
     "checkpoint_read_inside": _checkpoint_read_inside,
@@ -160,10 +176,10 @@ def generate(seed: int) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     return tuple(steps), tuple(returns + returns[: draw.random() < 0.2])
 
 
-def observe(model: nn.Module, original: Generated, grad: bool, write: int | None = None) -> dict[str, Any]:
+def observe(model: nn.Module, original: Generated, grad: bool, write: int | None = None, loss: float = 1.0) -> dict[str, Any]:
     """What a caller sees: values, which results are one tensor, gradients, and who sees a write to whom.
 
-    `write` is the place of a result to multiply in place before backward; None picks one, and says which.
+    `write` is the place of a result to multiply in place before backward; None picks one, and says which. `loss` weighs the loss.
     """
     leaves = [integers(1).requires_grad_(), integers(2).requires_grad_()]
     seen: dict[str, Any] = {}
@@ -182,7 +198,7 @@ def observe(model: nn.Module, original: Generated, grad: bool, write: int | None
             seen["written"] = write = next(own, -1) if write is None else write
             if write >= 0:
                 results[write].mul_(2)
-            sum((place + 1) * result.sum() for place, result in enumerate(live)).backward()
+            (loss * sum((place + 1) * result.sum() for place, result in enumerate(live))).backward()
             every = [*live, *leaves, *original.parameters()]
             seen["gradients"] = [None if each.grad is None else each.grad.clone() for each in every]
     with torch.no_grad():

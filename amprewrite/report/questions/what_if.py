@@ -205,6 +205,7 @@ _CONDITIONS = {
     Reason.EXPLICIT_DTYPE: "without the fp32 that {source} asks for ({detail}); `.to(x.dtype)` leaves the choice open",
     Reason.INSIDE_AUTOCAST: "without the torch.autocast region around it",
     Reason.OPAQUE: "without the inner graph or transform around it ({detail})",
+    Reason.UNSCALED: "in bf16, or with loss_scale=None; code of the user ({detail}) sees its gradients unscaled",
     Reason.BODY: "with another plan for the graph {detail}",
     Reason.NO_KERNEL: "on a device that has the kernel: there is no {detail}",
     Reason.LOW_BACKWARD: "in inference, or on a device that adds gradients up in fp32 ({detail})",

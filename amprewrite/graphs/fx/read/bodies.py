@@ -12,7 +12,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.node_facts import example_value, is_checkpoint
+from amprewrite.graphs.fx.node_facts import example_value, has_own_backward, is_checkpoint
 
 KEPT = {
     "wrap_with_autocast": "the model's own autocast region decides there",
@@ -30,6 +30,17 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
         for held in _graphs(node):
             if isinstance(getattr(module, str(held.target), None), torch.fx.GraphModule):
                 yield node, str(held.target)
+
+
+def unscaled(node: torch.fx.Node, name: str) -> bool:
+    """Whether gradients pass the body `name` of `node` unscaled in a graph with loss scaling.
+
+    The backward of an autograd Function is code of the user and sees gradients as they are. What is around it in a body, such as that
+    of a condition, has a backward that nothing scales. Nothing is differentiated in the forward of an autograd Function.
+    """
+    if "autograd_function" in str(node.target):
+        return bool(_graphs(node)) and name != str(_graphs(node)[0].target)
+    return has_own_backward(node)
 
 
 def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
@@ -50,4 +61,4 @@ def _shape(node: torch.fx.Node) -> tuple[object, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-__all__ = ["KEPT", "inner_graphs", "operands"]
+__all__ = ["KEPT", "inner_graphs", "operands", "unscaled"]

@@ -206,6 +206,7 @@ class Memory:
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
+        self.bits: dict[int, set[Node]] = defaultdict(set)
         self.results, self.inputs, self.written, self.written_inside = set[int](), set[int](), set[int](), set[int]()
         self.last_write: dict[int, int] = {}
         self.position = {node: position for position, node in enumerate(graph.nodes)}
@@ -219,7 +220,11 @@ class Memory:
                     if is_opaque(node):
                         self.written_inside.add(storage)
                         self.sinks.add(target)
-            if node.op == "output" or not any(differentiable(t) for t in tensors(example_value(node))):
+            if node.op == "output":
+                continue
+            if not any(differentiable(t) for t in tensors(example_value(node))):
+                for storage in memory_of(node):
+                    self.bits[storage].add(node)
                 continue
             for storage in memory_of(node):
                 if node.op in ("placeholder", "get_attr"):
@@ -259,6 +264,7 @@ class Memory:
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}
+        between = {node for node in self.bits[storage] if self.position[node] > made}  # the same memory, seen as integers
         found: set[Node] = set()
         waiting = [node for node in holders if node in self.sinks]
         if storage in self.written:
@@ -267,8 +273,8 @@ class Memory:
             node = waiting.pop()
             if node not in found and node.op not in ("placeholder", "get_attr"):
                 found.add(node)
-                waiting += [feeder for feeder in node.all_input_nodes if feeder in holders]
-        return found
+                waiting += [feeder for feeder in node.all_input_nodes if feeder in holders or feeder in between]
+        return found & holders
 
 
 __all__ = ["mark_leaving", "read_results"]
