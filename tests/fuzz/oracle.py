@@ -104,6 +104,32 @@ class Rounded(TorchDispatchMode):
         return rounded
 
 
+class Moved(TorchDispatchMode):
+    """Moves one of twelve low results of ops to a neighbour: as another rounding does, which is off by as much, and no more.
+
+    So runs under autocast tell how far roundings alone take a result: of a stale weight or a lost gradient they know nothing.
+    """
+
+    def __init__(self, low: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.low, self.draws = low, torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._can_decompose():  # in inference mode composite ops come whole; their parts are autocast's matter
+            with self, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, False):
+                return func.decompose(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return result if any(each.alias_info is not None for each in func._schema.returns) else tree_map(self._moved, result)
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != self.low or value._is_zerotensor():
+            return value
+        drawn = torch.rand(value.shape, generator=self.draws)
+        up, down = (torch.nextafter(value, torch.full_like(value, end)) for end in (torch.inf, -torch.inf))
+        moved = torch.where(drawn < 1 / 24, up, torch.where(drawn > 23 / 24, down, value))
+        return torch.where((value == 0) | ~value.isfinite() | ~moved.isfinite(), value, moved)
+
+
 class HeavyOps(TorchDispatchMode):
     """Counts matrix products, convolutions and attention by dtype, in the bodies of loops, scans, maps and conditions, too."""
 
