@@ -24,7 +24,7 @@ from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.mutants import MUTANTS, Mutant, prove
 from tests.fuzz.open_findings import OPEN
-from tests.fuzz.oracle import HeavyOps, Moved, Problem, Record, compare, start_clean, untold
+from tests.fuzz.oracle import HeavyOps, Moved, Problem, Record, Scattered, compare, start_clean, untold
 from tests.fuzz.program_case import run
 from tests.fuzz.programs import generate, initialised, smaller
 from tests.fuzz.proofs import PROOFS
@@ -109,6 +109,42 @@ def test_what_no_low_run_holds_is_no_fault_of_the_graph() -> None:
     assert problem.kind == "not finite"
     assert compare(want, beyond, None, beyond, False, "fp16") is None
     assert compare(want, beyond, inside, inside, False, "fp16", beyond) is None
+
+
+def test_rounding_is_told_from_a_lost_value() -> None:
+    """Two roundings decide a tie in two ways; a row that is gone is no rounding, and a draw that overflows excuses nothing."""
+    want, other, lost, none = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 2.5]), torch.tensor([1.0, 0.0, 3.0]), torch.inf
+    records = {}
+    for name, value in (("want", want), ("other", other), ("lost", lost), ("inf", want * none), ("same", want)):
+        records[name] = Record()
+        records[name].keep("0 result 0", value)
+    kinds = []
+    for got, draw in (("other", "other"), ("other", "same"), ("lost", "other"), ("lost", "inf")):
+        problem = compare(records["want"], records[got], None, None, False, "bf16", None, lambda draw=draw: [records[draw]])
+        kinds.append(problem and problem.kind)
+    assert kinds == ["rounding", "inexact", "inexact", "inexact"]
+
+
+def test_what_is_wrong_is_told_before_what_is_rounding() -> None:
+    want, got, draw = Record(), Record(), Record()
+    for record, first, second in ((want, 1.0, 1.0), (got, 1.1, 2.0), (draw, 1.1, 1.0)):
+        record.keep("0 result 0", torch.tensor(first))
+        record.keep("0 gradient w", torch.tensor(second))
+    problem = compare(want, got, None, None, False, "bf16", None, lambda: [draw])
+    assert problem is not None
+    assert (problem.kind, problem.where) == ("inexact", "gradient")
+
+
+def test_scattered_values_are_neighbours_each_as_often_as_it_is_near() -> None:
+    value = torch.full((4000,), 1.0) + torch.arange(4000) * 2**-23
+    value = torch.cat([value, 1 + 2**-8 * 0.25 + torch.arange(4000) * 2**-23, torch.tensor([0.0, 1.5, torch.inf, -torch.inf])])
+    with Scattered(torch.bfloat16, 3):
+        found = torch.stack([value, value]) + 0
+    exact = value.to(torch.bfloat16).float() == value
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0][exact], value[exact])
+    assert set(found[0][:8000].tolist()) == {1.0, 1.0078125}
+    assert 0.1 < float((found[0][4000:8000] > 1).float().mean()) < 0.4
 
 
 def test_gradients_of_a_scaled_run_come_back_unscaled() -> None:
