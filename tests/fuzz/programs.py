@@ -46,6 +46,7 @@ CALLS_OF_RANGE = (
     ("eval", "load"),
 )  # fmt: skip
 """How a program with values beyond fp16's range is called: what was seen in one call holds for the next ones."""
+OPS_WITH_BODIES = re.compile(r"\b(?:cond|while_loop|scan|hop_map|func)\b")
 NUMBER = itertools.count()
 SPACE = compile(HEADER + "".join(code for code in HELPERS.values() if "autograd.Function" in code), "<names>", "exec")
 
@@ -387,7 +388,7 @@ def generate(seed: int) -> Program | None:
     checks = tuple(each for each, share in shares if choose.random() < share)
     of_range = any(each.tag.startswith(("large", "small", "nested")) for each in builder.body)
     calls = choose.choice(CALLS_OF_RANGE if of_range else CALLS)
-    parts = sorted({name for each in builder.body for name, made in each.modules if made.startswith("nn.Linear")})
+    parts = _parts(builder.body)
     if parts and choose.random() < 0.15:
         program = replace(program, options=(*program.options, ("granularity", [choose.choice(parts)])))
     traced = any(each.tag == "autograd_grad" for each in builder.body) and choose.random() < 0.5
@@ -395,6 +396,13 @@ def generate(seed: int) -> Program | None:
         program, body=tuple(builder.body), results=results, structure=choose.choice(STRUCTURES), loss=choose.choice(LOSSES),
         calls=calls, checks=checks, huge=huge, traced=traced,
     )  # fmt: skip
+
+
+def _parts(body: list[Statement]) -> list[str]:
+    """Layers that may be rewritten by themselves; none beside an op that must capture its bodies whole, and the layers in them."""
+    if any(OPS_WITH_BODIES.search(each.text) for each in body):
+        return []
+    return sorted({name for each in body for name, made in each.modules if made.startswith("nn.Linear")})
 
 
 def _results(choose: random.Random, builder: Builder) -> tuple[str, ...]:
