@@ -114,6 +114,8 @@ class Trial:
         """Whether a step has heard of it."""
         self.either = False
         """Whether a step may be taken and may be skipped: zeros that no step has seen may be clamped infinities."""
+        self.hooks: list[Any] = []
+        """Of the plain model's parameters."""
         self.draws = torch.Generator().manual_seed(seed)
         self.losses: Callable[[Tensor], Tensor] = lambda out: out.square().mean()
 
@@ -409,6 +411,8 @@ class Trial:
                     weight[:] = new
                 else:
                     torch.add(new, 0, out=weight)
+        if how == "load_assign" or (how == "swap" and name == "second"):
+            self._lose_hooks()
         if how in UNCOUNTED:
             self._uncounted()
 
@@ -466,7 +470,14 @@ class Trial:
         for model in (self.plain, self.amp):
             weight = model.get_submodule("second").weight
             if weight.requires_grad:
-                weight.register_hook(_halve)  # type: ignore[operator]
+                handle = weight.register_hook(_halve)  # type: ignore[operator]
+                if model is self.plain:
+                    self.hooks.append(handle)
+
+    def _lose_hooks(self) -> None:
+        """The rewritten model has another tensor for a parameter: hooks were on the one before."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def duplicate(self, how: str) -> None:
         """Go on with a copy; what is done to the original afterwards must not be seen."""
@@ -476,6 +487,7 @@ class Trial:
             for p in original.parameters():
                 p.data.zero_()
         self.optimizer, self.known = None, False
+        self._lose_hooks()
 
     def finish(self) -> None:
         """Decisions must fit the weights as they are now: a fresh rewrite leaves no fewer heavy ops high."""
