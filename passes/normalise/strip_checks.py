@@ -27,12 +27,13 @@ class StripChecks(Pass[Reading, EditedGraph]):
 
 
 def strip_checks(module: torch.fx.GraphModule) -> int:
-    """Remove recorded dtype checks and guards, in sub-graphs too; number of nodes removed."""
+    """Remove recorded dtype checks and guards, in sub-graphs too; number of nodes removed. Users of nodes are put right."""
     removed = 0
     for graph_module in module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
             continue
         before = removed
+        _mend_users(graph_module.graph)
         for node in list(graph_module.graph.nodes):
             if node.target in _CHECKS or (node.op == "call_module" and node.target == GUARDS):
                 graph_module.graph.erase_node(node)
@@ -40,6 +41,16 @@ def strip_checks(module: torch.fx.GraphModule) -> int:
         if removed != before:
             graph_module.recompile()
     return removed
+
+
+def _mend_users(graph: torch.fx.Graph) -> None:
+    """Have each node know all that read it.
+
+    torch.export inlines code beside a change of the grad mode, and forgets the readers in that code of the value that leaves it.
+    """
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
 
 
 __all__ = ["StripChecks", "strip_checks"]

@@ -277,3 +277,29 @@ def test_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error", amprewrite.AmpRewriteWarning)
         amprewrite.rewrite(model, dtype="bf16").export_program(args)
+
+
+class GradBlock(nn.Module):
+    """One value is read before and within a block of another grad mode, and alone enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.a(x)
+        y.rot90()
+        with torch.enable_grad():
+            out: torch.Tensor = self.b(y)
+        return out
+
+
+def test_a_value_of_several_grad_modes_is_exported() -> None:
+    """torch.export forgets some readers of such a value."""
+    amp, x = amprewrite.rewrite(GradBlock(), dtype="bf16", overrides={"module:a": "fp32"}), torch.randn(3, 4)
+    with torch.no_grad():
+        exported = amp.export_program((x,))
+        for module in exported.graph_module.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                assert all(node in source.users for source in node.all_input_nodes)
+        torch.testing.assert_close(exported.module()(x), amp(x))

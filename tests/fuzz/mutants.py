@@ -138,6 +138,23 @@ MUTANTS = (
          ("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves")),
     ),
     Mutant(
+        "number-clamped", "a number beyond fp16's range is taken for a mask: what it makes is clamped, and finite", ("programs",), ('large', "'fp16'"),
+        (("amprewrite/graphs/fx/read/magnitudes.py", "_blocks(fact.node, constant) if fact.op in _FILLS | _BOUNDS else means_mask(constant) for constant in far", "True for constant in far"),),
+    ),
+    Mutant(
+        "two-nodes-one-name", "an op takes the name of what comes into its graph, which is lost", ("programs",), ('checkpoint(', ' * self.w'),
+        (("amprewrite/graphs/fx/read/names.py", "        while name in taken or (name in given and name != base):\n", "        while False:\n"),),
+    ),
+    Mutant(
+        "nested-bodies-unknowing", "a first call overflows in a checkpoint inside another, whose body is decided anew without the ranges", ("programs",), ('nested_checkpoint', "'fp16'"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        for each in captured.with_parts():\n", "        for each in (captured, *captured.parts.values()):\n"),),
+    ),
+    Mutant(
+        "reentrant-on-the-past", "a reentrant checkpoint recomputes on graphs that were there before an overflow", ("programs",), ('checkpoint', 'use_reentrant=True', "'fp16'"),
+        (("amprewrite/runtime/captured/past.py", " or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:", ":"),
+         ("amprewrite/runtime/captured/past.py", "        if node is None or isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]\n", "        if node is None:\n")),
+    ),
+    Mutant(
         "export-other-graph", "export_program does not learn how large weights are", ("programs",), ('export', 'huge=True'),
         (("amprewrite/graphs/fx/read/magnitudes.py", "    for node, value in (*placeholders, *held):\n", "    for node, value in placeholders:\n"),),
     ),

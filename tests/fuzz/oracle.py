@@ -3,7 +3,7 @@
 1. Structure, dtypes, identities and shared memory of results, and what inputs and buffers hold afterwards, are fp32's.
 2. A program whose every op gives what the low format holds is *exact*: rounding changes nothing, so any difference is a wrong graph.
 3. Otherwise an error may be twice autocast's, or the format's floor; beyond that, what lies within three times the error of rounding
-   every op is called rounding and told apart.
+   every op, or twice the worst of several runs whose values are rounded up or down at random, is called rounding and told apart.
 4. What is finite under autocast is finite; where autocast cannot run the program, what is finite rounded. If the program fixes the
    loss scale, so must be the rounded run with that scale: a scaled gradient beyond fp16 is no fault of the graph.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,65 @@ class Rounded(TorchDispatchMode):
         return rounded
 
 
+class Scattered(Rounded):
+    """Rounds all that ops read and give, up or down at random, as often as the value is near: another draw of the same errors.
+
+    One value is rounded the same way wherever it stands, so what cancels goes on cancelling.
+    """
+
+    def __init__(self, low: torch.dtype, seed: int) -> None:
+        super().__init__(low)
+        self.seed = seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(each.alias_info is not None for each in func._schema.returns):
+            args, kwargs = tree_map(self._rounded_if_fp32, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _round(self, value: torch.Tensor) -> torch.Tensor:
+        if value._is_zerotensor() or value.is_meta:
+            return value
+        near = value.to(self.low)
+        beyond = torch.where(near.to(value.dtype) < value, torch.inf, -torch.inf).to(self.low)
+        far = torch.nextafter(near, beyond)
+        gap = far.to(value.dtype) - near.to(value.dtype)
+        share = ((value - near.to(value.dtype)) / gap).nan_to_num(0.0)  # 0 where the format holds the value, 1/2 in the middle
+        return torch.where((self._drawn(value) < share) & far.isfinite(), far, near).to(value.dtype)
+
+    def _drawn(self, value: torch.Tensor) -> torch.Tensor:
+        """Numbers from 0 to 1 that the bits of the values and the seed give."""
+        bits = value.detach().contiguous().view(torch.int32).to(torch.int64).reshape(value.shape) + 7919 * (self.seed + 1)
+        for _ in range(2):
+            bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+        return (bits >> 8).to(torch.float32) / 2**24
+
+
+class Moved(TorchDispatchMode):
+    """Moves one of twelve low results of ops to a neighbour: as another rounding does, which is off by as much, and no more.
+
+    So runs under autocast tell how far roundings alone take a result: of a stale weight or a lost gradient they know nothing.
+    """
+
+    def __init__(self, low: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.low, self.draws = low, torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._can_decompose():  # in inference mode composite ops come whole; their parts are autocast's matter
+            with self, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, False):
+                return func.decompose(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return result if any(each.alias_info is not None for each in func._schema.returns) else tree_map(self._moved, result)
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != self.low or value._is_zerotensor():
+            return value
+        drawn = torch.rand(value.shape, generator=self.draws)
+        up, down = (torch.nextafter(value, torch.full_like(value, end)) for end in (torch.inf, -torch.inf))
+        moved = torch.where(drawn < 1 / 24, up, torch.where(drawn > 23 / 24, down, value))
+        return torch.where((value == 0) | ~value.isfinite() | ~moved.isfinite(), value, moved)
+
+
 class HeavyOps(TorchDispatchMode):
     """Counts matrix products, convolutions and attention by dtype, in the bodies of loops, scans, maps and conditions, too."""
 
@@ -164,9 +224,19 @@ def memory_of(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
 
 
 def compare(
-    want: Record, got: Record, autocast: Record | None, rounded: Record | None, exact: bool, low: str, scaled: Record | None = None
+    want: Record,
+    got: Record,
+    autocast: Record | None,
+    rounded: Record | None,
+    exact: bool,
+    low: str,
+    scaled: Record | None = None,
+    draws: Callable[[], list[Record]] = list,
 ) -> Problem | None:
-    """The first way in which `got` is not right; None where it is. `scaled` is rounded, with a loss scale that the program fixes."""
+    """The first way in which `got` is not right, rounding last; None where it is.
+
+    `scaled` is rounded, with a loss scale that the program fixes. `draws` are other roundings, asked for if one is not enough.
+    """
     for name, value in want.facts.items():
         if name not in got.facts:
             return Problem("missing", _kind(name), f"{name}: {value} in fp32, absent here")
@@ -174,12 +244,28 @@ def compare(
             return Problem("differs", _kind(name), f"{name}: {value} in fp32, {got.facts[name]} here")
     for name in got.facts.keys() - want.facts.keys():
         return Problem("extra", _kind(name), f"{name}: {got.facts[name]} here, absent in fp32")
+    found = None
     for name, value in want.values.items():
         beside = (None if r is None else r.values.get(name) for r in (autocast, rounded, scaled))
         problem = _compare_value(name, value, got.values[name], *beside, exact, low)
-        if problem is not None:
+        if problem is not None and problem.kind == "inexact" and _explained(value, got.values[name], [r.values[name] for r in draws()]):
+            problem = replace(problem, kind="rounding")
+        if problem is not None and problem.kind != "rounding":
             return problem
-    return None
+        found = found or problem
+    return found
+
+
+def _explained(want: torch.Tensor, got: torch.Tensor, draws: list[torch.Tensor]) -> bool:
+    """Whether one of the draws is half as far off as `got`, or further; what overflows in a draw tells nothing."""
+    finite = want.isfinite() & got.isfinite()
+    error = float((got - want)[finite].double().norm())
+    for each in draws:
+        if each.shape != want.shape:
+            return True
+        if 2 * float((each - want)[finite & each.isfinite()].double().norm()) >= error:
+            return True
+    return False
 
 
 def _same(a: Any, b: Any) -> bool:

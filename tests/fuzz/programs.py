@@ -41,6 +41,12 @@ SHAPES = ((2, 4), (2, 4), (3, 4), (2, 3, 4), (2, 4, 4), (4, 4), (1, 4), (2, 4, 4
 STRUCTURES = ("bare", "bare", "tuple", "tuple", "list", "dict", "nested", "dataclass", "named")
 LOSSES = ("sum", "sum", "square", "mean", "first", "each", "each_reversed", "outputs", "inner")
 CALLS = (("grad",),) * 8 + (("no_grad",), ("grad", "grad"), ("no_grad", "grad"), ("eval", "grad"), ("grad", "inference"), ("grad", "wide"))
+CALLS_OF_RANGE = (
+    ("grad", "grad"), ("grad", "grad", "grad"), ("no_grad", "grad"), ("grad", "wide"), ("grad",), ("grad", "load", "grad"), ("load",),
+    ("eval", "load"),
+)  # fmt: skip
+"""How a program with values beyond fp16's range is called: what was seen in one call holds for the next ones."""
+OPS_WITH_BODIES = re.compile(r"\b(?:cond|while_loop|scan|hop_map|func)\b")
 NUMBER = itertools.count()
 SPACE = compile(HEADER + "".join(code for code in HELPERS.values() if "autograd.Function" in code), "<names>", "exec")
 
@@ -75,6 +81,7 @@ class Program:
     structure: str
     loss: str
     calls: tuple[str, ...]
+    """Modes; before "load" a state dict is loaded whose first matrix fp16 does not hold."""
     options: tuple[tuple[str, Any], ...]
     checks: tuple[str, ...] = ()
     """What else is looked at: "heavy" ops that run, "export", "verify"."""
@@ -171,6 +178,18 @@ def initialised(program: Program, plain: bool = False) -> nn.Module:
                     parameter.flatten()[0] = 1e5
                     break
     return model
+
+
+def load_unfit(model: nn.Module, large: bool) -> None:
+    """Load a state dict like the model's own, but that fp16 does not hold its first matrix: an entry is too large, or all are too small."""
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for value in state.values():
+        if value.dim() == 2 and value.is_floating_point():
+            value.mul_(1.0 if large else 2.0**-30)
+            if large:
+                value[0, 0] = 2.0**17
+            break
+    model.load_state_dict(state)
 
 
 def integers(model: nn.Module, seed: int) -> None:
@@ -367,12 +386,23 @@ def generate(seed: int) -> Program | None:
     huge = not exact and low == "fp16" and choose.random() < 0.12
     shares = (("heavy", 0.6), ("export", 0.5 if huge else 0.05), ("verify", 0.12), ("write", 0.3))
     checks = tuple(each for each, share in shares if choose.random() < share)
-    calls = choose.choice(CALLS)
+    of_range = any(each.tag.startswith(("large", "small", "nested")) for each in builder.body)
+    calls = choose.choice(CALLS_OF_RANGE if of_range else CALLS)
+    parts = _parts(builder.body)
+    if parts and choose.random() < 0.15:
+        program = replace(program, options=(*program.options, ("granularity", [choose.choice(parts)])))
     traced = any(each.tag == "autograd_grad" for each in builder.body) and choose.random() < 0.5
     return replace(
         program, body=tuple(builder.body), results=results, structure=choose.choice(STRUCTURES), loss=choose.choice(LOSSES),
         calls=calls, checks=checks, huge=huge, traced=traced,
     )  # fmt: skip
+
+
+def _parts(body: list[Statement]) -> list[str]:
+    """Layers that may be rewritten by themselves; none beside an op that must capture its bodies whole, and the layers in them."""
+    if any(OPS_WITH_BODIES.search(each.text) for each in body):
+        return []
+    return sorted({name for each in body for name, made in each.modules if made.startswith("nn.Linear")})
 
 
 def _results(choose: random.Random, builder: Builder) -> tuple[str, ...]:

@@ -285,6 +285,47 @@ def _() -> bool:
     return not amp.plan.skipped
 
 
+@proof("number-clamped")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: self.b(self.a(x) * 2.0**17) * 2.0**-17, dtype="fp16")
+    with torch.no_grad():
+        return near(amp(batch()), plain(batch()))
+
+
+@proof("two-nodes-one-name")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x) * 2.0
+        out: Tensor = checkpoint(lambda t: self.b(t * 2.0) * 0.5, h * self.w, use_reentrant=True)
+        return out
+
+    plain, amp = pair(forward)
+    return near(amp(batch()).detach(), plain(batch()).detach())
+
+
+def nested(use_reentrant: bool) -> Callable[..., Any]:
+    """A forward that calls a layer with ordinary values, and with ones that overflow fp16 in a checkpoint, inside another."""
+
+    def inner(self: Any, x: Tensor) -> Tensor:
+        h = checkpoint(self.b, x, use_reentrant=use_reentrant)
+        return checkpoint(self.b, h * 1e6, use_reentrant=use_reentrant) * 1e-9  # type: ignore[no-any-return]
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return checkpoint(inner, self, self.b(self.a(x)), use_reentrant=use_reentrant)
+
+    return forward
+
+
+@proof("nested-bodies-unknowing")
+def _() -> bool:
+    return gradients_agree(nested(False), lambda y: y.sum(), dtype="fp16", loss_scale=1.0)
+
+
+@proof("reentrant-on-the-past")
+def _() -> bool:
+    return gradients_agree(nested(True), lambda y: y.sum(), dtype="fp16", loss_scale=1.0, granularity=["b"])
+
+
 @proof("export-other-graph")
 def _() -> bool:
     amp = amprewrite.rewrite(Net(lambda self, x: self.a(x)).eval(), dtype="fp16")

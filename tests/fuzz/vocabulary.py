@@ -205,6 +205,29 @@ ODD = (
     ("wide", "{v} = (({x} * 300.0) * 300.0) / 90000.0"), ("tiny", "{v} = ({x} * 1e-4 * 1e-4) * 1e8"), ("set_attribute", "self.seen = {x}.detach()\n{v} = {x} + self.seen", 1), ("param_view", "{v} = {x} @ {lin}.weight.view_as({lin}.weight)", 1),
 )  # fmt: skip
 
+RANGE = (
+    ("large", "{v} = F.linear({x} * 2.0**17, {lin}.weight) * 2.0**-17", 1), ("large", "{v} = (({x} * 2.0**9) @ ({s}.mT * 2.0**9)) * 2.0**-18", 1), ("large", "{v} = {lin}({x} * 1e5) * 1e-5"),
+    ("large", "{v} = ({lin}({x} * 1e3).square() + 1).rsqrt()"), ("large", "{v} = torch.softmax({lin}({x}) * 1e5, -1)"), ("large", "t{n} = {lin}({x} * 2.0**17)\n{v} = t{n} / t{n}.abs().amax().clamp(min=1)"),
+    ("large", "{u} = {lin}({x})\ntorch._dynamo.graph_break()\n{v} = F.linear({u} * 2.0**17, {lin}.weight) * 2.0**-17", 1),
+    ("small", "{v} = F.linear({x} * 2.0**-30, {lin}.weight) * 2.0**30", 1), ("small", "{v} = F.linear({x}, {lin}.weight * 2.0**-30) * 2.0**30", 1), ("small", "{v} = {x} / (({lin}({x}) * 1e-6).square() + 1e-9).sqrt() * 1e-4"),
+    ("large_checkpoint", "{v} = checkpoint(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17, {x}, use_reentrant=False)", 1), ("large_checkpoint", "{v} = checkpoint(lambda t: {lin}(t * 1e5).relu() * 1e-5, {x}, use_reentrant=False)"),
+    ("large_checkpoint", "{v} = checkpoint(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17, {x} * {w}, use_reentrant=True)", 1), ("large_checkpoint", "{v} = checkpoint(lambda t: {lin}(t * 1e5) * 1e-5, {lin}({x}), use_reentrant=True)"),
+    ("large_checkpoint", "{v} = checkpoint({lin}, {x} * 1e6, use_reentrant=False) * 1e-6"), ("large_checkpoint", "{v} = checkpoint({lin}, {lin}({x}) * 1e6, use_reentrant=True) * 1e-6"),
+    ("large_checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)\n{v} = checkpoint({lin}, {v} * 1e6, use_reentrant=False) * 1e-6"), ("large_checkpoint", "{v} = checkpoint_sequential([{lin}, nn.Hardtanh(), {lin}], 2, {x} * 1e6, use_reentrant=False) * 1e-6"),
+    ("nested_checkpoint", "{v} = checkpoint(lambda t: checkpoint({lin}, t * 1e6, use_reentrant=False) * 1e-6, {x}, use_reentrant=False)"), ("nested_checkpoint", "{v} = checkpoint(lambda t: checkpoint({lin}, t * 1e6, use_reentrant=True) * 1e-6, {lin}({x}), use_reentrant=True)"),
+    ("nested_checkpoint", "{v} = checkpoint(lambda t: checkpoint(lambda u: F.linear(u * 2.0**17, {lin}.weight) * 2.0**-17, {lin}(t), use_reentrant=False), {x}, use_reentrant=False)", 1),
+    ("nested_checkpoint", "{v} = checkpoint(lambda t: checkpoint({lin}, t * 1e6, use_reentrant=False) * 1e-6, {x} * {w}, use_reentrant=True)"), ("small_checkpoint", "{v} = checkpoint(lambda t: F.linear(t * 2.0**-30, {lin}.weight) * 2.0**30, {x}, use_reentrant=False)", 1),
+    ("large_cond", "{v} = cond({x}.sum() > 0, lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17, lambda t: F.linear(t, {lin}.weight), ({x},))", 1), ("large_cond", "{v} = cond({x}.sum() > -99, lambda t: {lin}(t * 1e5) * 1e-5, lambda t: {lin}(t), ({x},))"),
+    ("large_cond", "{v} = cond({x}.sum() > 0, lambda t: {lin}(t), lambda t: {lin}(t), ({x} * 1e6,)) * 1e-6"), ("large_while", "{u}, {v} = while_loop(lambda i, c: i < 2, lambda i, c: (i + 1, F.linear(c * 2.0**17, {lin}.weight) * 2.0**-17), (torch.tensor(0), {x}))", 1),
+    ("large_while", "{u}, {v} = while_loop(lambda i, c: i < 3, lambda i, c: (i + 1, {lin}(c) * 1e3), (torch.tensor(0), {x}))\n{v} = {v} * 1e-9"), ("large_scan", "{u}, {v} = scan(lambda c, t: (c + t, F.linear((c + t) * 2.0**17, {lin}.weight) * 2.0**-17), torch.zeros_like({x}[0]), {x})", 1),
+    ("large_map", "{v} = hop_map(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17, {x})", 1), ("large_function", "{v} = Product.apply({x} * 2.0**17, {lin}.weight) * 2.0**-17", 1), ("large_function", "{v} = Wide.apply({x}, {lin}.weight)", 1),
+    ("large_function", "{v} = checkpoint(lambda t: Wide.apply(t, {lin}.weight), {x}, use_reentrant=False)", 1), ("large_function", "{v}, {u} = Two.apply({x} * 1e5, {lin}.weight)\n{v}, {u} = {v} * 1e-5, {u} * 1e-5"),
+    ("large_func", "{v} = torch.func.vmap(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17)({x})", 1), ("large_func", "{v} = torch.func.grad(lambda t: ({lin}(t * 1e5) * 1e-5).sum())({x})"),
+    ("large_grad", "{u} = {lin}({x})\n{v} = torch.autograd.grad(({lin}({u} * 1e5) * 1e-5).tanh().sum(), {u}, create_graph=True)[0]"), ("large_inplace", "t{n} = {lin}({x})\nt{n}.mul_(2.0**17)\n{v} = F.linear(t{n}, {lin}.weight) * 2.0**-17", 1),
+    ("large_buffer", "{buf}.mul_(2.0**9)\n{v} = F.linear({x} * 2.0**9, {lin}.weight) * {buf} * 2.0**-18\n{buf}.mul_(2.0**-9)", 1), ("large_module", "{v} = nn.functional.layer_norm({lin}({x} * 1e5), {x}.shape[-1:])"),
+)  # fmt: skip
+"""Values beyond what fp16 holds, and below, on the way to ones that it holds: by themselves and in all bodies there are."""
+
 MODULES = (
     ("nn.Linear({L}, 4)", 1), ("nn.Linear({L}, 3)", 1), ("nn.Linear({L}, 4, bias=False)", 1), ("nn.Sequential(nn.Linear({L}, 4), nn.ReLU(), nn.Linear(4, 4))", 1), ("nn.ReLU(inplace=True)", 1),
     ("nn.Conv1d({C}, 4, 3, padding=1)", 1), ("nn.Conv1d({C}, 4, 1, bias=False)", 1), ("nn.ConvTranspose1d({C}, 3, 2)", 1), ("nn.Conv2d({C}, 4, 3, padding=1)", 1), ("nn.Conv1d({C}, {C}, 1, groups={C})", 1), ("nn.Identity()", 1),
@@ -264,6 +287,18 @@ class Two(torch.autograd.Function):
         t, w = ctx.saved_tensors
         return g @ w.mT + h, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
 ''',
+    "Wide": '''
+class Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, w):
+        ctx.save_for_backward(t, w)
+        return (t * 2.0**17) @ w * 2.0**-17
+
+    @staticmethod
+    def backward(ctx, g):
+        t, w = ctx.saved_tensors
+        return (g * 2.0**17) @ w.mT * 2.0**-17, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
+''',
     "Out": '''
 @dataclasses.dataclass
 class Out:
@@ -304,6 +339,7 @@ THEMES: dict[str, tuple[Template, ...]] = {
     "checkpoint": _templates(CHECKPOINTS),
     "derivative": _templates(DERIVATIVES),
     "odd": _templates(ODD),
+    "range": (*_templates(RANGE), *(each for each in _templates(RANGE) if "checkpoint" in each.tag)),
     "product": tuple(each for each in _templates(WRITTEN) if "{lin}" in each.text or "@" in each.text),
 }
 """Kinds of statements; a program leans towards a few of them."""

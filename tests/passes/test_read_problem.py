@@ -6,6 +6,7 @@ import pytest
 import torch
 from runtime_help import data
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.accuracy.strict.run import StrictRun
@@ -77,3 +78,28 @@ def test_a_model_that_hooks_tensors_is_verified():
     amp(x)
     report = verify(amp, (x,))
     assert 0 < report.output_error < 2e-2
+
+
+class Named(nn.Module):
+    """What comes in has the names that ops are given: a parameter, an input, and what enters the body of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.linear_1 = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, mul_1: torch.Tensor) -> torch.Tensor:
+        h = self.b(self.a(x) * 2) * 3 * mul_1 * self.linear_1
+        return checkpoint(lambda t: self.a(t * 2.0) * 0.5, h * h, use_reentrant=True)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_no_two_nodes_have_one_name(dtype: str) -> None:
+    torch.manual_seed(0)
+    model, x = Named(), torch.randn(3, 4)
+    amp = amprewrite.rewrite(model, dtype=dtype)
+    torch.testing.assert_close(amp(x, x), model(x, x), rtol=0.05, atol=0.05)
+    for region in amp.plan.regions:
+        names = [node.name for node in region.nodes]
+        assert len(names) == len(set(names))
+    planned = [node.name for region in amp.plan.regions for node in region.nodes]
+    assert {"linear", "linear_2", "mul", "mul_2"} <= set(planned)

@@ -13,6 +13,10 @@ from amprewrite.tables.vocabulary import OpKind
 
 HEADROOM = 4
 """How many times larger or smaller than in the samples a value may get."""
+MASK = 1e8
+"""A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
+EXTREME = 1e30
+"""So large is a mask of either sign."""
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
@@ -35,6 +39,11 @@ def fit(size: float, low: Format) -> Fit:
     if size > low.max:
         return Fit.TOO_LARGE
     return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
+
+
+def means_mask(constant: float) -> bool:
+    """Whether a constant of a sum or product is a mask: what it makes may become the end of a range, and other values not."""
+    return abs(constant) >= EXTREME or constant <= -MASK
 
 
 def near_the_end(largest: float, low: Format) -> bool:

@@ -1,15 +1,44 @@
-"""How large the weights of a captured graph are: known without any data."""
+"""How large the weights and the constants of a captured graph are: known without any data.
+
+A constant beyond the low range becomes its end if that says the same: if it blocks a position or bounds a value. Any other is a number
+to compute with, and keeps its op high: a value that became the end of the range would be wrong, and finite, so that nothing shows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import held_value
+from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
+from amprewrite.ir.evidence.range_rules import means_mask
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+_ORDINARY = 64
+"""Activations of this size are nothing out of the ordinary."""
+_PASSES_ON = {
+    "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
+    "contiguous", "clone", "repeat", "to", "type_as", "float",
+}  # fmt: skip
+"""Ops that give the values of a mask as they are."""
+_MAKES_SCORES = {"add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum"} | _PASSES_ON
+"""What may stand between the sum of scores and mask, and the softmax."""
+_FLUSHES = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "full", "full_like", "fill"}
+"""Ops that mean something else if their constant is zero; what `mul` gives of a small one is small anyway."""
+_FILLS = {
+    "where", "masked_fill", "full", "full_like", "new_full", "fill", "index_fill", "scatter", "constant_pad_nd", "pad", "threshold",
+    "nan_to_num", "index_put", "setitem",
+}  # fmt: skip
+"""Ops that write their constant in some places."""
+_BOUNDS = {"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "maximum", "minimum"}
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
@@ -51,4 +80,82 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
     return sizes
 
 
-__all__ = ["largest", "magnitudes", "weights_among"]
+def _constants(node: torch.fx.Node) -> list[float]:
+    return [float(leaf) for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
+
+
+def pin_constant(fact: Fact, low: Format) -> tuple[Colour, Reason, str] | None:
+    """A constant that the low format flushes to zero, or one beyond its range that may not become its end, keeps its op high."""
+    for constant in _constants(fact.node):
+        size = abs(constant)
+        if 0 < size < low.smallest_subnormal and fact.op in _FLUSHES:
+            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} vanishes in {low.name}"
+        if size > low.max and not _becomes_end(fact, constant, low):
+            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} exceeds {low.name}"
+        if size * _ORDINARY > low.max and fact.op == "mul":
+            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} times an ordinary activation exceeds {low.name}"
+    return None
+
+
+def _becomes_end(fact: Fact, constant: float, low: Format) -> bool:
+    """Whether an op that runs low may take the end of the range for a constant beyond it."""
+    if fact.op in _FILLS:
+        return _blocks(fact.node, constant)
+    if fact.op not in _BOUNDS:
+        return False
+    lower = [*fact.node.args[1:2], *(fact.node.kwargs.get(name) for name in ("min", "min_val"))]
+    return not any(isinstance(bound, float) and bound > low.max for bound in lower)
+
+
+def _blocks(node: torch.fx.Node, constant: float) -> bool:
+    """Whether a constant that is filled in blocks a position: it is too large for anything else, or a negative score."""
+    return means_mask(constant) or (constant < 0 and _reaches_softmax(node))
+
+
+def may_saturate(fact: Fact, facts: Mapping[torch.fx.Node, Fact], low: Format) -> bool:
+    """Whether values beyond the range may become its end in a low copy: those of a mask, and of what is made of one."""
+    if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
+        return _may_be_mask(fact.node)
+    if fact.role != "op" or fact.dtype != "fp32" or fact.row is None:
+        return False
+    if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
+        return False
+    far = [constant for constant in _constants(fact.node) if abs(constant) > low.max]
+    if any(_blocks(fact.node, constant) if fact.op in _FILLS | _BOUNDS else means_mask(constant) for constant in far):
+        return True
+    return any(facts[node].may_saturate for _, node in arguments(fact.node))
+
+
+def _may_be_mask(node: torch.fx.Node) -> bool:
+    """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
+
+    Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
+    """
+    for reader in _followers(node, _PASSES_ON):
+        for user in reader.users:
+            op = op_name(user.target)
+            if op == "scaled_dot_product_attention" and (user.kwargs.get("attn_mask") is reader or reader in user.args[3:4]):
+                return True
+            if op == "add" and _reaches_softmax(user):
+                return True
+    return False
+
+
+def _reaches_softmax(node: torch.fx.Node) -> bool:
+    """Whether scores are made of a value, and a softmax of those."""
+    return any(op_name(last.target) == "softmax" for made in _followers(node, _MAKES_SCORES) for last in made.users)
+
+
+def _followers(node: torch.fx.Node, ops: set[str]) -> Iterator[torch.fx.Node]:
+    """`node`, and what `ops` alone make of it."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for user in found.users:
+            if user not in seen and user.op in ("call_function", "call_method") and op_name(user.target) in ops:
+                seen.add(user)
+                waiting.append(user)
+
+
+__all__ = ["largest", "magnitudes", "may_saturate", "pin_constant", "weights_among"]

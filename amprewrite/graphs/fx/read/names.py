@@ -98,11 +98,19 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 
 
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
-    """Canonical ranks, and names by op and count: linear, linear_1, …"""
+    """Canonical ranks, and names by op and count: linear, linear_1, …
+
+    No two nodes have one name: what comes in keeps the name that it has, and counting goes past that.
+    """
     counts: Counter[str] = Counter()
+    bases = {node: _base_name(fact, entry, names) for node, fact in facts.items()}
+    given, taken = {base for node, base in bases.items() if facts[node].role != "op"}, set[str]()
     for rank, node in enumerate(_depth_first(facts)):
-        fact = facts[node]
-        base = _base_name(fact, entry, names)
-        fact.rank = rank
-        fact.name = f"{base}_{counts[base]}" if counts[base] else base
+        fact, base = facts[node], bases[node]
+        name = f"{base}_{counts[base]}" if counts[base] else base
+        while name in taken or (name in given and name != base):
+            counts[base] += 1
+            name = f"{base}_{counts[base]}"
+        fact.rank, fact.name = rank, name
+        taken.add(name)
         counts[base] += 1

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -43,6 +43,7 @@ from amprewrite.graphs.fx.node_facts import (
     value_dtype,
 )
 from amprewrite.graphs.fx.read.aliasing import Ties, memory
+from amprewrite.graphs.fx.read.magnitudes import may_saturate, pin_constant
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, location
 from amprewrite.graphs.fx.run.flops import flops
@@ -51,18 +52,8 @@ from amprewrite.tables.formats import LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
-_ORDINARY = 64
-"""Activations of this size are nothing out of the ordinary."""
 _FLOATING = ("fp", "bf", "float", "complex", "sparse")
 """How the names of dtypes begin that hold fractions."""
-_PASSES_ON = {
-    "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
-    "contiguous", "clone", "repeat", "to", "type_as", "float",
-}  # fmt: skip
-"""Ops that give the values of a mask as they are."""
-_MAKES_SCORES = {"add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum"} | _PASSES_ON
-"""What may stand between the sum of scores and mask, and the softmax."""
-_CONSTANT_SENSITIVE = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "mul", "full", "full_like", "fill"}
 
 
 def read_graph(
@@ -86,7 +77,7 @@ def read_graph(
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
         fact.pinned = _pin(fact, kind, low, ties, training)
-        fact.may_saturate = _may_saturate(fact, facts, low)
+        fact.may_saturate = may_saturate(fact, facts, low)
     for node in draws_before_logs(facts) if lists.rule == "cost" else ():
         if facts[node].pinned is None:
             facts[node].pinned = Colour.HIGH, Reason.DRAWN, ""
@@ -241,7 +232,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
     if training and kind is OpKind.CLEAR and device in fact.row.low_backward:
         return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}"
-    return _pin_dtype(fact) or _pin_source(fact) or _pin_constant(fact, low)
+    return _pin_dtype(fact) or _pin_source(fact) or pin_constant(fact, low)
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
@@ -278,64 +269,6 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
         fact.free_source = True
         return None
     return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
-
-
-def _constants(node: torch.fx.Node) -> list[float]:
-    return [float(leaf) for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
-
-
-def _pin_constant(fact: Fact, low: Format) -> tuple[Colour, Reason, str] | None:
-    """A constant that the low format flushes to zero, or an arithmetic one beyond its range, keeps its op high."""
-    if fact.op not in _CONSTANT_SENSITIVE:
-        return None
-    for constant in _constants(fact.node):
-        size = abs(constant)
-        if 0 < size < low.smallest_subnormal and fact.op != "mul":
-            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} vanishes in {low.name}"
-        if size > low.max and fact.op in ("mul", "add", "sub", "div"):
-            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} exceeds {low.name}"
-        if size * _ORDINARY > low.max and fact.op == "mul":
-            return Colour.HIGH, Reason.CONSTANT, f"{constant:g} times an ordinary activation exceeds {low.name}"
-    return None
-
-
-def _may_saturate(fact: Fact, facts: dict[torch.fx.Node, Fact], low: Format) -> bool:
-    if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
-        return _may_be_mask(fact.node)
-    if fact.role != "op" or fact.dtype != "fp32" or fact.row is None:
-        return False
-    if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
-        return False
-    if any(abs(constant) > low.max for constant in _constants(fact.node)):
-        return True
-    return any(facts[node].may_saturate for _, node in arguments(fact.node))
-
-
-def _may_be_mask(node: torch.fx.Node) -> bool:
-    """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
-
-    Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
-    """
-    for reader in _followers(node, _PASSES_ON):
-        for user in reader.users:
-            op = op_name(user.target)
-            if op == "scaled_dot_product_attention" and (user.kwargs.get("attn_mask") is reader or reader in user.args[3:4]):
-                return True
-            if op == "add" and any(op_name(last.target) == "softmax" for made in _followers(user, _MAKES_SCORES) for last in made.users):
-                return True
-    return False
-
-
-def _followers(node: torch.fx.Node, ops: set[str]) -> Iterator[torch.fx.Node]:
-    """`node`, and what `ops` alone make of it."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        for user in found.users:
-            if user not in seen and user.op in ("call_function", "call_method") and op_name(user.target) in ops:
-                seen.add(user)
-                waiting.append(user)
 
 
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:

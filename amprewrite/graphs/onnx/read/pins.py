@@ -15,9 +15,9 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import SIDE_FOLLOWS, Signature, constant_tensor, format_of, op_of
-from amprewrite.graphs.onnx.read.weights import MASK, Facts, Loss, facts, loss_of
+from amprewrite.graphs.onnx.read.weights import Facts, Loss, facts, loss_of
 from amprewrite.graphs.onnx.run.samples import Range, Samples
-from amprewrite.ir.evidence.range_rules import HEADROOM, POLES, drowns_in, hands_on_small, near_a_pole, near_the_end, thinned_out
+from amprewrite.ir.evidence.range_rules import HEADROOM, MASK, POLES, drowns_in, hands_on_small, near_a_pole, near_the_end, thinned_out
 from amprewrite.ir.op_graph import Demand, Operand
 from amprewrite.tables.formats import FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, find_op

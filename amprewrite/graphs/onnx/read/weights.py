@@ -11,13 +11,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from amprewrite.ir.evidence.range_rules import EXTREME, MASK
 from amprewrite.tables.formats import LOW_FORMATS, Format
 
 NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
-MASK = 1e8
-"""A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
-EXTREME = 1e30
-"""So large is a mask of either sign."""
 LOSS = 4
 """Rounding errors of a slice of weights, in units of the format's eps, beyond which bits are lost to underflow."""
 
