@@ -147,16 +147,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     compared = ways(asked.layers, asked.width)
-    title = f"Llama {asked.layers} x {asked.width}, {asked.tokens} tokens"
-    table = Table("prompt", "way", "ms a token", "/ autocast", "/ wholly bf16", "/ fp32", "casts a step", "KB read by them", title=title)
     for length, batch in itertools.product(map(int, asked.prompts.split(",")), map(int, asked.batches.split(","))):
-        tokens = prompt(batch, length)
+        tokens, title = prompt(batch, length), f"Llama {asked.layers} x {asked.width}, prompt {batch} x {length}, {asked.tokens} tokens"
+        table = Table("way", "ms a token", "/ autocast", "/ wholly bf16", "/ fp32", "casts a step", "KB read by them", title=title)
         seconds = measured(compared, tokens, asked.tokens, asked.rounds)
         for name, spent in seconds.items():
             ratios = [f"{ratio(spent, seconds[other]):.2f}" for other in ("autocast", "wholly bf16", "fp32")]
             launches, kilobytes = casts_a_step(compared[name], tokens)
-            table.add_row(f"{batch} x {length}", name, f"{1000 * min(spent):.2f}", *ratios, f"{launches:.0f}", f"{kilobytes:.0f}")
-    Console(width=120).print(table)
+            table.add_row(name, f"{1000 * min(spent):.2f}", *ratios, f"{launches:.0f}", f"{kilobytes:.0f}")
+        Console(width=120).print(table)
     if asked.profile:
         profile = cProfile.Profile()
         profile.runcall(compared["ours"], prompt(1, 16), asked.tokens)
