@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
 from amprewrite.passes.lower.emit import emit
+from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import modes_aside
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
@@ -42,8 +44,7 @@ from amprewrite.runtime.captured.weight_reads import weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
-from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun
-from amprewrite.runtime.compiler.growing_sizes import mark_growing
+from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, FUNCTORCH, own_autocast
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
@@ -93,6 +94,7 @@ class Session:
         if half := frozen_note(self.root):
             self.note(half)
         self.probe, self.schedule = OverflowProbe(self.root), Schedule()
+        self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self.gate = StepGate(
             self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
             on_stuck=self.look_at_weights,
@@ -390,6 +392,7 @@ class Session:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
             self.agreement.join(plan, self.entries.values(), self.note)
+            self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
             for left in plan.left:
                 graphs.left_out[left] = Skipped(plan.name, left)
                 self.warn_fp32(left)
@@ -400,6 +403,7 @@ class Session:
             graphs.left_out[name] = Skipped(name, why)
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
+            self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
             reads = weight_reads(module, example_inputs, self.root, None), copies_of(self, entry, module, example_inputs, False)
             return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
         problem = captured.problem
@@ -467,6 +471,10 @@ class Session:
             self.unreadable.append(Skipped(path, why))
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)
 
+    def generates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Around a call of `generate()` with these arguments."""
+        return self.state.generates(self.caches.of_call(self.policy_for(self._device()).low, args, kwargs))
+
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
@@ -492,7 +500,7 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     if torch.compiler.is_compiling() or dynamo.at_work():
         return _enter_alone(session, path, args, kwargs)
     if session.state.generating:
-        mark_growing(args, kwargs)
+        return session.state.step(session.call, session.entries[path], args, kwargs)
     return session.call(session.entries[path], args, kwargs)
 
 

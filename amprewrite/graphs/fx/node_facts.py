@@ -63,6 +63,8 @@ class Fact:
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
     free_source: bool = False
+    may_be_idle: bool = False
+    """Whether a conversion may give its operand itself, if that has the dtype it converts to."""
     kind: OpKind | None = None
     may_saturate: bool = False
     name: str = ""

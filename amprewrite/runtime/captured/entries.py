@@ -16,6 +16,7 @@ from amprewrite.graphs.fx.node_facts import forget_inputs
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook
+from amprewrite.runtime.ambient.low_cache import CacheReadHigh, LowCaches
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.past import Past
 from amprewrite.runtime.captured.region import Region, Run
@@ -23,6 +24,7 @@ from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo import parameter_names
 from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
+from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
 from amprewrite.runtime.options import Options
 
@@ -192,14 +194,35 @@ class State(threading.local):
         self.failures: list[Failure] = []
         """Code of the call in flight that Dynamo failed on."""
 
+        self.low_caches: LowCaches | None = None
+        """Those of the innermost call of `generate()` in flight; None if it keeps caches as they are."""
+
     @contextlib.contextmanager
-    def sizes_grow(self) -> Iterator[None]:
-        """Around a call of `generate()`."""
-        self.generating += 1
+    def generates(self, low_caches: LowCaches | None) -> Iterator[None]:
+        """Around a call of `generate()`: sizes grow, and it keeps caches low."""
+        outer = self.low_caches
+        self.generating, self.low_caches = self.generating + 1, low_caches
         try:
             yield
         finally:
-            self.generating -= 1
+            self.generating, self.low_caches = self.generating - 1, outer
+            if low_caches is not None:
+                low_caches.end()
+
+    def step(self, call: Callable[..., Any], entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call` an entry inside of `generate()`. If it finds a cache read in fp32 it goes on without low caches: nothing of it ran yet."""
+        if self.low_caches is not None:
+            self.low_caches.take(args, kwargs)
+        mark_growing(args, kwargs)
+        try:
+            return call(entry, args, kwargs)
+        except CacheReadHigh:
+            entry.recapture()
+            if self.low_caches is not None:
+                self.low_caches.end()
+            self.low_caches = None
+        mark_growing(args, kwargs)
+        return call(entry, args, kwargs)
 
 
 def past_the_limit(entry: Entry) -> str:

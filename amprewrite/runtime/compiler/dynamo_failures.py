@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import threading
@@ -123,6 +124,16 @@ def seen(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise carried.error from carried.error.__cause__
 
 
+def under_way(function: Callable[..., Any]) -> bool:
+    """Whether `function` is running now, in this thread; True if that cannot be told."""
+    code, frame = getattr(function, "__code__", None), inspect.currentframe()
+    while code is not None and frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_name) == (code.co_filename, code.co_name):
+            return True
+        frame = frame.f_back
+    return code is None
+
+
 def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
     """Whether `function` was running when `error` came: effects of its code may have happened."""
     code = getattr(function, "__code__", None)
@@ -135,4 +146,4 @@ def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
     return False
 
 
-__all__ = ["Failure", "Listener", "has_begun", "seen", "try_all_again", "unseen"]
+__all__ = ["Failure", "Listener", "has_begun", "seen", "try_all_again", "under_way", "unseen"]

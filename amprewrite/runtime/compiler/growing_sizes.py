@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CACHES = ("self_attention_cache", "cross_attention_cache")
-"""Caches inside the cache of a model with an encoder."""
+from amprewrite.runtime.ambient.low_cache import layers_of, tensors_of
+
 _IN_CACHE, _IN_STATES = (0, 2), (0, 1)
 """The dims of batch and length: of keys and values, batch × heads × length × width, and of hidden states, batch × length × width."""
 
@@ -35,13 +35,10 @@ def _growing(value: Any) -> Iterator[tuple[Tensor, Iterable[int]]]:
         for inner in value.values():  # what an encoder gave
             yield from _growing(inner)
     else:
-        for layer in getattr(value, "layers", None) or ():
-            for held in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+        for layer in layers_of(value):
+            for held in tensors_of(layer):
                 if isinstance(held, Tensor) and held.dim() == 4:
                     yield held, _IN_CACHE
-        for name in _CACHES:
-            if hasattr(value, name):
-                yield from _growing(getattr(value, name))
 
 
 __all__ = ["mark_growing"]

@@ -249,7 +249,7 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
         session: Session | None = self.__dict__.get(SESSION)
         if session is None:
             return generate(self, *args, **kwargs)
-        with session.cache.frozen(session.weight_names, "generate()", everywhere=False), session.state.sizes_grow():
+        with session.cache.frozen(session.weight_names, "generate()", everywhere=False), session.generates(args, kwargs):
             return generate(self, *args, **kwargs)
 
     return generate_with_kept_copies

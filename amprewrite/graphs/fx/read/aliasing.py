@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from amprewrite.graphs.fx.log_quiet import Quiet
 from amprewrite.graphs.fx.node_facts import (
+    CONVERSIONS,
     LEAVES,
     MEMORY,
     RETURNED,
@@ -167,6 +168,33 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
             return node.target(*args, **kwargs)
     except Exception:  # some kernels take no symbolic sizes
         return said
+
+
+def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
+    """Conversions between fp32 and the format `low` that may give their operand itself: nobody can tell it from a copy.
+
+    The copy is never written and does not leave the graph, and the operand is not written any more.
+    """
+    last_write: dict[int, int] = {}
+    for fact in facts.values():
+        for target in fact.writes:
+            last_write |= dict.fromkeys(memory_of(target), fact.position)
+    results = [leaf for node in facts if node.op == "output" for leaf in node.all_input_nodes]
+    leaving = {storage for node in results for storage in memory_of(node)}
+    for node, fact in facts.items():
+        if fact.op not in CONVERSIONS or fact.dtype not in ("fp32", low) or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        source, own = facts[node.args[0]], memory_of(node)
+        if {source.dtype, fact.dtype} != {"fp32", low} or not own or not own.isdisjoint(leaving) or not own.isdisjoint(last_write):
+            continue
+        written_later = any(last_write.get(storage, -1) > fact.position for storage in memory_of(source.node))
+        if not written_later and isinstance(fact.value, torch.Tensor) and _strides_alike(fact.value, source.value):
+            yield node
+
+
+def _strides_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both lie alike in memory, as far as is known without a guard."""
+    return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.stride(), b.stride(), strict=True))
 
 
 def _runs_as_python(node: torch.fx.Node) -> bool:

@@ -42,7 +42,7 @@ from amprewrite.graphs.fx.node_facts import (
     transformed_nodes,
     value_dtype,
 )
-from amprewrite.graphs.fx.read.aliasing import Ties, memory
+from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
 from amprewrite.graphs.fx.read.magnitudes import may_saturate, pin_constant
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, location
@@ -73,6 +73,8 @@ def read_graph(
     ties, write_versions = memory(facts)
     name_all(facts, entry, names)
     no_grad = without_grad(module.graph, grad) if training else set()
+    for node in idle_where_alike(facts, low.name) if lists.rule == "cost" else ():
+        facts[node].may_be_idle = True
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
@@ -185,6 +187,8 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
         return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the indices beside low values
     if fact.dtype != "fp32":
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
+        if fact.may_be_idle:
+            return Demand.ANY  # a value that is low already is what it gives
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     if fact.op in TAKES_SHAPE_ONLY or (fact.op == "type_as" and parameter == "other"):
         return Demand.ANY
@@ -260,8 +264,8 @@ def _read_anything(fact: Fact) -> None:
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """An op that makes fp32 from no fp32 operand stays as it is, but for masks: booleans convert exactly."""
-    if fact.operands:
+    """An op that makes fp32 from no fp32 operand stays as it is, but for masks and low values: those convert exactly."""
+    if fact.operands or (fact.may_be_idle and fact.relative):
         return None
     first = fact.node.args[0] if fact.node.args else None
     exact = isinstance(first, torch.fx.Node) and value_dtype(example_value(first)) == "bool"

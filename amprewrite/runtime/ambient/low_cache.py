@@ -1,0 +1,194 @@
+"""Keys and values that a model keeps while it generates, in the low format in which its attention reads them.
+
+1. A cache that `generate()` makes is seen by the model alone. Before the first step its layers get a class that rounds what comes in and
+   gives fp32 out. In a captured graph both conversions are idle where the plan runs low, so that no step casts the cache.
+2. Nothing is rounded that the plan does not round: if a graph reads keys or values in fp32, or if code that was not captured reads them,
+   the layer holds fp32 again.
+3. A layer that outlives the call of `generate()` holds fp32 again, too, and has the class that it had.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
+from amprewrite.runtime.ambient.hook_watch import any_global_hook
+from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.vocabulary import Colour
+
+_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+"""Classes of transformers.cache_utils that hold keys and values as they are given."""
+_CACHES = ("self_attention_cache", "cross_attention_cache")
+"""Caches inside the cache of a model with an encoder."""
+_INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
+_SOURCE = PurePath(__file__).name
+
+
+class CacheReadHigh(Exception):
+    """A signal from capture to the call: the graph reads keys or values in fp32 that a low cache would round."""
+
+
+class _KeepsLow:
+    """What a layer of a low cache does otherwise. Its keys and values are in a layer inside, of the class that it had."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        state: Any = self
+        if not torch.compiler.is_compiling():
+            hold_fp32(state)
+            found: tuple[Tensor, Tensor] = state.update(key_states, value_states, *args, **kwargs)
+            return found
+        kept = state.amprewrite_kept
+        keys, values = state.amprewrite_inner.update(key_states.to(kept), value_states.to(kept), *args, **kwargs)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    @property
+    def keys(self) -> Tensor | None:
+        found: Tensor | None = self.amprewrite_inner.keys
+        return None if found is None else found.to(self.dtype)
+
+    @property
+    def values(self) -> Tensor | None:
+        found: Tensor | None = self.amprewrite_inner.values
+        return None if found is None else found.to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__[_INNER], name)
+
+
+@functools.cache
+def _low_class(cls: type) -> type:
+    """A class of layers that keep low what those of `cls` keep. All that is not said otherwise is done by the layer inside."""
+
+    def passed_on(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self.amprewrite_inner, name)(*args, **kwargs)
+
+        return method
+
+    own = {name: each for name, each in vars(_KeepsLow).items() if not name.startswith("__") or name == "__getattr__"}
+    methods = {name: passed_on(name) for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name)) and name not in own}
+    return type(cls.__name__, (cls,), {**methods, **own, "_layer_type": None, "__module__": cls.__module__, "__doc__": _KeepsLow.__doc__})
+
+
+def layers_of(value: Any) -> Iterator[Any]:
+    """The layers of a cache, and of the caches inside it."""
+    yield from getattr(value, "layers", None) or ()
+    for name in _CACHES:
+        if hasattr(value, name):
+            yield from layers_of(getattr(value, name))
+
+
+def tensors_of(layer: Any) -> tuple[Any, Any]:
+    """The keys and values of a layer as they are stored."""
+    inner = vars(layer).get(_INNER, layer)
+    return getattr(inner, "keys", None), getattr(inner, "values", None)
+
+
+def is_low(layer: Any) -> bool:
+    """Whether the layer keeps its keys and values low."""
+    return _INNER in vars(layer)
+
+
+def hold_low(layer: Any, dtype: torch.dtype) -> None:
+    """Have an empty layer keep what it will be given in `dtype`."""
+    cls: Any = type(layer)
+    inner = object.__new__(cls)
+    inner.__dict__.update(vars(layer))
+    layer.__dict__.clear()
+    layer.__dict__.update({_INNER: inner, _KEPT: dtype})
+    layer.__class__ = _low_class(cls)
+
+
+def hold_fp32(layer: Any) -> None:
+    """Have a layer be what it was before `hold_low`, around the values that it has by now."""
+    inner = layer.__dict__.pop(_INNER)
+    layer.__dict__.clear()
+    layer.__class__ = type(inner)
+    layer.__dict__.update(vars(inner))
+    if layer.keys is not None:
+        layer.keys, layer.values, layer.dtype = layer.keys.float(), layer.values.float(), torch.float32
+
+
+def _is_settings(value: Any) -> bool:
+    return hasattr(value, "return_dict_in_generate") and hasattr(value, "__dict__")
+
+
+class LowCaches:
+    """The low caches of one call of `generate()`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._layers: list[weakref.ref[Any]] = []
+
+    def take(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keep low the caches among the arguments of a step that are empty, unless they are the caller's own."""
+        library = sys.modules.get("transformers.cache_utils")
+        known = {getattr(library, name, None) for name in _LAYERS}
+        for value in (*args, *kwargs.values()):
+            owned = getattr(value, "_is_user_defined", False) or getattr(value, "offloading", False)
+            for layer in () if owned else layers_of(value):
+                if type(layer) in known and not layer.is_initialized:
+                    hold_low(layer, self.dtype)
+                    self._layers.append(weakref.ref(layer))
+
+    def end(self) -> None:
+        """Have the layers that are still there hold fp32."""
+        for found in self._layers:
+            layer = found()
+            if layer is not None and is_low(layer):
+                hold_fp32(layer)
+        self._layers.clear()
+
+
+class CachesOfModel:
+    """Whether a rewritten model may keep the caches low that its `generate()` makes. A plan to follow says so by its graphs."""
+
+    def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:
+        self.root, self.given, self.note = root, given, note
+        self.low = given is None or any(_is_conversion(node) for region in given.regions for node in region.nodes)
+
+    def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
+        """Those of one call; None if they stay as they are. A narrow format would keep what overflowed."""
+        fits = self.low and low is not FP32 and not low.narrow
+        return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None
+
+    def _seen_outside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether others than the model see the cache: who asks for it, and hooks on the model or on all modules."""
+        own = getattr(self.root, "generation_config", None)
+        asked = [kwargs, *(vars(each) for each in (*args, *kwargs.values(), own) if _is_settings(each))]
+        hooks = self.root._forward_hooks or self.root._forward_pre_hooks or any_global_hook()
+        return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
+
+    def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
+        """CacheReadHigh if a planned graph reads a low cache in fp32, and the call can begin `anew`."""
+        if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
+            return
+        self.low = False
+        self.note("generate() keeps its cache in fp32, as the plan reads it")
+        if anew:
+            raise CacheReadHigh
+
+
+def reads_high(plan: RegionPlan) -> bool:
+    """Whether a planned graph takes keys or values out of a low cache to read them in fp32."""
+    return any(node.colour is Colour.HIGH and _is_conversion(node) for region in (plan, *plan.bodies) for node in region.nodes)
+
+
+def _is_conversion(node: NodePlan) -> bool:
+    """Whether a node converts for a low cache: the line of its code is one of this file."""
+    return node.source.startswith(f"{_SOURCE}:")
+
+
+__all__ = ["CacheReadHigh", "CachesOfModel", "LowCaches", "hold_fp32", "is_low", "layers_of", "reads_high", "tensors_of"]
