@@ -65,7 +65,7 @@ def decoding_casts(amp: nn.Module, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("make", [llama, mistral, t5])
-def test_tokens_and_scores_are_those_of_an_fp32_cache(make) -> None:
+def test_tokens_are_those_of_an_fp32_cache(make) -> None:
     torch.manual_seed(0)
     model = make()
     amp, plain = low(model), caches_as_they_are(model)
