@@ -146,6 +146,10 @@ MUTANTS = (
         (("amprewrite/graphs/fx/read/names.py", "        while name in taken or (name in given and name != base):\n", "        while False:\n"),),
     ),
     Mutant(
+        "small-gradients-flushed", "backward code of the user runs in fp16 on gradients that are not scaled", ("programs",), ("Product.apply", "4194304.0"),
+        (("passes/driver.py", "        if captured.problem.scale_loss and unscaled(node, name):\n", "        if False:\n"),),
+    ),
+    Mutant(
         "nested-bodies-unknowing", "a first call overflows in a checkpoint inside another, whose body is decided anew without the ranges", ("programs",), ('nested_checkpoint', "'fp16'"),
         (("amprewrite/runtime/captured/overflow_retry.py", "        for each in captured.with_parts():\n", "        for each in (captured, *captured.parts.values()):\n"),),
     ),

@@ -44,10 +44,13 @@ def _checked(program: Program) -> Problem | None:
             return None
         low = LOW[program.dtype]
         mode = Rounded(low)
-        rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode))
+        whole = 1 / program.factor  # without a scale a tiny loss would be lost
+        rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode, scale=whole))
         exact = rounded is not None and mode.exact and not program.huge
         autocast = (
-            None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low)))
+            None
+            if exact
+            else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low), scale=whole))
         )
         scaled = _scaled(program)
 
@@ -55,7 +58,7 @@ def _checked(program: Program) -> Problem | None:
     def draws() -> list[Record]:
         with _quiet():
             found = [
-                _tried(lambda seed=seed: run(program, initialised(program, plain=True), around=lambda: Scattered(low, seed)))
+                _tried(lambda seed=seed: run(program, initialised(program, plain=True), around=lambda: Scattered(low, seed), scale=whole))
                 for seed in range(DRAWS)
             ]
         return [each for each in found if each is not None]
@@ -93,7 +96,7 @@ def _overflow_untold(want: Record, got: Record, low: str) -> Problem | None:
 def _scaled(program: Program) -> Record | None:
     """The rounded run with the loss scale that the program fixes; None where it fixes none."""
     scale = dict(program.options).get("loss_scale")
-    if not isinstance(scale, int | float):
+    if not isinstance(scale, int | float) or program.factor != 1:
         return None
     return _tried(lambda: run(program, initialised(program, plain=True), around=lambda: Rounded(LOW[program.dtype]), scale=scale))
 
@@ -209,9 +212,9 @@ def run(
 ) -> Record:
     """Call the model as the program says, take gradients, and keep all that can be seen; `within` is around forwards alone.
 
-    Losses are multiplied by `scale`, and gradients divided by it.
+    Losses are multiplied by `scale` and the factor of the program, and gradients divided by it.
     """
-    record = Record()
+    record, scale = Record(), scale * program.factor
     for index, how in enumerate(program.calls):
         inputs = batch(program, wide=how == "wide")
         inputs = [each + 0 if each.requires_grad and how != "no_grad" else each for each in inputs]

@@ -94,6 +94,11 @@ class Program:
     def dtype(self) -> str:
         return str(dict(self.options)["dtype"])
 
+    @property
+    def factor(self) -> float:
+        """What the loss is multiplied by: its scale takes a tiny one back to where fp16 holds gradients."""
+        return 1 / LARGE_SCALE if dict(self.options).get("loss_scale") == LARGE_SCALE else 1.0
+
     def source(self) -> str:
         """The module as Python source, whole."""
         modules = dict(pair for each in self.body for pair in each.modules)
@@ -338,6 +343,10 @@ class Builder:
         return bool(plain.isfinite().all()) and float(plain.abs().max()) <= (LARGEST if self.exact else 1e4)
 
 
+LARGE_SCALE = 2.0**22
+"""A loss scale for a loss divided by it: whatever meets fp16 without the scale is flushed to zero."""
+
+
 def options_of(choose: random.Random, low: str) -> tuple[tuple[str, Any], ...]:
     found: dict[str, Any] = {"dtype": low}
     if choose.random() < 0.35:
@@ -392,8 +401,13 @@ def generate(seed: int) -> Program | None:
     if parts and choose.random() < 0.15:
         program = replace(program, options=(*program.options, ("granularity", [choose.choice(parts)])))
     traced = any(each.tag == "autograd_grad" for each in builder.body) and choose.random() < 0.5
+    structure, loss = choose.choice(STRUCTURES), choose.choice(LOSSES)
+    gradients_inside = loss == "inner" or any("grad" in each.tag or "func" in each.text for each in builder.body)
+    if low == "fp16" and seed % 3 == 1 and not (of_range or huge or gradients_inside) and "loss_scale" not in dict(program.options):
+        program = replace(program, options=(*program.options, ("loss_scale", LARGE_SCALE)))
+        checks = tuple(each for each in checks if each != "verify")  # its loss is not tiny
     return replace(
-        program, body=tuple(builder.body), results=results, structure=choose.choice(STRUCTURES), loss=choose.choice(LOSSES),
+        program, body=tuple(builder.body), results=results, structure=structure, loss=loss,
         calls=calls, checks=checks, huge=huge, traced=traced,
     )  # fmt: skip
 

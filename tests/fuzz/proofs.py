@@ -292,6 +292,30 @@ def _() -> bool:
         return near(amp(batch()), plain(batch()))
 
 
+class Product(torch.autograd.Function):
+    """A product with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+@proof("small-gradients-flushed")
+def _() -> bool:
+    scale = 2.0**22
+    plain, amp = pair(lambda self, x: self.b(Product.apply(self.a(x), self.b.weight)), dtype="fp16", loss_scale=scale)
+    for net in (plain, amp):
+        (net(batch()).square().sum() / scale).backward()
+    grads = [[None if p.grad is None else p.grad * scale for p in net.parameters()] for net in (amp, plain)]
+    return all(near(got, want) for got, want in zip(*grads, strict=True))
+
+
 @proof("two-nodes-one-name")
 def _() -> bool:
     def forward(self: Any, x: Tensor) -> Tensor:
