@@ -232,6 +232,7 @@ def region() -> fx.GraphModule:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.long
 def test_a_compiled_region_is_one_graph_for_every_scale(backend):
+    torch.manual_seed(0)
     module, x = region(), torch.randn(16, 8, requires_grad=True)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx_help import F16, F32, const, gemm_chain, node
+from onnx_help import F16, F32, colours, const, gemm_chain, net, node, noise, run, value, weight
 
 from amprewrite.api.onnx.convert import rewrite_onnx
 from amprewrite.graphs.onnx.read.weights import facts, loss_of, rounded
@@ -68,3 +68,25 @@ def test_such_a_weight_keeps_its_op_high_and_is_listed(scale):
     assert [loss.name for loss in result.report.losses] == ["odd"]
     stored = {t.name: t.data_type for t in result.model.graph.initializer}
     assert (stored["w0"], stored["odd"]) == (F16, F32)
+
+
+@pytest.mark.parametrize(
+    ("fill", "then", "low"),
+    [
+        pytest.param(1e5, "Mul", False, id="a number"),
+        pytest.param(-1e5, "Mul", False, id="a negative number"),
+        pytest.param(-1e5, "Softmax", True, id="a mask of scores"),
+        pytest.param(1e5, "Softmax", False, id="a number before a softmax"),
+    ],
+)
+def test_what_is_filled_in_becomes_the_lowest_only_if_a_softmax_blocks_it(fill, then, low):
+    last = node("Mul", ["filled", "tiny"], ["out"]) if then == "Mul" else node("Softmax", ["filled"], ["out"], axis=-1)
+    nodes = [
+        node("MatMul", ["x", "w"], ["y"]), node("Greater", ["y", "zero"], ["where"]),
+        node("Where", ["where", "fill", "y"], ["filled"], name="fills"), last,
+    ]  # fmt: skip
+    constants = [const("fill", fill), const("zero", 0.0), const("tiny", 1e-5), weight("w", 8, 8)]
+    given = net(nodes, [value("x", 4, 8)], [value("out", 4, 8)], constants, {"x": noise(4, 8)})
+    made = rewrite_onnx(given.model, dtype="fp16", calibration=given.feed)
+    assert (colours(made.model)["fills"] == "low") == low
+    np.testing.assert_allclose(run(made.model, given.feed)[0], run(given.model, given.feed)[0], rtol=2e-2, atol=1e-3)

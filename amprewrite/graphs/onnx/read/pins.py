@@ -28,8 +28,14 @@ MAGNIFIES = 16
 """Ratio of operand to difference, at the largest, from which on rounding counts as magnified: four bits are lost then."""
 EXP_MOST = 8.0
 """An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
-FILLS = {"where", "clamp", "maximum", "minimum", "constant_pad_nd"}
-"""Ops whose constants may be any bound or fill value: beyond the range they become its ends."""
+BOUNDS = {"clamp", "maximum", "minimum"}
+"""Ops whose constants are bounds: beyond the range they become its ends. What is filled in becomes an end only if it is a mask."""
+FILLS = {"where", "constant_pad_nd"}
+"""Ops that write their constant in some places: negative ones become the lowest where a softmax reads what is made of them."""
+MAKES_SCORES = {
+    "add", "sub", "mul", "div", "where", "clamp", "maximum", "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "to",
+}  # fmt: skip
+"""What may stand between the fill and the softmax."""
 INVERSE = {"rsqrt", "reciprocal"}
 """Poles whose result is finite on a small value, and hangs on it."""
 USES_SMALL = {"div", "mul", "log"}
@@ -195,9 +201,18 @@ class RangeFacts:
             self.looked_at[value] = facts(tensor.numpy(), self.low)
         return self.looked_at[value]
 
-    def loss(self, value: ir.Value, op: str) -> Loss | None:
+    def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
+        return loss_of(str(value.name), self.facts(value), self.low, self._becomes_end(value, node, op))
+
+    def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
+        """Whether what exceeds the low range in a constant that `node` reads says the same as the end of the range."""
         found = self.facts(value)
-        return loss_of(str(value.name), found, self.low, found.mask or op in FILLS)
+        if found.mask or op in BOUNDS:
+            return True
+        tensor = constant_tensor(value)
+        if op not in FILLS or not found.overflow or tensor is None:
+            return False
+        return float(tensor.numpy().max()) <= self.low.max and _reaches_softmax(node)
 
     def constants_of(self, node: ir.Node) -> list[tuple[int, ir.Value]]:
         return [
@@ -212,8 +227,7 @@ class RangeFacts:
             return False
         if any(operand.value in self.saturating for operand in operands):
             return True
-        found = (self.facts(value) for _, value in self.constants_of(node))
-        return any(f.overflow and (f.mask or op in FILLS) for f in found)
+        return any(self.facts(value).overflow and self._becomes_end(value, node, op) for _, value in self.constants_of(node))
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> set[str]:
         """Type variables beside the result's own that stay fp32 by themselves: their constants would be lost, or they are statistics."""
@@ -225,7 +239,7 @@ class RangeFacts:
             (sig.input(index), loss)
             for index, value in self.constants_of(node)
             if sig.input(index) != group and sig.follows(node.op_type, index, group, self.low)
-            and (loss := self.loss(value, node.op_type)) is not None and loss.kept
+            and (loss := self.loss(value, node, node.op_type)) is not None and loss.kept
         ]  # fmt: skip
         for _, loss in lost:
             self.losses[loss.name] = loss
@@ -238,7 +252,7 @@ class RangeFacts:
         for index, value in self.constants_of(node):
             if sig.input(index) != group:
                 continue
-            loss = self.loss(value, op)
+            loss = self.loss(value, node, op)
             if loss is None or (loss.kept and self._harmless(node, op, value)):
                 continue
             if not (loss.name in self.losses and self.losses[loss.name].kept):
@@ -256,3 +270,17 @@ class RangeFacts:
         if op not in ("add", "sub", "clamp", "maximum") or seen is None or found.overflow:
             return False
         return found.error * HEADROOM <= seen.smallest * self.low.eps
+
+
+def _reaches_softmax(node: ir.Node) -> bool:
+    """Whether scores are made of the result, and a softmax of those."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for use in waiting.pop().outputs[0].uses():
+            op = op_of(use.node)
+            if op == "softmax":
+                return True
+            if op in MAKES_SCORES and use.node not in seen:
+                seen.add(use.node)
+                waiting.append(use.node)
+    return False
