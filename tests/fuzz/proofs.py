@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import amprewrite
 from tests.fuzz.__main__ import hush
 from tests.fuzz.oracle import HeavyOps, untold
+from tests.support.path_programs import Product
 
 PROOFS: dict[str, Callable[[], bool]] = {}
 
@@ -290,20 +291,6 @@ def _() -> bool:
     plain, amp = pair(lambda self, x: self.b(self.a(x) * 2.0**17) * 2.0**-17, dtype="fp16")
     with torch.no_grad():
         return near(amp(batch()), plain(batch()))
-
-
-class Product(torch.autograd.Function):
-    """A product with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.t() @ gradient
 
 
 @proof("small-gradients-flushed")

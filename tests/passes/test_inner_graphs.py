@@ -132,12 +132,11 @@ class Between(nn.Module):
         x = self.first(x)
         if self.kind == "function in a condition":
             weight = self.inside.linear.weight
-            then = lambda x: torch.tanh(Product.apply(x @ weight, weight))  # noqa: E731
-            x = torch.cond(x.sum() > 100, lambda x: torch.relu(x), then, (x,))
+            x = torch.cond(x.sum() > 100, lambda x: torch.relu(x), lambda x: torch.tanh(Product.apply(x @ weight, weight)), (x,))
         elif self.kind.startswith("function in a"):
             x = checkpoint(self.inside, x, use_reentrant="reentrant" in self.kind)
         else:
-            x = Inside.forward(self.inside, x)
+            x = self.inside(x)
         return self.last(x)
 
 

@@ -17,6 +17,13 @@ MASK = 1e8
 """A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
 EXTREME = 1e30
 """So large is a mask of either sign."""
+PASSES_MASK = frozenset({
+    "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
+    "contiguous", "clone", "repeat", "to", "type_as", "float",
+})  # fmt: skip
+"""Ops that give the values of a mask as they are."""
+MAKES_SCORES = PASSES_MASK | {"add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum"}
+"""What may stand between the sum of scores and mask, and the softmax."""
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
@@ -44,6 +51,11 @@ def fit(size: float, low: Format) -> Fit:
 def means_mask(constant: float) -> bool:
     """Whether a constant of a sum or product is a mask: what it makes may become the end of a range, and other values not."""
     return abs(constant) >= EXTREME or constant <= -MASK
+
+
+def bound_fits(bound: float, lower: bool, low: Format) -> bool:
+    """Whether the end of `low` may stand for a bound beyond it: the lowest for a lower bound, the highest for an upper one."""
+    return bound <= low.max if lower else bound >= -low.max
 
 
 def near_the_end(largest: float, low: Format) -> bool:

@@ -29,6 +29,8 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "pad": lambda h: F.pad(h[..., :2], (1, 1), value=FAR),
     "index_fill": lambda h: h.index_fill(-1, torch.tensor([0]), FAR),
     "lower bound": lambda h: h.clamp(min=FAR),
+    "upper bound": lambda h: h.clamp(max=-FAR),
+    "upper bound alone": lambda h: torch.clamp_max(h, -FAR),
     "full_like": lambda h: h * torch.full_like(h, FAR),
 }
 

@@ -90,3 +90,23 @@ def test_what_is_filled_in_becomes_the_lowest_only_if_a_softmax_blocks_it(fill, 
     made = rewrite_onnx(given.model, dtype="fp16", calibration=given.feed)
     assert (colours(made.model)["fills"] == "low") == low
     np.testing.assert_allclose(run(made.model, given.feed)[0], run(given.model, given.feed)[0], rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "low"),
+    [
+        pytest.param("Clip", ["y", "far_below", ""], True, id="a lower bound below the range"),
+        pytest.param("Clip", ["y", "", "far_above"], True, id="an upper bound above the range"),
+        pytest.param("Clip", ["y", "far_above", ""], False, id="a lower bound above the range"),
+        pytest.param("Clip", ["y", "", "far_below"], False, id="an upper bound below the range"),
+        pytest.param("Max", ["y", "far_above"], False, id="at least a number above the range"),
+        pytest.param("Min", ["y", "far_below"], False, id="at most a number below the range"),
+    ],
+)
+def test_a_bound_becomes_the_end_of_the_range_on_its_own_side_alone(op, inputs, low):
+    nodes = [node("MatMul", ["x", "w"], ["y"]), node(op, inputs, ["bounded"], name="bounds"), node("Mul", ["bounded", "tiny"], ["out"])]
+    constants = [const("far_below", -1e5), const("far_above", 1e5), const("tiny", 1e-5), weight("w", 8, 8)]
+    given = net(nodes, [value("x", 4, 8)], [value("out", 4, 8)], constants, {"x": noise(4, 8)})
+    made = rewrite_onnx(given.model, dtype="fp16", calibration=given.feed)
+    assert (colours(made.model)["bounds"] == "low") == low
+    np.testing.assert_allclose(run(made.model, given.feed)[0], run(given.model, given.feed)[0], rtol=2e-2, atol=1e-7)

@@ -206,7 +206,8 @@ class Memory:
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
-        self.bits: dict[int, set[Node]] = defaultdict(set)
+        self.seen_otherwise: dict[int, set[Node]] = defaultdict(set)
+        """Nodes that read the memory as integers, between views as floats."""
         self.results, self.inputs, self.written, self.written_inside = set[int](), set[int](), set[int](), set[int]()
         self.last_write: dict[int, int] = {}
         self.position = {node: position for position, node in enumerate(graph.nodes)}
@@ -224,7 +225,7 @@ class Memory:
                 continue
             if not any(differentiable(t) for t in tensors(example_value(node))):
                 for storage in memory_of(node):
-                    self.bits[storage].add(node)
+                    self.seen_otherwise[storage].add(node)
                 continue
             for storage in memory_of(node):
                 if node.op in ("placeholder", "get_attr"):
@@ -264,7 +265,7 @@ class Memory:
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}
-        between = {node for node in self.bits[storage] if self.position[node] > made}  # the same memory, seen as integers
+        between = {node for node in self.seen_otherwise[storage] if self.position[node] > made}
         found: set[Node] = set()
         waiting = [node for node in holders if node in self.sinks]
         if storage in self.written:

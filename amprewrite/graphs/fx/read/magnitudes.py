@@ -7,7 +7,7 @@ to compute with, and keeps its op high: a value that became the end of the range
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,20 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
-from amprewrite.ir.evidence.range_rules import means_mask
+from amprewrite.ir.evidence.range_rules import MAKES_SCORES, PASSES_MASK, bound_fits, means_mask
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
-_PASSES_ON = {
-    "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
-    "contiguous", "clone", "repeat", "to", "type_as", "float",
-}  # fmt: skip
-"""Ops that give the values of a mask as they are."""
-_MAKES_SCORES = {"add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum"} | _PASSES_ON
-"""What may stand between the sum of scores and mask, and the softmax."""
 _FLUSHES = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "full", "full_like", "fill"}
 """Ops that mean something else if their constant is zero; what `mul` gives of a small one is small anyway."""
 _FILLS = {
@@ -103,8 +96,14 @@ def _becomes_end(fact: Fact, constant: float, low: Format) -> bool:
         return _blocks(fact.node, constant)
     if fact.op not in _BOUNDS:
         return False
-    lower = [*fact.node.args[1:2], *(fact.node.kwargs.get(name) for name in ("min", "min_val"))]
-    return not any(isinstance(bound, float) and bound > low.max for bound in lower)
+    return all(bound_fits(bound, lower, low) for bound, lower in _bounds(fact) if isinstance(bound, float))
+
+
+def _bounds(fact: Fact) -> Iterator[tuple[Any, bool]]:
+    """What an op of `_BOUNDS` is given as bounds, each with whether it is a lower one."""
+    args, named = fact.node.args, fact.node.kwargs
+    yield from zip(args[1:3], (False,) if fact.op == "clamp_max" else (True, False), strict=False)
+    yield from ((named.get(name), name.startswith("min")) for name in ("min", "min_val", "max", "max_val"))
 
 
 def _blocks(node: torch.fx.Node, constant: float) -> bool:
@@ -131,7 +130,7 @@ def _may_be_mask(node: torch.fx.Node) -> bool:
 
     Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
     """
-    for reader in _followers(node, _PASSES_ON):
+    for reader in _followers(node, PASSES_MASK):
         for user in reader.users:
             op = op_name(user.target)
             if op == "scaled_dot_product_attention" and (user.kwargs.get("attn_mask") is reader or reader in user.args[3:4]):
@@ -143,10 +142,10 @@ def _may_be_mask(node: torch.fx.Node) -> bool:
 
 def _reaches_softmax(node: torch.fx.Node) -> bool:
     """Whether scores are made of a value, and a softmax of those."""
-    return any(op_name(last.target) == "softmax" for made in _followers(node, _MAKES_SCORES) for last in made.users)
+    return any(op_name(last.target) == "softmax" for made in _followers(node, MAKES_SCORES) for last in made.users)
 
 
-def _followers(node: torch.fx.Node, ops: set[str]) -> Iterator[torch.fx.Node]:
+def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
     """`node`, and what `ops` alone make of it."""
     seen, waiting = {node}, [node]
     while waiting:

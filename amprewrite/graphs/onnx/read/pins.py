@@ -17,7 +17,18 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.ops import SIDE_FOLLOWS, Signature, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.weights import Facts, Loss, facts, loss_of
 from amprewrite.graphs.onnx.run.samples import Range, Samples
-from amprewrite.ir.evidence.range_rules import HEADROOM, MASK, POLES, drowns_in, hands_on_small, near_a_pole, near_the_end, thinned_out
+from amprewrite.ir.evidence.range_rules import (
+    HEADROOM,
+    MAKES_SCORES,
+    MASK,
+    POLES,
+    bound_fits,
+    drowns_in,
+    hands_on_small,
+    near_a_pole,
+    near_the_end,
+    thinned_out,
+)
 from amprewrite.ir.op_graph import Demand, Operand
 from amprewrite.tables.formats import FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, find_op
@@ -32,10 +43,6 @@ BOUNDS = {"clamp", "maximum", "minimum"}
 """Ops whose constants are bounds: beyond the range they become its ends. What is filled in becomes an end only if it is a mask."""
 FILLS = {"where", "constant_pad_nd"}
 """Ops that write their constant in some places: negative ones become the lowest where a softmax reads what is made of them."""
-MAKES_SCORES = {
-    "add", "sub", "mul", "div", "where", "clamp", "maximum", "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "to",
-}  # fmt: skip
-"""What may stand between the fill and the softmax."""
 INVERSE = {"rsqrt", "reciprocal"}
 """Poles whose result is finite on a small value, and hangs on it."""
 USES_SMALL = {"div", "mul", "log"}
@@ -206,13 +213,15 @@ class RangeFacts:
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """Whether what exceeds the low range in a constant that `node` reads says the same as the end of the range."""
-        found = self.facts(value)
-        if found.mask or op in BOUNDS:
-            return True
         tensor = constant_tensor(value)
-        if op not in FILLS or not found.overflow or tensor is None:
-            return False
-        return float(tensor.numpy().max()) <= self.low.max and _reaches_softmax(node)
+        assert tensor is not None
+        if self.facts(value).mask:
+            return True
+        least, most = float(tensor.numpy().min()), float(tensor.numpy().max())
+        if op in BOUNDS:
+            lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
+            return bound_fits(most if lower else least, lower, self.low)
+        return op in FILLS and most <= self.low.max and _reaches_softmax(node)
 
     def constants_of(self, node: ir.Node) -> list[tuple[int, ir.Value]]:
         return [
