@@ -86,6 +86,7 @@ class Reason(Enum):
     EXPLICIT_DTYPE = "the model asks for this dtype by name"
     INSIDE_AUTOCAST = "the model's own autocast region decides there"
     OPAQUE = "inner graphs read and give fp32"
+    TRANSFORMED = "a torch.func transform around it runs it as it is written"
     UNSCALED = "gradients pass it unscaled, and the low format flushes small ones to zero"
     BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"

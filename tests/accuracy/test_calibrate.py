@@ -366,6 +366,26 @@ def test_a_checkpoint_that_overflows_in_a_first_call(kind: type[Twice], granular
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.01, atol=1e-4)
 
 
+class Scaled(Nested):
+    """The outer checkpoint alone brings what the inner one gives back into range, in an op that the lists put low."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.scaled, x, use_reentrant=self.use_reentrant)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x * 1e6, use_reentrant=self.use_reentrant) * 1e-6  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_an_inner_checkpoint_gives_is_seen(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = Scaled(use_reentrant)
+    want, amp = copy.deepcopy(model), amprewrite.rewrite(model, dtype="fp16", lists="o2")
+    for _ in range(2):
+        x = torch.randn(8, 4, requires_grad=True)
+        torch.testing.assert_close(amp(x), want(x), rtol=0.01, atol=1e-2)
+
+
 def test_state_written_by_the_call_is_written_once() -> None:
     class Counting(Net):
         def __init__(self) -> None:

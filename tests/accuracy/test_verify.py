@@ -335,3 +335,27 @@ def test_views_of_rounded_values_may_be_written() -> None:
     torch.manual_seed(0)
     amp, x = amprewrite.rewrite(Writes(), dtype="fp16"), torch.randn(4, 8)
     assert 0 < verify(amp, (x,)).output_error < 5e-3
+
+
+class Expanded(nn.Module):
+    """Writes a row of a value whose rows all lie in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        rows = torch.broadcast_to(self.linear(x) + 1, (2, *x.shape))
+        rows[0] = rows[-1].clone() * 2
+        return rows
+
+
+def test_memory_that_elements_share_is_rounded_once():
+    torch.manual_seed(0)
+    model, x = Expanded(), torch.randn(3, 4)
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="bf16", lists="o3")
+    with torch.no_grad():
+        got, want = amp(x), model(x)
+        report = amprewrite.verify(amp, (x,))
+    true = float((got - want).norm() / want.norm())
+    assert 0.5 * true < report.output_error < 2 * true < 2e-2

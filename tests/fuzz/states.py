@@ -316,15 +316,20 @@ class Trial:
             nn.utils.clip_grad_norm_(learning, 1.0)
         elif clip == "value":
             nn.utils.clip_grad_value_(learning, 1.0)
-        before = [p.detach().clone() for p in learning]
+        before, count = [p.detach().clone() for p in learning], self._steps_counted()
         self.optimizer.step()
         self.known = True
         self.told, self.overflowed = True, overflow
         if overflow or not self.either:
-            self._check_step(before, learning, overflow)
+            counted = self._steps_counted() != count  # a step of Adagrad after huge gradients moves nothing
+            self._check_step(counted or any(not torch.equal(old, p) for old, p in zip(before, learning, strict=True)), learning, overflow)
 
-    def _check_step(self, before: list[Tensor], learning: list[nn.Parameter], overflow: bool) -> None:
-        moved = any(not torch.equal(old, p) for old, p in zip(before, learning, strict=True))
+    def _steps_counted(self) -> float:
+        """The steps that the optimizer has counted for all weights together; some count none."""
+        assert self.optimizer is not None
+        return sum(float(each["step"]) for each in self.optimizer.state.values() if "step" in each)
+
+    def _check_step(self, moved: bool, learning: list[nn.Parameter], overflow: bool) -> None:
         if overflow and moved:
             raise WrongError(Problem("step taken", "after an overflow", "gradients were not finite after backward, and the step was taken"))
         gradients = [p.grad for p in learning if p.grad is not None]

@@ -214,6 +214,24 @@ def test_a_captured_gradient_in_a_call_that_overflowed():
             assert all(error(q.grad, p.grad) < 5e-3 for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_hooks_of_inputs_are_called_once_in_a_call_that_overflowed(captured):
+    """torch.autograd.grad inside the model calls hooks of what it is taken with respect to, retain_grad's among them."""
+    calls = []
+    for low in (False, True):
+        torch.manual_seed(0)
+        model = Large()
+        amp = amprewrite.rewrite(model, dtype="fp16") if low else model
+        x = torch.randn(2, 4).requires_grad_() + 0
+        x.retain_grad()
+        x.register_hook(lambda gradient: calls.append(gradient))
+        with torch._dynamo.config.patch(trace_autograd_ops=captured):
+            amp(x)
+        calls.append(x.grad)
+    assert len(calls) == 4 and "decided anew" in str(amp.plan)
+    assert error(calls[2], calls[0]) < 5e-3 and error(calls[3], calls[1]) < 5e-3
+
+
 class Transformed(Energy):
     """Takes its gradient in a torch.func transform. Run without gradients, its graph gives zeros."""
 

@@ -60,6 +60,17 @@ def round_to(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
     return tensor.detach().to(fmt.dtype).to(torch.float32)
 
 
+def _round_memory(tensor: torch.Tensor, fmt: Format) -> None:
+    """Round `tensor` in place. Elements that share memory, as an expanded tensor's do, are rounded once."""
+    if torch._debug_has_internal_overlap(tensor) == 0:
+        tensor.copy_(round_to(tensor, fmt))
+        return
+    memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    numbers = torch.arange(memory.numel(), device=memory.device)
+    places = numbers.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).unique()
+    memory[places] = round_to(memory[places], fmt)
+
+
 def relative_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
     """Relative L2 error over several tensors together. Infinities may be equal; any other non-finite difference is inf."""
     difference = size = 0.0
@@ -288,7 +299,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            value.data.copy_(rounded)  # not seen by autograd, which may have saved the value: gradients pass as they are
+            _round_memory(value.data, self.low)  # not seen by autograd, which may have saved the value: gradients pass as they are
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 

@@ -24,7 +24,7 @@ Place = tuple[str, str]
 """A module by its path, and an op called in it."""
 Call = tuple[str, int]
 """A line, and how often it called the op before."""
-FREE = (Reason.BODY, Reason.OPAQUE)
+FREE = (Reason.BODY, Reason.OPAQUE, Reason.TRANSFORMED)
 """Reasons of colours that no other graph binds: the vertex stands for a graph inside, or is inside a torch.func transform."""
 APART = (*FREE, Reason.DEVICE)
 """Reasons of colours that bind no other graph: those, and that the whole graph was left in fp32."""

@@ -7,6 +7,8 @@
 4. Else the ranges seen are a calibration: undo what the call wrote, decide with them, and run again. The plan says so.
 
 These further runs need no gradients, unless the graph takes gradients itself: then its inputs want theirs, as in the call.
+Such a graph calls the hooks of its inputs (`retain_grad` is one), and an activation checkpoint counts what runs inside it:
+there the first run is one on copies, and the call itself runs once.
 
 A few calls only: later ones cost nothing. This is on by default, since a model that gives NaN is of no use.
 """
@@ -62,9 +64,9 @@ class OverflowRetry:
             return run(inputs)
         self.left -= 1
         before = _Before(inputs, self.differentiates)
-        if _inside_checkpoint():
-            self._look_ahead(run, before, inputs)
-            return run(inputs)
+        if self.differentiates or _inside_checkpoint():
+            exact = self._look_ahead(run, before, inputs)
+            return self._looked_at(run(inputs), exact)
         result = run(inputs)
         if all_finite(result):
             return result
@@ -79,8 +81,11 @@ class OverflowRetry:
             return result
         before.undo(inputs)
         self._decide_anew(watch, inputs)
-        result = run(inputs)
-        if _broken(result, exact):
+        return self._looked_at(run(inputs), exact)
+
+    def _looked_at(self, result: Any, exact: Any) -> Any:
+        """The result of a graph that was decided anew; `exact` is fp32's, None if the graph is as it was."""
+        if exact is not None and _broken(result, exact):
             self.left = 0
             self.warn(
                 f"{self._place} gives NaN or infinities in {self._low} where fp32 gives none, and keeping high what was seen to "
@@ -88,18 +93,17 @@ class OverflowRetry:
             )
         return result
 
-    def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> None:
-        """Look at a run of its own, and decide before the real one.
-
-        An activation checkpoint counts what a forward saves and what its recomputation saves: there is one run of the graph in each.
-        """
+    def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> Any:
+        """Look at a run of its own, and decide before the real one. Give what fp32 gives, None if the graph stays as it is."""
         with self._aside():
             result = run(before.copies())
             watch = Observer()
             exact = None if all_finite(result) else watch(self.captured, before.copies())
         before.undo(inputs)
-        if exact is not None and _broken(result, exact):
-            self._decide_anew(watch, inputs)
+        if exact is None or not _broken(result, exact):
+            return None
+        self._decide_anew(watch, inputs)
+        return exact
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
         """The gradient mode of a run that is looked at and thrown away; what it saves for backward no hook of the call sees."""
@@ -143,8 +147,13 @@ class _Before:
         self.random_there = {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def copies(self) -> tuple[Any, ...]:
-        """The inputs as they were, to be run on freely; parameters are the very ones."""
-        return tuple(self._copy(place) if place in self.clones else thawed(value) for place, value in enumerate(self.inputs))
+        """The inputs as they were, to be run on freely; parameters share their memory."""
+        return tuple(self._copy(place) if place in self.clones else self._parameter(value) for place, value in enumerate(self.inputs))
+
+    def _parameter(self, value: Any) -> Any:
+        """A parameter, or what is no tensor; if gradients are taken with respect to it, without its hooks."""
+        value = thawed(value)
+        return value.detach().requires_grad_() if self.differentiable and isinstance(value, torch.Tensor) and value.requires_grad else value
 
     def _copy(self, place: int) -> torch.Tensor:
         copied = self.clones[place].clone()

@@ -219,7 +219,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
     if has_own_dtype(fact.node.meta.get("stack_trace")):
         return Colour.HIGH, Reason.INSIDE_AUTOCAST, "torch.amp.custom_fwd(cast_inputs=...)"
     if fact.transformed:
-        return Colour.HIGH, Reason.OPAQUE, "inside a torch.func transform"
+        return Colour.HIGH, Reason.TRANSFORMED, ""
     if fact.op == "getitem" and is_opaque(fact.node.args[0]):
         return Colour.HIGH, Reason.OPAQUE, op_name(getattr(fact.node.args[0], "target", ""))
     if fact.row is None or kind is None:

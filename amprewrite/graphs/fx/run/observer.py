@@ -32,7 +32,7 @@ class Observer:
 
 def inside_transform(vertex: OpNode) -> bool:
     """Whether a value exists inside a torch.func transform alone: it cannot be looked at from outside, and runs as it is."""
-    return vertex.pinned is not None and vertex.pinned[1] is Reason.OPAQUE
+    return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
 class _ObservingInterpreter(torch.fx.Interpreter):
