@@ -129,8 +129,16 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        if _inside_checkpoint():\n", "        if False:\n"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or _inside_checkpoint():\n", "        if self.differentiates:\n"),
          ("amprewrite/runtime/captured/overflow_retry.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
+    ),
+    Mutant(
+        "hooks-called-twice", "a first call that overflows runs a graph with torch.autograd.grad twice", ("programs",), ("autograd.grad", "1e6", "'fp16'"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or _inside_checkpoint():\n", "        if _inside_checkpoint():\n"),),
+    ),
+    Mutant(
+        "inner-results-unseen", "no range is known of what an inner checkpoint gives", ("programs",), ("checkpoint(lambda t: checkpoint(", "'fp16'", "'o2'"),
+        (("amprewrite/graphs/fx/run/observer.py", "vertex.pinned[1] is Reason.TRANSFORMED", "vertex.pinned[1] in (Reason.OPAQUE, Reason.TRANSFORMED)"),),
     ),
     Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),

@@ -260,6 +260,29 @@ def _() -> bool:
     return True
 
 
+@proof("hooks-called-twice")
+def _() -> bool:
+    def inner(self: Any, x: Tensor) -> Tensor:
+        return torch.autograd.grad((self.b(self.a(x) * 1e6) * 1e-6).square().sum(), x, create_graph=True)[0]
+
+    calls: list[Tensor] = []
+    amp = amprewrite.rewrite(Net(inner), dtype="fp16", lists="o2")
+    x = batch().requires_grad_() + 0
+    x.register_hook(calls.append)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        amp(x)
+    return "decided anew" in str(amp.plan) and len(calls) == 1
+
+
+@proof("inner-results-unseen")
+def _() -> bool:
+    def twice(self: Any, x: Tensor) -> Tensor:
+        return checkpoint(lambda t: checkpoint(self.a, t * 1e6, use_reentrant=False) * 1e-6, x, use_reentrant=False)
+
+    plain, amp = pair(twice, dtype="fp16", lists="o2")
+    return near(amp(batch()).detach(), plain(batch()).detach())
+
+
 @proof("checkpoint-result-written")
 def _() -> bool:
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
