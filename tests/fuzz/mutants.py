@@ -195,8 +195,8 @@ MUTANTS = (
 
 
 def copy_of_package(target: Path) -> None:
-    """The package, its passes and this fuzzer, as they are; with a pyproject.toml, without which passes would be those installed."""
-    for folder in ("amprewrite", "passes", "tests/fuzz"):
+    """The package, its passes, this fuzzer and what it imports, as they are; with a pyproject.toml, without which passes would be those installed."""
+    for folder in ("amprewrite", "passes", "tests/fuzz", "tests/support"):
         shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", target)
 
