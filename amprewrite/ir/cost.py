@@ -27,7 +27,7 @@ import numpy as np
 from amprewrite.ir.op_graph import Operand, OpGraph, OpNode, anchor, wanted
 from amprewrite.tables.devices import Device, fp32_rate
 from amprewrite.tables.formats import FP32, Format
-from amprewrite.tables.ops.op_lists import find_op
+from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 TICK = 1e-10
@@ -36,7 +36,7 @@ RISK = 0.02
 """Share of a launch that running a rounding op low must save before it is preferred: ties go to accuracy."""
 MIXING = 0.1
 """Share of a cast that reading a low operand beside a high one costs forward: kernels that convert on the way do not vectorise."""
-_CONVERSIONS = frozenset({"to", "type", "type_as", "float"})
+_CONVERSIONS = ops_with(Trait.CONVERTS)
 """Priced as casts where they meet another format; the rewrite drops them elsewhere."""
 
 

@@ -4,6 +4,8 @@
    gradients is copied before the model switches them off. A value that a torch.func transform reads from outside is copied outside.
 2. In nodes that run low: dtype arguments that said fp32 say low; where the plan says so, constants beyond the range become its ends.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) are told it instead.
+
+By name it knows how the conversions `to`, `type_as` and `float` say their dtype.
 """
 
 from __future__ import annotations

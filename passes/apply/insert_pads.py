@@ -26,15 +26,12 @@ from amprewrite.passes.plan.plan_pads import calls_with_casts, cast_name
 from amprewrite.planner.padding.rules.shapes import index_of
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FORMATS, dtype_name
+from amprewrite.tables.ops.op_lists import Trait, ops_with
 
 PAD = "amprewrite_pad"
 """Key in a node's meta that marks what this pass inserted or told other sizes."""
-FRESH = {
-    "cast", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "add", "sub", "mul", "div", "relu", "gelu", "silu", "tanh", "sigmoid",
-    "softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "batch_norm", "sum", "mean", "cross_entropy", "nll_loss",
-    "cat", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "logsumexp", "argmax", "embedding", "dropout", "pow",
-}  # fmt: skip
-"""Ops that read any strides and give memory of their own: what they read may stay a view of something wider."""
+FRESH = ops_with(Trait.FRESH) | {"cast"}
+"""What reads any strides and gives memory of its own, as our casts do: what it reads may stay a view of something wider."""
 
 
 class InsertPads(Pass[RegionPlan, EditedGraph]):

@@ -11,6 +11,9 @@ the whole reads and writes low and computes in fp32 inside. Recognised are, with
 
 A pattern is fused only if nothing outside reads what is inside it, and for lists that call its op internal. Conversions inside are
 the kernel's business. The captured graph is left as it is: a copy is edited.
+
+By name it knows what such patterns are written with: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`,
+`amax`, `max`, `getitem`, `detach`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
 may be; it is shown all the same. A given plan keeps what was weighed when it was made.
+
+By name it knows `to`: lists that do not name it leave it where its operand is.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 5. Ties share a colour; overrides stand, and a note says what they risk.
 
 What the lists or facts keep high already stays as it is: nothing here makes a node low.
+
+By name it knows sums, in which small values drown (`add`, `sub`), `mul`, which hands them on, and `div`, whose pole is its divisor.
 """
 
 from __future__ import annotations

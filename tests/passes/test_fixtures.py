@@ -52,11 +52,18 @@ from amprewrite.ir.problem import ConstantRead
 from amprewrite.passes import CLEAN_EXPORTED, NORMALISE, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.lower.dry_run import dry_run
+from amprewrite.tables import devices
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import op_lists
 from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 HERE = Path(__file__).parent
+@pytest.fixture(autouse=True)
+def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices in the texts are those of a CPU without native bf16, whatever CPU runs the tests."""
+    monkeypatch.setattr(devices, "_cpu_has_bf16", lambda: False)
+
+
 DECIDING = [each.name for stage in ("paint", "repaint", "plan") for each in passes.stages()[stage]]
 EDITING = [each.name for stage in ("normalise", "apply", "lower") for each in passes.stages()[stage]]
 

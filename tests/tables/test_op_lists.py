@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import BF16, FP16, LOW_FORMATS, Format
 from amprewrite.tables.ops import list_presets
-from amprewrite.tables.ops.op_lists import OPS, PRESETS, OpLists, find_op, index_rows, is_inplace, op_lists, op_name
-from amprewrite.tables.ops.op_row import Op, rows
+from amprewrite.tables.ops.op_lists import OPS, PRESETS, OpLists, find_op, index_rows, is_inplace, op_lists, op_name, ops_with
+from amprewrite.tables.ops.op_row import Op, Trait, rows
+from amprewrite.tables.ops.op_table import with_traits
 from amprewrite.tables.vocabulary import OpKind
 
 DEVICES = ("cpu", "cuda")
@@ -51,6 +52,16 @@ def test_every_op_of_pytorchs_database_is_classified() -> None:
 
 def test_every_row_says_why() -> None:
     assert not [row.name for row in OPS.values() if not row.why or row.why.endswith(".")]
+
+
+def test_a_trait_of_an_op_without_a_row_fails() -> None:
+    with pytest.raises(OpListError, match=r"'expp' is said to be CHOOSES in .*traits.py, but has no row"):
+        with_traits([Op("exp", KIND.DENY, "overflows")], {Trait.CHOOSES: "exp expp"})
+
+
+def test_every_trait_belongs_to_some_op() -> None:
+    assert not [trait for trait in Trait if not ops_with(trait)]
+    assert ops_with(Trait.CHOOSES, Trait.DRAWS) == ops_with(Trait.CHOOSES) | ops_with(Trait.DRAWS)
 
 
 def test_a_spelling_on_two_rows_fails() -> None:

@@ -14,7 +14,6 @@ import onnx_ir as ir
 from amprewrite.api.onnx.job import Job, OnnxReport, OnnxResult, Order, Rejected
 from amprewrite.api.onnx.plans import REGION
 from amprewrite.graphs.onnx.check import invalid
-from amprewrite.graphs.onnx.ops import VOCABULARY
 from amprewrite.graphs.onnx.read.load import Source, load, name_of
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, runtime
 from amprewrite.graphs.onnx.run.samples import CallersError, read_feeds
@@ -24,6 +23,7 @@ from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import AccuracyError, AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line
 from amprewrite.tables.formats import DEFAULT_ONNX, FP32, parse_format
+from amprewrite.tables.ops.onnx_names import VOCABULARY
 from amprewrite.tables.ops.op_lists import OpLists, find_op
 
 

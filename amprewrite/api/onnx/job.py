@@ -3,6 +3,8 @@
 1. Run samples: reference outputs, and the magnitudes that decide what fits.
 2. Read the op graph, run the same deciding passes as for PyTorch graphs, plan the constants.
 3. Edit as planned; write beside the target; check, load, run, and measure under true rounding; only then move into place.
+
+By name it knows `Constant`: such a node holds a weight.
 """
 
 from __future__ import annotations

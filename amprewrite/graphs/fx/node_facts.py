@@ -15,22 +15,19 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.ir.op_graph import Operand
 from amprewrite.tables.formats import dtype_name
-from amprewrite.tables.ops.draws import DRAWS, FAR, LOGS, SHIFTS
-from amprewrite.tables.ops.op_lists import Op, find_op, is_inplace, op_name
+from amprewrite.tables.ops.op_lists import Op, Trait, find_op, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 GRAD_SWITCHES = ("_set_grad_enabled", "set_grad_enabled")
-CONVERSIONS = {"to", "type", "type_as", "float", "_to_copy", "convert_element_type"}
-"""Ops that change a dtype and nothing else."""
+CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
 """Higher-order ops whose body is rewritten like a graph of its own; any other is opaque."""
-TAKES_SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
-                    "new_full", "new_empty"}  # fmt: skip
-"""Ops that take a shape, and unless told otherwise the dtype, of another tensor."""
+TAKES_SHAPE_ONLY = ops_with(Trait.TAKES_SHAPE_ONLY)
 ABSOLUTE = {"float"}
 """Conversions that are always spelled out."""
-BIT_VIEWS = {"view", "view_copy"}
-"""Ops that read the bits of their operand as another dtype where they are told one."""
+BIT_VIEWS = ops_with(Trait.READS_BITS)
+FAR = 10
+"""Ops between a uniform draw and a logarithm from which on the one says nothing of the other."""
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), memory that does (SHARED), or the op of a result
 that its own backward reads (READ_BACK)."""
@@ -87,14 +84,16 @@ def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]
 
     A draw below one rounds up to one in a low format. Gumbel and exponential sampling take the logarithm of its distance from one.
     """
+    draws, logs = ops_with(Trait.DRAWS), ops_with(Trait.LOGARITHM)
+    between = ops_with(Trait.KEEPS_DRAW, Trait.LOGARITHM)
     made: dict[torch.fx.Node, int] = {}
     found: set[torch.fx.Node] = set()
     for node, fact in facts.items():
         steps = min((made[each] + 1 for each in node.all_input_nodes if each in made), default=FAR)
-        if fact.dtype != "fp32" or not (fact.op in DRAWS or (steps < FAR and fact.op in SHIFTS | LOGS)):
+        if fact.dtype != "fp32" or not (fact.op in draws or (steps < FAR and fact.op in between)):
             continue
-        made[node] = 0 if fact.op in DRAWS else steps
-        waiting = [node] if fact.op in LOGS else []
+        made[node] = 0 if fact.op in draws else steps
+        waiting = [node] if fact.op in logs else []
         while waiting:
             last = waiting.pop()
             found.add(last)

@@ -1,6 +1,7 @@
 """ONNX ops in amprewrite's vocabulary, and what their schemas say: which operands share the result's type, which types they take.
 
-One table maps op types to ATen base names; everything else is read off onnx.defs, at the opset of the model.
+The names stand in `tables/ops/onnx_names.py`; everything else is read off onnx.defs, at the opset of the model. By name this file
+knows `Pow`, whose exponent may make it another op, and `Cast` and `Constant`, whose attributes say the type of their result.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.contrib import CONTRIB, DOMAIN
 from amprewrite.tables.formats import FORMATS, Format
+from amprewrite.tables.ops.onnx_names import CONTRIB, DOMAIN, POWERS, SIDE_FOLLOWS, VOCABULARY
 
 DTYPES = {row.name: ir.DataType[row.onnx] for row in FORMATS.values()}
 FLOATS = {dtype: name for name, dtype in DTYPES.items()}
@@ -26,54 +27,6 @@ OLDEST = 7
 """Opsets before it broadcast by attribute: they are raised to it."""
 NEWEST = 24
 """No opset is raised beyond it: runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
-FLOW = {"If", "Loop", "Scan"}
-"""Ops whose bodies are read as part of the graph around them."""
-QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
-HEAVY = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "Einsum"}
-
-VOCABULARY: dict[str, str] = {
-    # matrix products
-    "Attention": "scaled_dot_product_attention", "Conv": "conv2d", "ConvTranspose": "conv_transpose2d", "Einsum": "einsum",
-    "GRU": "gru", "Gemm": "addmm", "LSTM": "lstm", "MatMul": "matmul", "RNN": "rnn_tanh",
-    # norms, reductions, activations
-    "AveragePool": "avg_pool2d", "BatchNormalization": "batch_norm", "Celu": "celu", "Elu": "elu", "Erf": "erf", "Gelu": "gelu",
-    "GlobalAveragePool": "adaptive_avg_pool2d", "GroupNormalization": "group_norm", "HardSigmoid": "hardsigmoid",
-    "HardSwish": "hardswish", "InstanceNormalization": "instance_norm", "LRN": "local_response_norm",
-    "LayerNormalization": "layer_norm", "LeakyRelu": "leaky_relu", "LogSoftmax": "log_softmax", "LpNormalization": "normalize",
-    "MeanVarianceNormalization": "instance_norm", "Mish": "mish", "PRelu": "prelu", "RMSNormalization": "rms_norm",
-    "ReduceL1": "norm", "ReduceL2": "norm", "ReduceLogSum": "logsumexp", "ReduceLogSumExp": "logsumexp", "ReduceMax": "amax",
-    "ReduceMean": "mean", "ReduceMin": "amin", "ReduceProd": "prod", "ReduceSum": "sum", "ReduceSumSquare": "linalg_norm",
-    "Relu": "relu", "Resize": "interpolate", "Selu": "selu", "Sigmoid": "sigmoid", "Softmax": "softmax", "Softplus": "softplus",
-    "Softsign": "softsign", "Swish": "silu", "Tanh": "tanh", "ThresholdedRelu": "relu", "Upsample": "interpolate",
-    # arithmetic
-    "Abs": "abs", "Acos": "acos", "Acosh": "acosh", "Add": "add", "Asin": "asin", "Asinh": "asinh", "Atan": "atan",
-    "Atanh": "atanh", "Ceil": "ceil", "Clip": "clamp", "Cos": "cos", "Cosh": "cosh", "CumSum": "cumsum", "Det": "linalg_det",
-    "Div": "div", "Exp": "exp", "Floor": "floor", "Log": "log", "Max": "maximum", "Mean": "mean", "Min": "minimum",
-    "Mod": "remainder", "Mul": "mul", "Neg": "neg", "Pow": "pow", "Reciprocal": "reciprocal", "Round": "round", "Sign": "sign",
-    "Sin": "sin", "Sinh": "sinh", "Sqrt": "sqrt", "Sub": "sub", "Sum": "add", "Tan": "tan",
-    # moving numbers
-    "Cast": "to", "CenterCropPad": "pad", "Compress": "masked_select", "Concat": "cat", "ConstantOfShape": "full",
-    "DepthToSpace": "pixel_shuffle", "Dropout": "dropout", "Expand": "expand", "Flatten": "flatten", "Gather": "embedding",
-    "GatherElements": "gather", "GatherND": "index", "GlobalMaxPool": "amax", "Identity": "alias", "MaxPool": "max_pool2d",
-    "OneHot": "scatter", "Pad": "constant_pad_nd", "Reshape": "view", "ReverseSequence": "flip", "Scatter": "scatter",
-    "ScatterElements": "scatter", "ScatterND": "index_put", "Slice": "slice", "SpaceToDepth": "pixel_unshuffle",
-    "Split": "split", "Squeeze": "squeeze", "Tile": "tile", "TopK": "topk", "Transpose": "permute", "Trilu": "tril",
-    "Unsqueeze": "unsqueeze", "Where": "where",
-    # read floats, give none
-    "ArgMax": "argmax", "ArgMin": "argmin", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "IsInf": "isinf",
-    "IsNaN": "isnan", "Less": "lt", "LessOrEqual": "le", "NonZero": "nonzero", "Shape": "size", "Size": "numel",
-    # denied
-    "AffineGrid": "affine_grid", "Bernoulli": "bernoulli", "BlackmanWindow": "blackman_window",
-    "DequantizeLinear": "dequantize", "DFT": "_fft_c2c", "GridSample": "grid_sample", "HammingWindow": "hamming_window",
-    "HannWindow": "hann_window", "QuantizeLinear": "quantize_per_tensor", "Range": "arange", "STFT": "stft",
-}  # fmt: skip
-"""ONNX op type → vocabulary name. What is missing is a high-precision wall."""
-
-_POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
-"""Exponents that are plain arithmetic."""
-SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
-"""Ops whose float operands beyond the result's own type go along with it: kernels of mixed types are rare."""
-
 
 def op_of(node: ir.Node) -> str:
     """Vocabulary name of a node; the op type, with its domain, where there is none."""
@@ -82,7 +35,7 @@ def op_of(node: ir.Node) -> str:
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}::{node.op_type}"
     if node.op_type == "Pow" and len(node.inputs) == 2 and node.inputs[1] is not None:
-        return _POWERS.get(_scalar(node.inputs[1]), "pow")
+        return POWERS.get(_scalar(node.inputs[1]), "pow")
     reduction = node.attributes.get("reduction")
     if reduction is not None and node.op_type.startswith("Scatter") and reduction.as_string() != "none":
         return "scatter_reduce"

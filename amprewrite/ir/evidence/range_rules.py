@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.op_lists import OPS, find_op
+from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 HEADROOM = 4
@@ -17,13 +17,7 @@ MASK = 1e8
 """A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
 EXTREME = 1e30
 """So large is a mask of either sign."""
-PASSES_MASK = frozenset({
-    "getitem", "slice", "select", "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "transpose", "permute",
-    "contiguous", "clone", "repeat", "to", "type_as", "float",
-})  # fmt: skip
-"""Ops that give the values of a mask as they are."""
-MAKES_SCORES = PASSES_MASK | {"add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum"}
-"""What may stand between the sum of scores and mask, and the softmax."""
+PASSES_MASK, MAKES_SCORES = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")

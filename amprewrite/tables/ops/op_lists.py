@@ -18,11 +18,11 @@ from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops import list_presets
-from amprewrite.tables.ops.op_row import Op
+from amprewrite.tables.ops.op_row import Op, Trait
 from amprewrite.tables.ops.op_table import ROWS
 from amprewrite.tables.vocabulary import OpKind
 
-__all__ = ["OPS", "PRESETS", "Op", "OpLists", "find_op", "is_inplace", "op_lists", "op_name"]
+__all__ = ["OPS", "PRESETS", "Op", "OpLists", "Trait", "find_op", "is_inplace", "op_lists", "op_name", "ops_with"]
 
 Rule = Literal["cost", "tf", "autocast", "all-low"]
 
@@ -50,6 +50,12 @@ OPS, _BY_WORD = index_rows(ROWS)
 def find_op(name: str) -> Op | None:
     """The row of the op called or spelled `name`; None for an op that is on no list."""
     return _BY_WORD.get(name)
+
+
+@cache
+def ops_with(*traits: Trait) -> frozenset[str]:
+    """Names of the ops that have one of `traits`."""
+    return frozenset(row.name for row in ROWS if not row.traits.isdisjoint(traits))
 
 
 # Names ---------------------------------------------------------------------------------------------------------------

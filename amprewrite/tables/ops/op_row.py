@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal
 
 from amprewrite.tables.vocabulary import OpKind
@@ -18,6 +19,37 @@ ALLOW, INFER, CLEAR, DENY, INTERNAL = OpKind.ALLOW, OpKind.INFER, OpKind.CLEAR, 
 BOTH = ("cpu", "cuda")
 ON_CPU = ("cpu:bf16", "cpu:fp16")
 NOWHERE = (*ON_CPU, "cuda:bf16", "cuda:fp16")
+
+
+class Trait(Enum):
+    """What else may be true of an op, whatever list it is on. `rows/traits.py` says of which ops it is."""
+
+    CONVERTS = "changes a dtype and nothing else"
+    TAKES_SHAPE_ONLY = "takes a shape, and unless told otherwise the dtype, of another tensor"
+    READS_BITS = "reads the bits of its operand as another dtype if it is told one"
+    FRESH = "reads any strides and gives memory of its own: what it reads may stay a view of something wider"
+    CHOOSES = "its backward compares its result with its operand, and has no derivative with respect to it"
+    RUNNING_STATISTICS = "a norm that may keep running statistics, and takes them and its weights in the same places"
+    MAKES_MASK = "attention masks are made of it: it gives the same for the same arguments, and nothing else happens"
+    PASSES_MASK = "gives the values of a mask as they are"
+    MAKES_SCORES = "may stand between the sum of scores and mask, and the softmax"
+    ZERO_MATTERS = "means something else if its constant is zero"
+    FILLS = "writes its constant in some places"
+    BOUNDS = "its constants are bounds of its result"
+    INVERSE = "has a pole at zero, but is finite on a small value, and hangs on it"
+    MAGNIFIES_SMALL = "magnifies a small value"
+    TAKES_EPSILON = "a small constant among its operands keeps its result from zero"
+    DRAWS = "draws uniformly from below one"
+    KEEPS_DRAW = "what it makes of a uniform draw may still be one"
+    LOGARITHM = "a logarithm"
+    SUMS_LAST_DIM = "a product that sums over the last dim of its first operand"
+    ADDS_PRODUCT = "adds the product of its second and third operands to its first"
+    MULTIPLIES_ALL = "a product of all its operands, one after another"
+    IN_POLYNOMIALS = "polynomials are made of it"
+    RECURRENT = "runs a recurrent layer over a whole sequence"
+    KEEPS_ZERO = "gives zero for zero, whatever its further arguments are"
+    NO_LARGER = "keeps what is finite and small finite and small, and so does its slope"
+    ONE_INPUT = "its further arguments do not change its numbers: they say where the result goes, or how exact it is"
 
 
 @dataclass(frozen=True)
@@ -50,6 +82,8 @@ class Op:
     """What small values do to it. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are."""
     view: bool = False
     """Moves no bytes: its result is, as a rule, the memory of its operand."""
+    traits: frozenset[Trait] = frozenset()
+    """What else is true of it; `rows/traits.py` fills it in."""
 
 
 def rows(kind: OpKind, why: str, *names: str, **fields: Any) -> Iterator[Op]:

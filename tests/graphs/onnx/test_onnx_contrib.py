@@ -8,8 +8,8 @@ import pytest
 from onnx_help import F16, colours, const, net, node, noise, run, value, weight
 
 from amprewrite.api.onnx.convert import rewrite_onnx
-from amprewrite.graphs.onnx.contrib import CONTRIB, DOMAIN
 from amprewrite.graphs.onnx.ops import signature
+from amprewrite.tables.ops.onnx_names import CONTRIB, DOMAIN
 from amprewrite.tables.ops.op_lists import find_op
 
 SCHEMAS = {schema.name: schema for schema in runtime.get_all_operator_schema() if schema.domain == DOMAIN}

@@ -7,7 +7,6 @@ import pytest
 from onnx_help import HAND, colours, export, ops, run, torch_nets
 
 import amprewrite.api.onnx.convert as convert
-from amprewrite.graphs.onnx.ops import HEAVY
 from amprewrite.graphs.onnx.run.compare import relative_error
 
 MOST_CASTS = {
@@ -62,7 +61,7 @@ def test_bf16(nets, name):
 
 def test_every_kind_of_heavy_op_is_seen(nets):
     seen = {op for given in nets.values() for op in ops(given.model)}
-    assert {"MatMul", "Gemm", "Conv", "LSTM"} <= seen & HEAVY
+    assert {"MatMul", "Gemm", "Conv", "LSTM"} <= seen
 
 
 @pytest.mark.parametrize("name", ["bert", "cond_if", "overflow", "unet"])

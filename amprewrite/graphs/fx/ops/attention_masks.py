@@ -19,19 +19,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amprewrite.graphs.fx.node_facts import example_value, transformed_nodes
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
-from amprewrite.tables.ops.op_lists import is_inplace, op_name
+from amprewrite.tables.formats import saturate
+from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Edit
 
-PURE = frozenset({
-    "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "scalar_tensor",
-    "getitem", "to", "bool", "int", "long", "float", "type_as", "contiguous", "clone", "size",
-    "expand", "expand_as", "view", "view_as", "reshape", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "t",
-    "repeat", "cat", "stack", "flip", "gather", "index_select", "where", "masked_fill", "tril", "triu", "cumsum", "diff",
-    "add", "sub", "mul", "neg", "floor_divide", "remainder", "abs", "clamp", "saturate", "minimum", "maximum",
-    "eq", "ne", "lt", "le", "gt", "ge",
-    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor", "logical_not",
-})  # fmt: skip
-"""Ops that masks are made of: each gives the same for the same arguments, and nothing else happens."""
+PURE = ops_with(Trait.MAKES_MASK) | {saturate.__name__}
+"""What masks are made of: ops, and what `insert-casts` puts before a low copy of one."""
 MOST_ELEMENTS = 1 << 27
 """A larger mask is not looked at: that takes three bytes an element."""
 _BLOCKED = -6e4

@@ -2,6 +2,8 @@
 
 Capture runs some ops as Python code in place of torch's own. Their results share memory otherwise: `dropout(x, 0.0)` is `x` itself in
 torch, a copy in capture; `x @ y` is a view in capture alone. So torch is asked again where that matters.
+
+By name it knows `getitem`: what that picks comes out of one kernel with the other results.
 """
 
 from __future__ import annotations
@@ -36,12 +38,11 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.graphs.fx.uncaptured import unhooked
-from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
 """Where capture finds the Python code that it runs in place of torch's."""
-_CHOOSE = {"relu", "amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "sgn"}
-"""Ops whose backward compares their result with their operand, and has no derivative with respect to it."""
+_CHOOSE = ops_with(Trait.CHOOSES)
 
 
 class _Union:

@@ -1,4 +1,7 @@
-"""fx graph → calls: arguments and shapes of every op as plain data, and which ops write memory that others see."""
+"""fx graph → calls: arguments and shapes of every op as plain data, and which ops write memory that others see.
+
+By name it knows `getitem`, which may pick one of several results.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, te
 from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format, is_far
-from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 
 def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[str, Call]:
@@ -32,7 +35,7 @@ def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[st
     }
 
 
-NORMS = {"batch_norm", "instance_norm"}
+NORMS = ops_with(Trait.RUNNING_STATISTICS)
 STATISTICS_AND_WEIGHTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
 """Places and names of the arguments that both take."""
 

@@ -17,6 +17,8 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
    graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as that of `tanh` does, a
    second backward gives the result a gradient. So the op itself runs high, and what it gives is what leaves.
+
+By name it knows `detach`, past which no gradient comes.
 """
 
 from __future__ import annotations

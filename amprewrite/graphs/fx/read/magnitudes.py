@@ -2,6 +2,9 @@
 
 A constant beyond the low range becomes its end if that says the same: if it blocks a position or bounds a value. Any other is a number
 to compute with, and keeps its op high: a value that became the end of the range would be wrong, and finite, so that nothing shows it.
+
+By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and what makes attention of
+scores: `add`, `softmax`, `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -19,19 +22,13 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
 from amprewrite.ir.evidence.range_rules import MAKES_SCORES, PASSES_MASK, bound_fits, means_mask
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
-_FLUSHES = {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "div", "full", "full_like", "fill"}
-"""Ops that mean something else if their constant is zero; what `mul` gives of a small one is small anyway."""
-_FILLS = {
-    "where", "masked_fill", "full", "full_like", "new_full", "fill", "index_fill", "scatter", "constant_pad_nd", "pad", "threshold",
-    "nan_to_num", "index_put", "setitem",
-}  # fmt: skip
-"""Ops that write their constant in some places."""
-_BOUNDS = {"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "maximum", "minimum"}
+_FLUSHES = ops_with(Trait.ZERO_MATTERS)
+_FILLS, _BOUNDS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS)
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:

@@ -5,6 +5,9 @@
 3. Pin what facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, kernels that do not exist.
 4. Tie what shares memory that is written in place, and what comes out of one kernel.
 5. Name and order canonically: depth first from the outputs, so that the order of the fx nodes changes nothing.
+
+By name it knows ops that are another op if they are called so (`_kind`: `inner`, `einsum`, `pow`, `mul`), ops that pick (`getitem`,
+`getattr`), and conversions that read another tensor for its dtype alone (`to`, `type_as`).
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtyp
 from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
-from amprewrite.tables.ops.op_lists import OpLists, op_name
+from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 _FLOATING = ("fp", "bf", "float", "complex", "sparse")
@@ -127,7 +130,8 @@ def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
     names = {op_name(user.target) for user in node.users}
     if names == {"tanh"}:
         return True
-    return steps > 0 and bool(names) and names <= {"add", "mul"} and all(_only_tanh_reads(user, steps - 1) for user in node.users)
+    polynomial = bool(names) and names <= ops_with(Trait.IN_POLYNOMIALS)
+    return steps > 0 and polynomial and all(_only_tanh_reads(user, steps - 1) for user in node.users)
 
 
 def turns_grad_on(graph: torch.fx.Graph) -> bool:

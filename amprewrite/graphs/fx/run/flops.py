@@ -1,4 +1,8 @@
-"""How many multiply-adds an fx node does, from the shapes of what it reads and gives."""
+"""How many multiply-adds an fx node does, from the shapes of what it reads and gives.
+
+Products say in their row what they sum over. By name this file knows those that have a shape of their own: `einsum`, `tensordot`,
+`bilinear`, `scaled_dot_product_attention`, and convolutions, which `transpose` in the name turns round.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch.fx
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.node_facts import example_value, hint, tensors
+from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.ops.products import chain_flops, einsum_flops, pair_flops
 
 Shape = tuple[int, ...]
@@ -22,16 +27,16 @@ def flops(op: str, node: torch.fx.Node) -> int:
     out = [math.prod(_shape(t)) for t in tensors(example_value(node))[:1]]
     if not out or not shapes or not shapes[0]:
         return 0
-    if op in ("linear", "matmul", "bmm", "mm", "mv", "dot", "vdot", "inner"):
+    if op in ops_with(Trait.SUMS_LAST_DIM):
         return 2 * out[0] * shapes[0][-1]
-    if op in ("addmm", "baddbmm", "addbmm", "addmv") and len(shapes) > 1 and shapes[1]:
+    if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
     if op == "scaled_dot_product_attention" and len(shapes) > 1:
         return 4 * math.prod(shapes[0]) * shapes[1][-2]
     if op.startswith("conv") and len(shapes) > 1 and len(shapes[1]) > 1:
         moved = math.prod(shapes[0]) if "transpose" in op else out[0]
         return 2 * moved * math.prod(shapes[1]) // max(shapes[1][0], 1)
-    if op in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    if op in ops_with(Trait.RECURRENT):
         steps = math.prod(shapes[0][:-1])
         return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
     return _product_flops(op, node)
@@ -47,7 +52,7 @@ def _product_flops(op: str, node: torch.fx.Node) -> int:
         return pair_flops(shapes[0], shapes[1], _shape(tensors(example_value(node))[0]))
     if op == "bilinear" and len(shapes) > 2:
         return 2 * math.prod(shapes[0][:-1]) * math.prod(shapes[2])
-    if op in ("chain_matmul", "linalg_multi_dot"):
+    if op in ops_with(Trait.MULTIPLIES_ALL):
         return chain_flops(shapes)
     return 0
 

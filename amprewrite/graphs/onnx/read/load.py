@@ -17,12 +17,13 @@ import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands
-from amprewrite.graphs.onnx.ops import FLOW, OLDEST, fill_types, format_of
+from amprewrite.graphs.onnx.ops import OLDEST, fill_types, format_of
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, PolicyError, one_line
 from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.onnx_names import FLOW
 from amprewrite.tables.ops.op_lists import OpLists
 
 Source = str | Path | onnx.ModelProto | ir.Model

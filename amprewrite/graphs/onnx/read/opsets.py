@@ -5,6 +5,8 @@
 3. A newer opset is chosen if it lets more ops of the model take the low format.
 
 A raised model is not trusted: what it gives on sample runs is compared with what the model as it came gives.
+
+By name it knows what the converter does not raise as it should: `PRelu`, `Scan`, and the `Unsqueeze` that it puts behind constants.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
-from amprewrite.graphs.onnx.ops import FLOW, OLDEST, constant_tensor, format_of, op_of, opset_taking
+from amprewrite.graphs.onnx.ops import OLDEST, constant_tensor, format_of, op_of, opset_taking
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
 from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.onnx_names import FLOW
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import OpKind
 

@@ -6,6 +6,9 @@
 3. A difference that is far smaller than what it is taken of magnifies their rounding: it is not made of low values.
 4. An op that lists deny for what large values do is let be where those are seen not to occur: an op that the fp16 lists deny
    for its range alone, and an exp of small numbers.
+
+By name it knows sums and differences (`add`, `sub`), `exp`, the bounds of `clamp` and `maximum`, the `softmax` that a mask is made for,
+`Cast`, and `BatchNormalization`, whose further results are averages.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.ops import SIDE_FOLLOWS, Signature, constant_tensor, format_of, op_of
+from amprewrite.graphs.onnx.ops import Signature, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.weights import Facts, Loss, facts, loss_of
 from amprewrite.graphs.onnx.run.samples import Range, Samples
 from amprewrite.ir.evidence.range_rules import (
@@ -31,7 +34,8 @@ from amprewrite.ir.evidence.range_rules import (
 )
 from amprewrite.ir.op_graph import Demand, Operand
 from amprewrite.tables.formats import FORMATS, LOW_NAMES, Format
-from amprewrite.tables.ops.op_lists import OpLists, find_op
+from amprewrite.tables.ops.onnx_names import FILLS, SIDE_FOLLOWS
+from amprewrite.tables.ops.op_lists import OpLists, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 Pin = tuple[Colour, Reason, str]
@@ -39,14 +43,9 @@ MAGNIFIES = 16
 """Ratio of operand to difference, at the largest, from which on rounding counts as magnified: four bits are lost then."""
 EXP_MOST = 8.0
 """An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
-BOUNDS = {"clamp", "maximum", "minimum"}
+BOUNDS = ops_with(Trait.BOUNDS)
 """Ops whose constants are bounds: beyond the range they become its ends. What is filled in becomes an end only if it is a mask."""
-FILLS = {"where", "constant_pad_nd"}
-"""Ops that write their constant in some places: negative ones become the lowest where a softmax reads what is made of them."""
-INVERSE = {"rsqrt", "reciprocal"}
-"""Poles whose result is finite on a small value, and hangs on it."""
-USES_SMALL = {"div", "mul", "log"}
-"""Ops that magnify a small value."""
+INVERSE, USES_SMALL = ops_with(Trait.INVERSE), ops_with(Trait.MAGNIFIES_SMALL)
 
 
 class RangeFacts:
@@ -276,7 +275,7 @@ class RangeFacts:
         found = self.facts(value)
         if not found.flushed and not found.overflow and self._drowned(node.outputs[0]):
             return True
-        if op not in ("add", "sub", "clamp", "maximum") or seen is None or found.overflow:
+        if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow:
             return False
         return found.error * HEADROOM <= seen.smallest * self.low.eps
 

@@ -7,6 +7,10 @@
 5. Pin what facts decide: unlisted ops, types that the opset does not take, quantised neighbours, constants that would be lost,
    and tensors that left the low format's range in a sample run.
 
+By name it knows bodies (`Scan`, `Loop`), what holds or takes a type of its own (`Cast`, in the vocabulary `to`, `Constant`,
+`ConstantOfShape`, `DequantizeLinear`), and products whose FLOPs it counts: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
+and `ConvTranspose`, which counts what it reads.
+
 One file because one walk over the nodes fills one op graph.
 """
 
@@ -21,13 +25,14 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.ops import FLOW, QUANTISED, Signature, constant_tensor, fill_types, format_of, op_of, signature
+from amprewrite.graphs.onnx.ops import Signature, constant_tensor, fill_types, format_of, op_of, signature
 from amprewrite.graphs.onnx.read.pins import RangeFacts
 from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import FP32, Format
+from amprewrite.tables.ops.onnx_names import CONVOLUTIONS, FLOW, QUANTISED
 from amprewrite.tables.ops.op_lists import OpLists, find_op
 from amprewrite.tables.ops.products import einsum_flops
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -422,7 +427,7 @@ def flops(node: ir.Node) -> int:
     if node.op_type == "Einsum" and "equation" in node.attributes:
         return einsum_flops(node.attributes["equation"].as_string(), shapes)
     weight = node.inputs[1]
-    if node.op_type in ("Conv", "ConvTranspose", "FusedConv") and weight is not None and node.inputs[0] is not None:
+    if node.op_type in CONVOLUTIONS and weight is not None and node.inputs[0] is not None:
         moved = elements(node.inputs[0]) if node.op_type == "ConvTranspose" else result
         return 2 * moved * elements(weight) // max(shapes[1][0], 1)
     return 0

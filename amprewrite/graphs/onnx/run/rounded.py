@@ -22,15 +22,12 @@ from amprewrite.graphs.onnx.ops import format_of
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, run_within, seconds_for, session_of, weight_bytes
 from amprewrite.graphs.onnx.run.samples import Feed
 from amprewrite.tables.formats import LOW_FORMATS
+from amprewrite.tables.ops.onnx_names import ROUNDS_NOTHING, TYPED_BY_ATTRIBUTE
 
 LOW = {row.name: onnx.TensorProto.DataType.Value(row.onnx) for row in LOW_FORMATS}
 FP32 = onnx.TensorProto.FLOAT
 ROUNDING = 4.0
 """How many times longer a run may take that rounds every result and is not optimised."""
-_CARRIES = {"If", "Loop", "Scan", "Identity", "Reshape", "Transpose"}
-"""Ops that round nothing."""
-_AIMED = {"Cast", "Constant", "ConstantOfShape"}
-"""Ops whose result is low by itself: an attribute of theirs says so. A dtype attribute does the same for any op."""
 
 
 def strict_outputs(
@@ -87,10 +84,10 @@ def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, first: Sequence[onnx.No
         nodes.append(written)
         for place, value in enumerate(node.outputs):
             low = LOW.get(format_of(value))
-            if low is None or not value.name or node.op_type in _CARRIES:
+            if low is None or not value.name or node.op_type in ROUNDS_NOTHING:
                 continue
             written.output[place] = _raw(value.name)
-            aimed = node.op_type in _AIMED or "dtype" in node.attributes
+            aimed = node.op_type in TYPED_BY_ATTRIBUTE or "dtype" in node.attributes
             nodes += [_cast(_raw(value.name), value.name, FP32)] if aimed else _round(value.name, low)
     for declared in (*proto.input, *proto.output):
         if declared.type.tensor_type.elem_type in LOW.values():

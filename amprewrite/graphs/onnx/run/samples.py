@@ -4,6 +4,8 @@
 2. The fp32 model runs with its inner values as extra outputs, a GB of them at a time.
 3. Of every floating value the least and the largest magnitude is kept, over all samples, and of the first few samples the
    inputs and outputs, to measure errors on. Samples are taken one at a time: any number of them needs the memory of one.
+
+By name it knows `Gather`, whose table says how large an index may be.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 2. Planned casts of constants become stored low copies; every other planned cast becomes one Cast beside its maker.
 3. Casts of the model that change nothing any more go, and a second cast of the same value to the same type joins the first.
 4. Every node says its colour and reason in metadata_props.
+
+By name it knows what says its own type: `Cast`, `Constant`, `ConstantOfShape`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Rules of ops that work number by number: what they make of padding decides how far it may go."""
+"""Rules of ops that work number by number: what they make of padding decides how far it may go.
+
+By name it knows `where`, which has its condition first, and arithmetic, which it does on what the padding holds: `rsub`, `mul`, `div`,
+`maximum`, and `minimum`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 from amprewrite.ir.op_calls import Ref
 from amprewrite.planner.padding.rule import BROADCAST, LARGEST, MIXED, Content, Contents, Hazard, Leg, Rule, View, aligned, moved
+from amprewrite.tables.ops.op_lists import Trait, ops_with
 
 
 def _number(value: float) -> float:
@@ -40,14 +45,8 @@ ABOVE_ZERO: dict[str, Callable[[float], float]] = {
     "reciprocal": lambda x: 1 / x, "log1p": math.log1p,
 }  # fmt: skip
 """Ops that are infinite at zero, or whose slope is."""
-AT_ZERO = {"leaky_relu", "elu", "celu", "selu", "softshrink", "hardshrink", "dropout", "dropout1d", "dropout2d", "dropout3d",
-            "rrelu", "prelu"}  # fmt: skip
-"""Ops that keep zero whatever their further arguments."""
-_INPLACE_ARGUMENT = {"relu", "silu", "gelu", "mish", "relu6", "hardswish", "hardsigmoid"}
-"""Ops whose second argument does not change what they do to padding."""
-_NO_LARGER = {"relu", "neg", "abs", "tanh", "sigmoid", "silu", "erf", "gelu", "mish", "relu6", "hardsigmoid", "hardswish", "softsign",
-              "sin", "cos", "atan", "tanhshrink", "sign", "positive", "asinh", *AT_ZERO}  # fmt: skip
-"""Ops that keep what is finite and small finite and small, slopes too."""
+AT_ZERO = ops_with(Trait.KEEPS_ZERO)
+_ONE_INPUT, _NO_LARGER = ops_with(Trait.ONE_INPUT), ops_with(Trait.NO_LARGER)
 
 
 def _unary(op: str) -> Callable[[Contents], Content]:
@@ -91,7 +90,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
         if a is None or b is None or BROADCAST in (a, b) or not isinstance(alpha, int | float):
             raise Hazard(f"{op} puts unknown values into the padding")
         if isinstance(a, str) or isinstance(b, str):
-            if op in ("add", "sub", "rsub", "maximum", "minimum") and alpha == 1:
+            if op not in ("mul", "div") and alpha == 1:
                 return MIXED
             raise Hazard(f"{op} of padding with mixed content")
         if op == "div" and b == 0:
@@ -109,7 +108,7 @@ def pointwise(view: View) -> Rule:
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))
-    if call.op in ALWAYS and call.op not in _INPLACE_ARGUMENT and len(call.args) > 1:
+    if call.op in ALWAYS and call.op not in _ONE_INPUT and len(call.args) > 1:
         return Rule(why_opaque=f"{call.op} is called with arguments that the rule does not know")
     aligned(view, rule, [source], view.out)
     return rule

@@ -1,4 +1,7 @@
-"""Rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers."""
+"""Rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
+
+By name it knows products whose operands have other names (`mm`, `bmm`, `addmm`, `baddbmm`), and `transpose` in that of a convolution.
+"""
 
 from __future__ import annotations
 
@@ -203,13 +206,9 @@ def embedding(view: View) -> Rule:
     return rule
 
 
-GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-
-
-def recurrent(view: View) -> Rule:
+def recurrent(view: View, gates: int) -> Rule:
     """Every gate is padded by itself; weights and first states of zero keep hidden and cell states zero."""
     call = view.call
-    gates = GATES[call.op]
     refuse = Rule(why_opaque=f"{call.op} in a form whose weights the rule does not know")
     if len(call.args) < 9 or not view.shape(call.args[0]) or not isinstance(call.args[3], bool):
         return refuse

@@ -1,4 +1,7 @@
-"""Rules of ops that give the same numbers in another shape, pieces of them, or several joined."""
+"""Rules of ops that give the same numbers in another shape, pieces of them, or several joined.
+
+By name it knows how `t`, `permute` and `transpose` say the order of dims, and that `unbind` has no dim where it cuts.
+"""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from amprewrite.ir.op_calls import Call
 from amprewrite.planner.padding.rule import Rule, View
 from amprewrite.planner.padding.rules.pointwise import ABOVE_ZERO, ALWAYS, AT_ZERO, binary, clamp, pointwise, power, prelu, where
 from amprewrite.planner.padding.rules.products import (
-    GATES,
     attention,
     batch_norm,
     channels,
@@ -76,7 +76,9 @@ RULES: dict[str, Callable[[View], Rule]] = {
     **_rows(attention, "scaled_dot_product_attention"),
     **_rows(einsum, "einsum"),
     **_rows(embedding, "embedding"),
-    **_rows(recurrent, *GATES),
+    **_rows(partial(recurrent, gates=4), "lstm"),
+    **_rows(partial(recurrent, gates=3), "gru"),
+    **_rows(partial(recurrent, gates=1), "rnn_tanh", "rnn_relu"),
 }  # fmt: skip
 """The table: ATen base name → rule. An op without a row reads and gives logical sizes."""
 

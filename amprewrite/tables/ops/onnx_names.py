@@ -1,0 +1,103 @@
+"""What ONNX calls the ops of the vocabulary: onnx's own op types, and those of ONNX Runtime's domain, com.microsoft.
+
+onnx has no schemas for the latter, which exporters and its optimiser put into files; the rows repeat what ONNX Runtime 1.31 registers
+(docs/ContribOperators.md), and a test compares them with it. What has no row is a high-precision wall: MatMulNBits and the other
+quantised ops among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLOW = {"If", "Loop", "Scan"}
+"""Ops whose bodies are read as part of the graph around them."""
+QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
+CONVOLUTIONS = {"Conv", "ConvTranspose", "FusedConv"}
+"""Convolutions whose FLOPs are counted."""
+
+VOCABULARY: dict[str, str] = {
+    # matrix products
+    "Attention": "scaled_dot_product_attention", "Conv": "conv2d", "ConvTranspose": "conv_transpose2d", "Einsum": "einsum",
+    "GRU": "gru", "Gemm": "addmm", "LSTM": "lstm", "MatMul": "matmul", "RNN": "rnn_tanh",
+    # norms, reductions, activations
+    "AveragePool": "avg_pool2d", "BatchNormalization": "batch_norm", "Celu": "celu", "Elu": "elu", "Erf": "erf", "Gelu": "gelu",
+    "GlobalAveragePool": "adaptive_avg_pool2d", "GroupNormalization": "group_norm", "HardSigmoid": "hardsigmoid",
+    "HardSwish": "hardswish", "InstanceNormalization": "instance_norm", "LRN": "local_response_norm",
+    "LayerNormalization": "layer_norm", "LeakyRelu": "leaky_relu", "LogSoftmax": "log_softmax", "LpNormalization": "normalize",
+    "MeanVarianceNormalization": "instance_norm", "Mish": "mish", "PRelu": "prelu", "RMSNormalization": "rms_norm",
+    "ReduceL1": "norm", "ReduceL2": "norm", "ReduceLogSum": "logsumexp", "ReduceLogSumExp": "logsumexp", "ReduceMax": "amax",
+    "ReduceMean": "mean", "ReduceMin": "amin", "ReduceProd": "prod", "ReduceSum": "sum", "ReduceSumSquare": "linalg_norm",
+    "Relu": "relu", "Resize": "interpolate", "Selu": "selu", "Sigmoid": "sigmoid", "Softmax": "softmax", "Softplus": "softplus",
+    "Softsign": "softsign", "Swish": "silu", "Tanh": "tanh", "ThresholdedRelu": "relu", "Upsample": "interpolate",
+    # arithmetic
+    "Abs": "abs", "Acos": "acos", "Acosh": "acosh", "Add": "add", "Asin": "asin", "Asinh": "asinh", "Atan": "atan",
+    "Atanh": "atanh", "Ceil": "ceil", "Clip": "clamp", "Cos": "cos", "Cosh": "cosh", "CumSum": "cumsum", "Det": "linalg_det",
+    "Div": "div", "Exp": "exp", "Floor": "floor", "Log": "log", "Max": "maximum", "Mean": "mean", "Min": "minimum",
+    "Mod": "remainder", "Mul": "mul", "Neg": "neg", "Pow": "pow", "Reciprocal": "reciprocal", "Round": "round", "Sign": "sign",
+    "Sin": "sin", "Sinh": "sinh", "Sqrt": "sqrt", "Sub": "sub", "Sum": "add", "Tan": "tan",
+    # moving numbers
+    "Cast": "to", "CenterCropPad": "pad", "Compress": "masked_select", "Concat": "cat", "ConstantOfShape": "full",
+    "DepthToSpace": "pixel_shuffle", "Dropout": "dropout", "Expand": "expand", "Flatten": "flatten", "Gather": "embedding",
+    "GatherElements": "gather", "GatherND": "index", "GlobalMaxPool": "amax", "Identity": "alias", "MaxPool": "max_pool2d",
+    "OneHot": "scatter", "Pad": "constant_pad_nd", "Reshape": "view", "ReverseSequence": "flip", "Scatter": "scatter",
+    "ScatterElements": "scatter", "ScatterND": "index_put", "Slice": "slice", "SpaceToDepth": "pixel_unshuffle",
+    "Split": "split", "Squeeze": "squeeze", "Tile": "tile", "TopK": "topk", "Transpose": "permute", "Trilu": "tril",
+    "Unsqueeze": "unsqueeze", "Where": "where",
+    # read floats, give none
+    "ArgMax": "argmax", "ArgMin": "argmin", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "IsInf": "isinf",
+    "IsNaN": "isnan", "Less": "lt", "LessOrEqual": "le", "NonZero": "nonzero", "Shape": "size", "Size": "numel",
+    # denied
+    "AffineGrid": "affine_grid", "Bernoulli": "bernoulli", "BlackmanWindow": "blackman_window",
+    "DequantizeLinear": "dequantize", "DFT": "_fft_c2c", "GridSample": "grid_sample", "HammingWindow": "hamming_window",
+    "HannWindow": "hann_window", "QuantizeLinear": "quantize_per_tensor", "Range": "arange", "STFT": "stft",
+}  # fmt: skip
+"""ONNX op type → vocabulary name. What is missing is a high-precision wall."""
+
+POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
+"""Exponents that are plain arithmetic."""
+SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
+"""Ops whose float operands beyond the result's own type go along with it: kernels of mixed types are rare."""
+FILLS = {"where", "constant_pad_nd"}
+"""What files fill with a constant: negative ones become the lowest where a softmax reads what is made of them."""
+ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
+"""Op types whose results need no rounding of their own."""
+TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
+"""Op types whose result is low by itself: an attribute of theirs says so. A dtype attribute does the same for any op."""
+
+DOMAIN = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class Contrib:
+    """One op: its name in the vocabulary, and the type variable of each input and output."""
+
+    name: str
+    inputs: str
+    """A letter each: T is the op's own type, M another floating one, U always fp32, I an integer."""
+    outputs: str = "T"
+    newer: bool = True
+    """Whether T may be a format that ONNX Runtime's CPU kernels lack, too (bf16)."""
+
+
+CONTRIB = {
+    "Attention": Contrib("scaled_dot_product_attention", "TTTITTI", "TT"),
+    "BiasAdd": Contrib("add", "TTT", newer=False),
+    "BiasGelu": Contrib("gelu", "TT"),
+    "BiasSoftmax": Contrib("softmax", "TT", newer=False),
+    "BiasSplitGelu": Contrib("gelu", "TT", newer=False),
+    "EmbedLayerNormalization": Contrib("layer_norm", "IITTTTTII", "TIT", newer=False),
+    "FastGelu": Contrib("gelu", "TT"),
+    "FusedConv": Contrib("conv2d", "TTTT", newer=False),
+    "FusedGemm": Contrib("addmm", "TTT", newer=False),
+    "FusedMatMul": Contrib("matmul", "TT"),
+    "Gelu": Contrib("gelu", "T"),
+    "GroupNorm": Contrib("group_norm", "TMM", newer=False),
+    "MultiHeadAttention": Contrib("scaled_dot_product_attention", "TTTTITTTII", "TTTM"),
+    "NhwcConv": Contrib("conv2d", "TTT", newer=False),
+    "QuickGelu": Contrib("silu", "T"),
+    "RotaryEmbedding": Contrib("mul", "TITT"),
+    "SkipGroupNorm": Contrib("group_norm", "TMMTT", "TT", newer=False),
+    "SkipLayerNormalization": Contrib("layer_norm", "TTTTT", "TUUT"),
+    "SkipSimplifiedLayerNormalization": Contrib("rms_norm", "TTTT", "TUUT"),
+    "TransposeMatMul": Contrib("matmul", "TT"),
+}

@@ -1,0 +1,50 @@
+"""What else is true of an op, whatever list it is on: one entry a trait, with the ops that have it.
+
+The rows get their traits from here, and every set of ops elsewhere is derived from the rows.
+"""
+
+from amprewrite.tables.ops.op_row import Trait
+
+_SAME_NUMBERS = "getitem expand expand_as view view_as reshape unsqueeze squeeze transpose permute contiguous clone to type_as float"
+_KEEPS_ZERO = "leaky_relu elu celu selu softshrink hardshrink dropout dropout1d dropout2d dropout3d rrelu prelu"
+
+TRAITS: dict[Trait, str] = {
+    Trait.CONVERTS: "to type type_as float convert_element_type",
+    Trait.TAKES_SHAPE_ONLY: "zeros_like ones_like full_like empty_like rand_like randn_like",
+    Trait.READS_BITS: "view view_copy",
+    Trait.FRESH: "linear matmul mm bmm addmm baddbmm add sub mul div relu gelu silu tanh sigmoid softmax log_softmax layer_norm rms_norm "
+    "group_norm batch_norm sum mean cross_entropy nll_loss cat scaled_dot_product_attention conv1d conv2d conv3d logsumexp argmax "
+    "embedding dropout pow",
+    Trait.CHOOSES: "relu amax amin aminmax max min median nanmedian sgn",
+    Trait.RUNNING_STATISTICS: "batch_norm instance_norm",
+    # masks and scores
+    Trait.MAKES_MASK: f"{_SAME_NUMBERS} arange full ones zeros eye full_like ones_like zeros_like scalar_tensor bool int long size flatten "
+    "t repeat cat stack flip gather index_select where masked_fill tril triu cumsum diff add sub mul neg floor_divide remainder abs clamp "
+    "minimum maximum eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not",
+    Trait.PASSES_MASK: f"{_SAME_NUMBERS} slice select repeat",
+    Trait.MAKES_SCORES: f"{_SAME_NUMBERS} slice select repeat add sub mul div masked_fill where clamp maximum",
+    # constants among the arguments
+    Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
+    Trait.FILLS: "where masked_fill full full_like fill index_fill scatter constant_pad_nd pad threshold nan_to_num index_put setitem",
+    Trait.BOUNDS: "clamp clamp_min clamp_max hardtanh maximum minimum",
+    Trait.INVERSE: "rsqrt reciprocal",
+    Trait.MAGNIFIES_SMALL: "div mul log",
+    Trait.TAKES_EPSILON: "add sub clamp maximum",
+    # random draws
+    Trait.DRAWS: "rand rand_like uniform",
+    Trait.KEEPS_DRAW: "add sub rsub mul div neg clamp clamp_min clamp_max minimum maximum view reshape expand unsqueeze squeeze permute "
+    "alias detach clone contiguous",
+    Trait.LOGARITHM: "log log2 log10 log1p",
+    # products
+    Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner",
+    Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
+    Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
+    Trait.IN_POLYNOMIALS: "add mul",
+    Trait.RECURRENT: "lstm gru rnn_tanh rnn_relu",
+    # padding
+    Trait.KEEPS_ZERO: _KEEPS_ZERO,
+    Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
+    "tanhshrink sign positive asinh",
+    Trait.ONE_INPUT: "relu silu gelu mish relu6 hardswish hardsigmoid",
+}
+"""The names of the ops of each trait."""
