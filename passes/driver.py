@@ -16,7 +16,7 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
 from amprewrite.graphs.fx.read.aliasing import note_memory
-from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, operands, unscaled
+from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import magnitudes
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
@@ -28,7 +28,7 @@ from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.follow_plan import match_region
-from amprewrite.ir.plans.plan import LEFT, ModelPlan, RegionPlan
+from amprewrite.ir.plans.plan import FLUSHES, LEFT, ModelPlan, RegionPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
@@ -188,8 +188,9 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
         if name in bodies:
             continue
         part = _read_inner_graph(captured, node, name, replace(captured.problem.policy, may_decline=False))
-        if captured.problem.scale_loss and unscaled(node, name):
-            _keep_unscaled(part, op_name(node.target))
+        reason = kept_high(node, name) if captured.problem.scale_loss or captured.problem.inside_scaled else None
+        if reason is not None:
+            _leave_high(part, reason, op_name(node.target))
         why = captured.left_bodies.get(name, captured.left_bodies.get("", KEPT.get(op_name(node.target), "")))
         if not why:
             if captured.match_given is not None:
@@ -235,19 +236,22 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     inside, outside = part.names, captured.names
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), part.module.graph.find_nodes(op="placeholder"), strict=True))
     known = {inside[copies[inner]]: around.magnitudes.get(outside.get(outer, "")) for inner, outer in given}
-    part.know(magnitudes={**part.problem.magnitudes, **{vertex: size for vertex, size in known.items() if size is not None}})
+    known = {**part.problem.magnitudes, **{vertex: size for vertex, size in known.items() if size is not None}}
+    part.know(magnitudes=known, inside_scaled=around.scale_loss or around.inside_scaled)
     part.match_given = captured.match_given
-    if around.unscaled:
-        _keep_unscaled(part, around.unscaled)
+    if around.kept_high is not None:
+        _leave_high(part, *around.kept_high)
     return part
 
 
-def _keep_unscaled(part: Captured, what: str) -> None:
-    """Keep all ops of a body high, since gradients pass it that `what` in the graph around it sees unscaled."""
+def _leave_high(part: Captured, reason: Reason, what: str) -> None:
+    """Keep all ops of a body high, for a reason that lies in the op `what` around it."""
     graph = part.problem.graph
     free = [node for node in graph if node.role == "op" and node.carries_fp32 and node.pinned is None]
-    pinned = {node.name: replace(node, pinned=(Colour.HIGH, Reason.UNSCALED, what), precision_group="") for node in free}
-    part.know(unscaled=what, graph=graph.exchanged(pinned))
+    pinned = {node.name: replace(node, pinned=(Colour.HIGH, reason, what), precision_group="") for node in free}
+    part.know(kept_high=(reason, what), graph=graph.exchanged(pinned))
+    if reason is Reason.UNSCALED and any(node.pinned is not None and node.pinned[1:] == (Reason.HALF, part.problem.policy.low.name) for node in graph):
+        part.note(FLUSHES)
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:

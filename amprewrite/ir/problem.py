@@ -17,7 +17,7 @@ from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.tables.devices import Device, device_row
 from amprewrite.tables.ops.op_lists import OpLists
-from amprewrite.tables.vocabulary import Edit
+from amprewrite.tables.vocabulary import Edit, Reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,10 @@ class Problem:
     training: bool = False
     scale_loss: bool = False
     """Whether loss scaling is built into the graph."""
-    unscaled: str = ""
-    """What in a graph with loss scaling has gradients pass this graph unscaled, "" for nothing: code of the user sees them."""
+    inside_scaled: bool = False
+    """Whether loss scaling is built into a graph around this one."""
+    kept_high: tuple[Reason, str] | None = None
+    """Why all of this graph stays high, and the op that it is inside of; None if it need not."""
     fold_masks: Literal["", "fixed", "any"] = ""
     """Which attention masks may be dropped: none, those made of fixed sizes, or those that a call can tell as well."""
     masks: Mapping[str, Edit] = field(default_factory=dict)

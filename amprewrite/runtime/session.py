@@ -396,6 +396,8 @@ class Session:
             for left in plan.left:
                 graphs.left_out[left] = Skipped(plan.name, left)
                 self.warn_fp32(left)
+            for text in plan.flushes:
+                self.warn_once(f"{text}; compute in fp32 or bf16 there, or use dtype='bf16'")
         except AmpRewriteError as error:
             if self.options.strict or isinstance(error, PlanError | PolicyError):
                 raise

@@ -31,7 +31,6 @@ from amprewrite.graphs.fx.node_facts import (
     bodies,
     differentiable,
     example_value,
-    has_own_backward,
     is_checkpoint,
     is_opaque,
     memory_of,
@@ -42,6 +41,7 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked, hooked_unscaled
+from amprewrite.graphs.fx.read.bodies import has_own_backward
 from amprewrite.graphs.fx.read.leaving import read_results
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan

@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "bits-of-low-values", "x.view(torch.int32) reads the bits of a low value", ("programs",), ('bits', 'linear'),
-        (("amprewrite/graphs/fx/node_facts.py", 'BIT_VIEWS = {"view", "view_copy"}', "BIT_VIEWS: set[str] = set()"),),
+        (("amprewrite/tables/ops/rows/traits.py", '    Trait.READS_BITS: "view view_copy",\n', ""),),
     ),
     Mutant(
         "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
@@ -154,8 +154,12 @@ MUTANTS = (
         (("amprewrite/graphs/fx/read/names.py", "        while name in taken or (name in given and name != base):\n", "        while False:\n"),),
     ),
     Mutant(
-        "small-gradients-flushed", "backward code of the user runs in fp16 on gradients that are not scaled", ("programs",), ("Product.apply", "4194304.0"),
-        (("passes/driver.py", "        if captured.problem.scale_loss and unscaled(node, name):\n", "        if False:\n"),),
+        "small-gradients-flushed", "backward code of the user runs in fp16 on gradients that are not scaled", ("programs",), ("Bounded.apply", "4194304.0"),
+        (("passes/driver.py", "        if reason is not None:\n", "        if False:\n"),),
+    ),
+    Mutant(
+        "backward-taken-for-linear", "a backward that is not linear gets gradients scaled", ("programs",), ("Bounded.apply", "'fp16'"),
+        (("amprewrite/graphs/fx/read/bodies.py", "        return not _backward_is_linear(node)\n", "        return False\n"),),
     ),
     Mutant(
         "nested-bodies-unknowing", "a first call overflows in a checkpoint inside another, whose body is decided anew without the ranges", ("programs",), ('nested_checkpoint', "'fp16'"),

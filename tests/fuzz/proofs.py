@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import amprewrite
 from tests.fuzz.__main__ import hush
 from tests.fuzz.oracle import HeavyOps, untold
-from tests.support.path_programs import Product
+from tests.support.path_programs import Bounded, Product, product_gradients
 
 PROOFS: dict[str, Callable[[], bool]] = {}
 
@@ -180,7 +180,7 @@ def _() -> bool:
         v = self.a(x)
         return v, v.view(-1)
 
-    _, amp = pair(forward, lists="tf")
+    _, amp = pair(forward, lists="o3")
     with torch.no_grad():
         v, u = amp(batch())
         v.fill_(3.0)
@@ -316,14 +316,36 @@ def _() -> bool:
         return near(amp(batch()), plain(batch()))
 
 
-@proof("small-gradients-flushed")
-def _() -> bool:
+class NearlyNone(Product):
+    """A product whose backward bounds gradients by 1e-3."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return product_gradients(gradient.clamp(-1e-3, 1e-3), *ctx.saved_tensors)
+
+
+def _tiny_gradients(product: type[torch.autograd.Function]) -> bool:
+    """Whether gradients of a tiny loss behind a large scale are those of a product with its usual backward."""
     scale = 2.0**22
-    plain, amp = pair(lambda self, x: self.b(Product.apply(self.a(x), self.b.weight)), dtype="fp16", loss_scale=scale)
+    plain, amp = Net(_through(Product)), amprewrite.rewrite(Net(_through(product)), dtype="fp16", loss_scale=scale)
     for net in (plain, amp):
         (net(batch()).square().sum() / scale).backward()
     grads = [[None if p.grad is None else p.grad * scale for p in net.parameters()] for net in (amp, plain)]
     return all(near(got, want) for got, want in zip(*grads, strict=True))
+
+
+def _through(product: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return lambda self, x: self.b(product.apply(self.a(x), self.b.weight))
+
+
+@proof("small-gradients-flushed")
+def _() -> bool:
+    return _tiny_gradients(Bounded)
+
+
+@proof("backward-taken-for-linear")
+def _() -> bool:
+    return _tiny_gradients(NearlyNone)
 
 
 @proof("two-nodes-one-name")

@@ -187,7 +187,7 @@ CHECKPOINTS = (
 
 DERIVATIVES = (
     ("function", "{v} = Square.apply({x})", 1), ("function", "{v} = Product.apply({x}, {lin}.weight)", 1), ("function", "{v} = Product.apply(Product.apply({x}, {lin}.weight), {lin}.weight)", 1),
-    ("function", "{v} = Through.apply({x})", 1), ("function", "{v}, {u} = Two.apply({x}, {lin}.weight)", 1), ("hook", "if {x}.requires_grad:\n    {x}.register_hook(lambda g: g * 2)", 1),
+    ("function", "{v} = Through.apply({x})", 1), ("function", "{v} = Bounded.apply({x}, {lin}.weight)", 0), ("function", "{v}, {u} = Two.apply({x}, {lin}.weight)", 1), ("hook", "if {x}.requires_grad:\n    {x}.register_hook(lambda g: g * 2)", 1),
     ("hook", "{v} = {lin}({x})\nif {v}.requires_grad:\n    {v}.register_hook(lambda g: g.clamp(-1, 1))", 1), ("func_grad", "{v} = torch.func.grad(lambda t: (t * t).sum())({x})", 1),
     ("func_jvp", "{v} = torch.func.jvp(lambda t: t * 2, ({x},), ({x},))[1]", 1), ("func_vjp", "{v} = torch.func.vjp(lambda t: t * t, {x})[1]({x})[0]", 1), ("func_vmap", "{v} = torch.func.vmap(lambda t: t * 2)({x})", 1),
     ("func_vmap", "{v} = torch.func.vmap(lambda t: {lin}(t))({x})", 1), ("func_grad", "{v} = torch.func.grad(lambda t: {lin}(t).sum())({x})", 1), ("func_jac", "{v} = torch.func.jacrev(lambda t: (t * t).sum(-1))({x}[0])", 1),
@@ -263,6 +263,19 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         t, w = ctx.saved_tensors
+        return g @ w.mT, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
+''',
+    "Bounded": '''
+class Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, w):
+        ctx.save_for_backward(t, w)
+        return t @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        t, w = ctx.saved_tensors
+        g = g.clamp(-0.5, 0.5)
         return g @ w.mT, t.reshape(-1, t.shape[-1]).mT @ g.reshape(-1, g.shape[-1])
 ''',
     "Through": '''

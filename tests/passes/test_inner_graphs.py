@@ -29,16 +29,50 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         assert g.dtype == torch.float32
-        x, w = ctx.saved_tensors
-        return g @ w.t(), x.t() @ g
+        return gradients(g, *ctx.saved_tensors)
+
+
+def gradients(g, x, w):
+    return g @ w.t(), x.t() @ g
+
+
+class Bounded(Product):
+    """The same, with a backward that is not linear."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return gradients(g.clamp(-1, 1), *ctx.saved_tensors)
+
+
+class Half(Product):
+    """The same, computed in fp16 by its author, as quantised layers do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x.half() @ w.half()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        return in_half(g, *ctx.saved_tensors)
+
+
+def in_half(g, x, w):
+    return tuple(each.float() for each in gradients(g.to(torch.float16), x.half(), w.half()))
+
+
+class BoundedHalf(Half):
+    @staticmethod
+    def backward(ctx, g):
+        return in_half(g.clamp(-1, 1), *ctx.saved_tensors)
 
 
 class Inside(nn.Module):
     """Products in inner graphs alone."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, product: type[Product] = Product) -> None:
         super().__init__()
-        self.kind, self.linear = kind, nn.Linear(8, 8)
+        self.kind, self.linear, self.product = kind, nn.Linear(8, 8), product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return getattr(self, self.kind)(x)
@@ -62,7 +96,7 @@ class Inside(nn.Module):
         return while_loop(lambda i, x: i < 2, body, (torch.tensor(0), x))[1]
 
     def function(self, x):
-        return Product.apply(x, self.linear.weight)
+        return self.product.apply(x, self.linear.weight)
 
 
     def associative(self, x):
@@ -124,15 +158,15 @@ def test_fp16_gradients_of_bodies_are_finite_and_unscaled(kind, optimizer):
 class Between(nn.Module):
     """An inner graph between two layers; `kind` says which."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, product: type[Product]) -> None:
         super().__init__()
-        self.kind, self.first, self.inside, self.last = kind, nn.Linear(8, 8), Inside("function"), nn.Linear(8, 8)
+        self.kind, self.first, self.inside, self.last = kind, nn.Linear(8, 8), Inside("function", product), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         if self.kind == "function in a condition":
-            weight = self.inside.linear.weight
-            x = torch.cond(x.sum() > 100, lambda x: torch.relu(x), lambda x: torch.tanh(Product.apply(x @ weight, weight)), (x,))
+            weight, product = self.inside.linear.weight, self.inside.product
+            x = torch.cond(x.sum() > 100, lambda x: torch.relu(x), lambda x: torch.tanh(product.apply(x @ weight, weight)), (x,))
         elif self.kind.startswith("function in a"):
             x = checkpoint(self.inside, x, use_reentrant="reentrant" in self.kind)
         else:
@@ -140,23 +174,33 @@ class Between(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.parametrize("product, reason", [(Product, Reason.UNSEEN), (Half, Reason.HALF), (Bounded, Reason.UNSCALED)])
 @pytest.mark.parametrize("kind", ["function", "function in a condition", "function in a checkpoint", "function in a reentrant checkpoint"])
-def test_gradients_below_fp16_are_not_lost_in_bodies_that_see_them_unscaled(kind):
-    """The backward of an autograd Function sees true gradients: fp16 would flush those of a loss of 1e-7, and the plan says so."""
+def test_gradients_below_fp16_are_not_lost_in_a_backward_of_the_user(kind, product, reason):
+    """A linear one gets them scaled. Another sees them as they are: fp16 would flush those of a loss of 1e-7, and the plan says so."""
     torch.manual_seed(0)
-    model, x = Between(kind), data(6, 8)
-    (model(x).square().mean() * 1e-7).backward()
-    want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    plain, x = Between(kind, Product), data(6, 8)
+    (plain(x).square().mean() * 1e-7).backward()
+    want = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    model = Between(kind, product)
+    model.load_state_dict(plain.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     amp = amprewrite.rewrite(model, dtype="fp16", optimizer=optimizer)
-    model.zero_grad()
     (amp(x).square().mean() * 1e-7).backward()
     assert len(want) == 5
     for name, exact in want.items():
         assert error(model.get_parameter(name).grad, exact) < 5e-3, name
-    assert any(node.reason is Reason.UNSCALED and node.flops for region in amp.plan.regions for node in every(region))
+    assert any(node.reason is reason and node.flops for region in amp.plan.regions for node in every(region))
     low = amprewrite.plan(model, (x,), dtype="bf16")
-    assert set(heavy(low)) == {"low"}, "bf16 flushes nothing"
+    assert set(heavy(low)) <= {"low", "plain"}, "bf16 flushes nothing"
+
+
+def test_a_backward_that_flushes_gradients_and_is_not_linear_is_told():
+    torch.manual_seed(0)
+    model = Between("function", BoundedHalf)
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    with pytest.warns(AmpRewriteWarning, match="bwd_body_0 of graph0 computes in the low format itself.*; compute in fp32 or bf16 there"):
+        amp(data(6, 8)).square().mean().backward()
 
 
 def every(region):

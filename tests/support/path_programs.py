@@ -29,8 +29,13 @@ class Clip(torch.autograd.Function):
         return gradient.clamp(-2, 2)
 
 
+def product_gradients(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the operands of a product."""
+    return gradient @ weight.t(), x.t() @ gradient
+
+
 class Product(torch.autograd.Function):
-    """A product whose backward is written out: it sees the true gradient, however small that is."""
+    """A product whose backward is written out. It is linear, so a loss scale goes through it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -39,8 +44,15 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.t() @ gradient
+        return product_gradients(gradient, *ctx.saved_tensors)
+
+
+class Bounded(Product):
+    """A product whose backward is not linear: it sees the true gradient, however small that is."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return product_gradients(gradient.clamp(-(2.0**40), 2.0**40), *ctx.saved_tensors)
 
 
 def _linear(model: Generated, a: Tensor, b: Tensor) -> Tensor:
@@ -111,6 +123,7 @@ OTHERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "expand": lambda model, a, b: a.amax(-1, keepdim=True).expand(WIDTH, WIDTH),
     "clip": lambda model, a, b: Clip.apply(a),
     "product": lambda model, a, b: Product.apply(a, model.weight),
+    "bounded_product": lambda model, a, b: Bounded.apply(a, model.weight),
     "checkpoint_product": lambda model, a, b: checkpoint(lambda x: Product.apply(x, model.weight), a, use_reentrant=False),
     "hook": _hook,
     "checkpoint": _checkpoint,

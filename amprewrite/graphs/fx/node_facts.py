@@ -285,16 +285,6 @@ def _written_by_bodies(node: torch.fx.Node) -> list[torch.fx.Node]:
     return list(dict.fromkeys(found))
 
 
-def has_own_backward(node: torch.fx.Node) -> bool:
-    """Whether the gradient of the node's result passes through code of the user: an autograd Function, or a hook in a body."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    name = node.target.name()
-    return "autograd_function" in name or any(
-        has_own_backward(inner) or "register_hook" in str(inner.target) for body in bodies(node) for inner in body.graph.nodes
-    )
-
-
 def takes_gradients(graph: torch.fx.Graph) -> bool:
     """Whether the graph takes gradients itself: by torch.autograd, or by calling what torch.func.vjp gave outside of the transform."""
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):

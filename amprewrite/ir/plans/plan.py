@@ -124,6 +124,8 @@ class Candidate:
 
 LEFT = "left in fp32: "
 """How the note of a region begins that runs in fp32 whole."""
+FLUSHES = "computes in the low format itself, in a backward that the user wrote, on gradients that are not scaled: small ones become zero"
+"""The note of a body that loss scaling cannot help."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,12 @@ class RegionPlan:
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
+
+    @property
+    def flushes(self) -> tuple[str, ...]:
+        """The bodies that may lose small gradients, a sentence each."""
+        own = tuple(f"{body.name} of {self.name} {FLUSHES}" for body in self.bodies if FLUSHES in body.notes)
+        return own + tuple(text for body in self.bodies for text in body.flushes)
 
     def __str__(self) -> str:
         return "\n".join(map(printable, region_lines(self)))

@@ -2,6 +2,9 @@
 
 A higher-order op calls its bodies with tensors of its own choosing: slices of what is scanned, what a loop carries, gradients. So a
 body reads and gives fp32, as the graph around it does, whatever runs inside. A checkpoint's body alone may give low results.
+
+The backward of an autograd Function is code of the user. Where gradients are scaled it sees them as they are, unless its graph shows
+that it is linear: then a factor goes through it, as under GradScaler, and what the user computes in half precision there is not flushed.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.node_facts import example_value, has_own_backward, is_checkpoint
+from amprewrite.graphs.fx.node_facts import bodies, differentiable, example_value, is_checkpoint, tensors, written
+from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
+from amprewrite.tables.vocabulary import Reason
 
 KEPT = {
     "wrap_with_autocast": "the model's own autocast region decides there",
@@ -32,15 +37,75 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
                 yield node, str(held.target)
 
 
-def unscaled(node: torch.fx.Node, name: str) -> bool:
-    """Whether gradients pass the body `name` of `node` unscaled in a graph with loss scaling.
+def kept_high(node: torch.fx.Node, name: str) -> Reason | None:
+    """Why the body `name` of `node` stays high in a graph with loss scaling; None if it need not.
 
-    The backward of an autograd Function is code of the user and sees gradients as they are. What is around it in a body, such as that
-    of a condition, has a backward that nothing scales. Nothing is differentiated in the forward of an autograd Function.
+    No sample run shows what a backward that the user wrote reaches. What is around one in a body, such as that of a condition, has a
+    backward that nothing scales. Nothing is differentiated in the forward of an autograd Function.
     """
-    if "autograd_function" in str(node.target):
-        return bool(_graphs(node)) and name != str(_graphs(node)[0].target)
-    return has_own_backward(node)
+    function = "autograd_function" in str(node.target)
+    if function and _graphs(node) and name == str(_graphs(node)[0].target):
+        return None
+    if has_own_backward(node):
+        return Reason.UNSCALED
+    return Reason.UNSEEN if function else None
+
+
+def has_own_backward(node: torch.fx.Node) -> bool:
+    """Whether gradients of the node's result must be as they are: an autograd Function sees them, or a hook in a body."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    if "autograd_function" in node.target.name():
+        return not _backward_is_linear(node)
+    return any(has_own_backward(inner) or "register_hook" in str(inner.target) for body in bodies(node) for inner in body.graph.nodes)
+
+
+def _backward_is_linear(node: torch.fx.Node) -> bool:
+    """Whether the backward of an autograd Function, which reads the gradients of its results and then what was saved, is linear."""
+    if len(bodies(node)) != 2 or node.kwargs.get("dirty_idx"):
+        return False
+    (forward, backward), found = bodies(node), None
+    for given in forward.graph.find_nodes(op="output"):
+        found = given.args[0]
+    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], tuple | list):
+        return False
+    results = len(found[0]) if isinstance(found[0], tuple | list) else 1
+    inputs = backward.graph.find_nodes(op="placeholder")
+    return len(inputs) == results + len(found[1]) and _is_linear(backward.graph, set(inputs[:results]))
+
+
+def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
+    """Whether a factor of the nodes `scaled` comes out as that factor of all that the graph gives. What is not known to be is not."""
+    zeros: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            return all(leaf is None or leaf in scaled | zeros for leaf in tree_leaves(node.args))
+        targets = set(written(node))
+        if scaled.isdisjoint(node.all_input_nodes):
+            if targets & zeros:
+                return False
+            zeros |= {node} if op_name(node.target) in ops_with(Trait.MAKES_ZEROS) else set()
+        elif tensors(example_value(node)) or targets:
+            if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
+                return False
+            scaled.add(node)
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # sizes tell nothing of numbers
+            return False
+    return False
+
+
+def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set[torch.fx.Node]) -> bool:
+    """Whether `node`, which reads some of `scaled`, gives them times the same factor."""
+    row, leaves = find_op(op_name(node.target)), tree_leaves((node.args, node.kwargs))
+    floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]
+    if row is None or not all(map(differentiable, tensors(example_value(node)))) or node.kwargs.get("rounding_mode"):
+        return False
+    if row.traits & {Trait.LINEAR_IN_ALL, Trait.JOINS}:
+        numbers = [leaf for leaf in node.args if isinstance(leaf, int | float | complex)] if Trait.LINEAR_IN_ALL in row.traits else []
+        return all(leaf in scaled or leaf in zeros for leaf in floats) and not any(numbers)
+    if Trait.LINEAR_IN_EACH in row.traits:
+        return len(floats) <= 2 and sum(leaf in scaled for leaf in floats) == 1
+    return Trait.LINEAR_IN_FIRST in row.traits and node.args[0] in scaled and sum(leaf in scaled for leaf in floats) == 1
 
 
 def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
@@ -61,4 +126,4 @@ def _shape(node: torch.fx.Node) -> tuple[object, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-__all__ = ["KEPT", "inner_graphs", "operands", "unscaled"]
+__all__ = ["KEPT", "has_own_backward", "inner_graphs", "kept_high", "operands"]

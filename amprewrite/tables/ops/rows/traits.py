@@ -40,6 +40,17 @@ TRAITS: dict[Trait, str] = {
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
     Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
     Trait.IN_POLYNOMIALS: "add mul",
+    # how a factor of an operand comes out
+    Trait.MAKES_ZEROS: "zeros zeros_like",
+    Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
+    Trait.JOINS: "cat stack hstack vstack dstack column_stack index_add scatter_add",
+    Trait.LINEAR_IN_EACH: "mul linear matmul mm bmm mv dot outer inner einsum kron tensordot conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d",
+    Trait.LINEAR_IN_FIRST: "div neg positive sum mean cumsum clone contiguous repeat tile repeat_interleave roll rot90 flip fliplr flipud "
+    "tril triu trace gather index index_select take_along_dim masked_select diag_embed diag detach to type type_as float half bfloat16 "
+    "convert_element_type getitem view view_as reshape reshape_as flatten unflatten ravel squeeze unsqueeze permute transpose t movedim "
+    "expand expand_as broadcast_to as_strided unfold fold slice narrow select diagonal chunk split split_with_sizes tensor_split unbind "
+    "alias",
     Trait.RECURRENT: "lstm gru rnn_tanh rnn_relu",
     # padding
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
