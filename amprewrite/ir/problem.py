@@ -47,6 +47,8 @@ class Problem:
     """Whether loss scaling is built into the graph."""
     unscaled: str = ""
     """What in a graph with loss scaling has gradients pass this graph unscaled, "" for nothing: code of the user sees them."""
+    block_size: int = 0
+    """Elements of weights whose gradients may come back together; 0: the graph casts its weights itself."""
     fold_masks: Literal["", "fixed", "any"] = ""
     """Which attention masks may be dropped: none, those made of fixed sizes, or those that a call can tell as well."""
     masks: Mapping[str, Edit] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
 from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
+from amprewrite.graphs.fx.weights.linked_copies import block_size
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
@@ -43,7 +44,6 @@ from amprewrite.runtime.captured.region import Emitted, Region, scale_device
 from amprewrite.runtime.captured.weight_reads import weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
-from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, FUNCTORCH, own_autocast
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
@@ -103,7 +103,7 @@ class Session:
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, capturing them first where the inputs are new."""
-        refuse_ambient_autocast()
+        dynamo.refuse_ambient_autocast()
         dynamo.refuse_tracers()
         if self.options.frozen is not None and self.state.depth == 0:
             refuse_training(self.root, args, kwargs)
@@ -347,7 +347,7 @@ class Session:
     # -- capture ---------------------------------------------------------------------
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
-        refuse_ambient_autocast()
+        dynamo.refuse_ambient_autocast()
         self.warn_once(lost_masters(self.root))
         self.children = None
         stand_in_for_frozen(module.graph)
@@ -368,6 +368,8 @@ class Session:
         if captured.problem.scale_loss and takes_gradients(module.graph):
             captured.know(scale_loss=False)
             captured.note("its gradients are not scaled: it takes gradients itself")
+        if captured.problem.training and self._cache_of(entry, True) is not None:
+            captured.know(block_size=block_size())
         graphs.weights += known_weights(captured, example_inputs, self.root)
         return captured
 
@@ -387,7 +389,7 @@ class Session:
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
-        backend = dynamo.backward_apart(lookup_backend(self.options.backend)) if compiled else None
+        backend = dynamo.backward_apart(dynamo.lookup_backend(self.options.backend)) if compiled else None
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
@@ -408,21 +410,20 @@ class Session:
             return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
         problem = captured.problem
         grad = problem.training
-        outside = backend is None or not grad or self.options.cache_weights == "step"  # a compiler casts weights as it reads them
-        cache = self.cache if outside and self.options.cache_weights and not self._sharded() else None
+        cache = self._cache_of(entry, grad)
 
-        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any]) -> Emitted:
+        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Emitted:
             scales = self._scales(rewritten) if problem.scale_loss else ()
             reads = weight_reads(rewritten, inputs, self.root, problem.policy.low), copies_of(self, entry, rewritten, inputs, grad)
-            return emit(rewritten, [*inputs, *scales], backend, cache, grad), rewritten if scales else None, *reads
+            return emit(rewritten, [*inputs, *scales], backend, cache, grad, plan.gradient_blocks), rewritten if scales else None, *reads
 
-        region = Region(entry, plan, *emitted(rewritten, example_inputs))
+        region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
         if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(captured)
-                    region.become(plan, *emitted(rewritten, inputs))
+                    region.become(plan, *emitted(rewritten, inputs, plan))
                     self.agreement.join(plan, self.entries.values(), self.note)
 
             read_parts(captured)
@@ -439,6 +440,10 @@ class Session:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration = old | Calibration("", old.parameters, 1, regions)
             return self.calibration
+
+    def _cache_of(self, entry: Entry, training: bool) -> WeightCache | None:
+        """Where the graphs of an entry find copies of weights; None if they cast them themselves."""
+        return self.cache if self.options.casts_outside(entry.compiles, training) and not self._sharded() else None
 
     def _sharded(self) -> bool:
         """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
@@ -512,4 +517,4 @@ def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dic
     return session.call(session.entries[path], args, kwargs)
 
 
-__all__ = ["Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]
+__all__ = ["Entry", "Graphs", "Region", "Session", "enter"]
