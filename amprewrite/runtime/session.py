@@ -35,7 +35,7 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
 from amprewrite.passes.lower.emit import emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
-from amprewrite.runtime.ambient.suspend_modes import modes_aside
+from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
@@ -102,7 +102,7 @@ class Session:
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `entry` on its rewritten graphs, capturing them first where the inputs are new."""
+        """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
         dynamo.refuse_ambient_autocast()
         dynamo.refuse_tracers()
         if self.options.frozen is not None and self.state.depth == 0:
@@ -188,7 +188,7 @@ class Session:
         try:
             if torch._C._len_torch_dispatch_stack() == 0:
                 return graphs.compiled(*args, **kwargs)
-            with modes_aside():
+            with without_dispatch_modes():
                 return graphs.compiled(*args, **kwargs)
         except Exception as error:
             failed = dynamo.is_capture_error(error)
@@ -296,7 +296,7 @@ class Session:
             self.warn_fp32(message, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
+        """Dynamo ran original code. Say so, and give the next call a fresh start if that may help."""
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if own and not (switched_off or said):
@@ -471,7 +471,7 @@ class Session:
         self.notes[text] = None
 
     def cannot_read(self, path: str, why: str) -> None:
-        """A part that no capture can ever read."""
+        """List a part that no capture can ever read, and warn of it."""
         if Skipped(path, why) not in self.unreadable:
             self.unreadable.append(Skipped(path, why))
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)

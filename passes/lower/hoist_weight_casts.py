@@ -101,7 +101,7 @@ def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, froze
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
-    """The parameter that `node` casts, where it can be hoisted."""
+    """The parameter that `node` casts, if it can be hoisted."""
     crosses = training and node.target is unscale_gradient
     copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
     if not node.meta.get("weight") or not (crosses or copies):

@@ -195,12 +195,12 @@ class ModelPlan:
     # -- reading ------------------------------------------------------------
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
-        """All nodes; names carry the region's where there are several."""
+        """All nodes; names carry the region's if there are several."""
         return tuple(node for _, node in self._named())
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All casts; names carry the region's where there are several."""
+        """All casts; names carry the region's if there are several."""
         if len(self.regions) == 1:
             return self.regions[0].casts
         return tuple(
@@ -216,7 +216,7 @@ class ModelPlan:
                 yield region, replace(node, name=f"{region.name}/{node.name}") if several else node
 
     def find(self, name: str) -> tuple[NodePlan, ...]:
-        """Nodes called `name`, or all nodes of the module path `name`. PlanError with near misses where there are none."""
+        """Nodes called `name`, or all nodes of the module path `name`. PlanError with near misses if there are none."""
         named = list(self._named())
         hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
         hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]

@@ -20,7 +20,7 @@ MOST_HEAVY = 8
 
 
 def explain(plan: ModelPlan, name: str = "") -> str:
-    """Sentences about a node, a module, or the whole plan where no name is given.
+    """Sentences about a node, a module, or the whole plan if no name is given.
 
     PlanError with near misses where nothing is called so.
     """
@@ -57,7 +57,7 @@ def bare_name(plan: ModelPlan, node: NodePlan) -> str:
 
 
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
-    """What it runs in and why, its casts, and what would change it: checked where `asked` can decide again."""
+    """What it runs in and why, its casts, and what would change it: checked if `asked` can decide again."""
     bare, region = bare_name(plan, node), region_of(plan, node)
     lines = [node.sentence()]
     if is_heavy_high(node):

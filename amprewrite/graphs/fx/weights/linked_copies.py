@@ -77,7 +77,7 @@ class LinkedCopies:
 
 
 def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
-    """One copy, with torch's own derivatives where there is no scale."""
+    """One copy, with torch's own derivatives if there is no scale."""
     if inverse is not None and dtype == weight.dtype and not layout:
         return unscale_gradient(weight, inverse)
     return pad_cast(weight, dtype, layout, inverse)
