@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "bits-of-low-values", "x.view(torch.int32) reads the bits of a low value", ("programs",), ('bits', 'linear'),
-        (("amprewrite/graphs/fx/node_facts.py", 'BIT_VIEWS = {"view", "view_copy"}', "BIT_VIEWS: set[str] = set()"),),
+        (("amprewrite/graphs/fx/node_facts.py", "BIT_VIEWS = ops_with(Trait.READS_BITS)", "BIT_VIEWS: frozenset[str] = frozenset()"),),
     ),
     Mutant(
         "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
