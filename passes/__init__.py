@@ -34,6 +34,7 @@ from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.plan.plan_casts import PlanCasts
 from amprewrite.passes.plan.plan_clamps import PlanClamps
 from amprewrite.passes.plan.plan_constants import PlanConstants
+from amprewrite.passes.plan.plan_gradient_blocks import PlanGradientBlocks
 from amprewrite.passes.plan.plan_masks import PlanMasks
 from amprewrite.passes.plan.plan_norm_weights import PlanNormWeights
 from amprewrite.passes.plan.plan_pads import PlanPads
@@ -68,6 +69,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
     PlanClamps(),  # constants beyond the low range become its ends
     PlanNormWeights(),  # a CPU's norms without weights keep their statistics in fp32, as others do
+    PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
 BY_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintByCost(), DeclineSmallGraphs())

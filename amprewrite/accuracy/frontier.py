@@ -190,7 +190,7 @@ def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
 
 
 def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) -> None:
-    """PolicyError if what is asked for makes no sense."""
+    """Raise PolicyError if what is asked for makes no sense."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and not is_word(accuracy, "autocast"):
@@ -213,7 +213,7 @@ def _low_of(trial: Trial) -> Format:
 
 
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:
-    """AccuracyError for a tolerance below the error that a last-bit change of weights and inputs makes in fp32 itself."""
+    """Raise AccuracyError for a tolerance below the error that a last-bit change of weights and inputs makes in fp32 itself."""
     generator = torch.Generator().manual_seed(0)
 
     def nudged(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model captured as `rewrite` captures it, whose graphs are then run in any manner: watched, rounded, with gradients taken.
+"""A model captured as `rewrite` captures it, whose graphs are then run by any runner: watched, rounded, with gradients taken.
 
 Calibration, the search for an accuracy and the sensitivity report all stand on this: graphs and nodes are those of the plan.
 """
@@ -31,9 +31,9 @@ Forward = Callable[[nn.Module, Any], Any]
 
 
 class _TrialSession(Session):
-    """Captures as any rewritten model does, and leaves the running of each graph to the trial's manner of the moment."""
+    """Captures as any rewritten model does, and has each graph run by the trial's runner of the moment."""
 
-    manner: GraphRunner | None = None
+    runner: GraphRunner | None = None
 
     def _rewritten(self, graphs: Graphs, module: CapturedGraph, example_inputs: list[Any]) -> Region:
         captured = self.read_region(graphs, module, example_inputs)
@@ -46,13 +46,13 @@ class _TrialSession(Session):
         plan = RegionPlan(name=problem.name, nodes=(), casts=(), training=problem.training, entry=problem.entry)
 
         def run(*inputs: Any) -> Any:
-            assert self.manner is not None, "a trial model runs in trials alone"
-            return self.manner(captured, inputs)
+            assert self.runner is not None, "a trial model runs in trials alone"
+            return self.runner(captured, inputs)
 
         return Region(graphs.entry, plan, run)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """What is left out is told when the model is rewritten."""
+        """Warn of nothing: what is left out is told when the model is rewritten."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +76,24 @@ class Trial:
         self.graphs: dict[int, Captured] = {}
         """Every graph that has run so far, in order."""
 
-    def run(self, batch: Any, manner: GraphRunner) -> Any:
-        """The model's result on one batch, its graphs run in this manner."""
+    def run(self, batch: Any, runner: GraphRunner) -> Any:
+        """The model's result on one batch, its graphs run by `runner`."""
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
 
         def noted(captured: Captured, inputs: tuple[Any, ...]) -> Any:
             self.graphs.setdefault(id(captured), captured)
-            return manner(captured, inputs)
+            return runner(captured, inputs)
 
-        session.manner = noted
+        session.runner = noted
         try:
             with state_kept(self.amp):
                 return self.forward(self.amp, batch)
         finally:
-            session.manner = None
+            session.runner = None
 
     def check_captured(self) -> None:
-        """CalibrationError if no graph of the model has run."""
+        """Raise CalibrationError if no graph of the model has run."""
         if not self.graphs:
             why = "; ".join(str(part) for part in session_of(self.amp).left_out) or "it has no op that Dynamo captures"
             raise CalibrationError(f"nothing of {self.name} could be captured, so nothing can be measured: {why}")
@@ -106,7 +106,7 @@ def _is_no_list(batches: Any) -> bool:
 
 # -- batches --------------------------------------------------------------------------------
 def call_on(model: nn.Module, batch: Any) -> Any:
-    """A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument."""
+    """Call the model on a batch: a mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument."""
     if isinstance(batch, Call):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):

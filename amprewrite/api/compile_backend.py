@@ -79,7 +79,7 @@ class Compiled:
         self._session.attach(optimizer_inside(optimizer), copies)
 
     def check_patterns(self) -> None:
-        """PolicyError if a pattern of `overrides` or `pad` matches no module: torch.compile shows a part of a model at a time."""
+        """Raise PolicyError if a pattern of `overrides` or `pad` matches no module; call it once all parts were captured."""
         check_patterns(self._session.options, self._session.root)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from amprewrite.report.cast_plan import CastPlan, PendingPlan
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, session_of
-from amprewrite.runtime.model.weights.freezing import check_freezable, freeze_weights, start_afresh, thaw, warn_of_optimizers
+from amprewrite.runtime.model.weights.freezing import check_freezable, freeze_weights, recapture_all, thaw, warn_of_optimizers
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
 from amprewrite.tables.errors import AmpRewriteWarning, EmitError, PlanError, PolicyError
@@ -103,7 +103,7 @@ class Rewritten(RewrittenBase):
             regions = [region for entry in list(session.entries.values()) for region in entry.graphs.regions]
             if not regions:
                 raise PlanError("freeze() goes by captured graphs, and there are none: call the model first, or amp.freeze(inputs)")
-            start_afresh(self, session, freeze_weights(self, [region.copies for region in regions]))
+            recapture_all(self, session, freeze_weights(self, [region.copies for region in regions]))
             if called:
                 capture_now(self, args, kwargs)
 
@@ -141,7 +141,7 @@ class Rewritten(RewrittenBase):
 
 
 def load_onnx_support() -> ModuleType:
-    """amprewrite.api.onnx.convert, which needs the onnx extra; EmitError with the install line where that is missing."""
+    """amprewrite.api.onnx.convert, which needs the onnx extra; EmitError with the install line if that is missing."""
     try:
         from amprewrite.api.onnx import convert
     except ImportError as error:

@@ -59,7 +59,7 @@ def rewrite(
     strict: bool = False,
     inplace: bool = False,
 ) -> M:
-    """A mixed-precision twin of `model`: same class, same Parameters and buffers, fp32 in and out.
+    """A mixed-precision clone of `model`: same class, same Parameters and buffers, fp32 in and out.
 
     Nothing is captured until the first call, which captures with the real inputs; `example_inputs` (and `example_kwargs`)
     capture at once, so that `amp.plan` is there. The original is left as it is.
@@ -181,6 +181,8 @@ def measured_options(
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What sample batches say of the model: the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
+    if calibration is None and all(each is None for each in target):
+        return {}
     from amprewrite.accuracy.calibrate import calibrate
     from amprewrite.accuracy.frontier import check_target, search
     from amprewrite.accuracy.strict.metric import parse_metric
@@ -269,7 +271,7 @@ def checked_options(
 
 
 def check_patterns(options: Options, module: nn.Module) -> None:
-    """PolicyError if a pattern of the options matches no module of the model."""
+    """Raise PolicyError if a pattern of the options matches no module of the model."""
     paths = [path for path, _ in module.named_modules()]
     Policy(options.low or LOW_FORMATS[1], overrides=options.overrides).check_modules(paths)
     options.pad.check_modules(paths)

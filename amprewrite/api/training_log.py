@@ -67,7 +67,7 @@ class TrainingLog:
         return record
 
     def close(self) -> None:
-        """Close the file; the writer is the caller's."""
+        """Close the file, if the log opened one; the writer is the caller's."""
         if self._file is not None:
             self._file.close()
 

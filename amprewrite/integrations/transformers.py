@@ -147,7 +147,7 @@ class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _refuse_own_precision(args: Any) -> None:
-    """PolicyError if the Trainer would put torch.autocast or torch.compile around the rewritten model."""
+    """Raise PolicyError if the Trainer would put torch.autocast or torch.compile around the rewritten model."""
     for row in LOW_FORMATS:
         if getattr(args, row.name, False):
             default = " (TRL's default)" if "trl" in type(args).__module__ else ""

@@ -41,7 +41,7 @@ _CONVERSIONS = ops_with(Trait.CONVERTS)
 
 
 class Timings(Protocol):
-    """Measured seconds, forward; None where there is no measurement."""
+    """Measured seconds, forward; None if there is no measurement."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None: ...
 
@@ -66,7 +66,7 @@ class CostModel:
 
     @property
     def time(self) -> CostModel:
-        """Time alone: what a pass is said to take."""
+        """The same prices without that of memory: seconds that are shown to users are taken from these."""
         return replace(self, memory=0.0)
 
     @property
@@ -120,7 +120,7 @@ class CostModel:
         return round(self.training * self._cast(node, True))
 
     def mixed_read(self, node: OpNode) -> int:
-        """What reading a low value as it is costs the kernels without gradients that `mixes`: they are a little slower."""
+        """Ticks that kernels lose without gradients by reading this low value as it is beside a high one (see `mixes`)."""
         return 0 if self.training >= 1 else round((1 - self.training) * MIXING * self._cast(node, False))
 
 

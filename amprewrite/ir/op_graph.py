@@ -81,7 +81,7 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """Operands with dims that the op's kernel promotes itself where their formats differ."""
+        """Operands with dims that the op's kernel promotes itself if their formats differ."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
@@ -155,14 +155,14 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """The operand of a promoting op that is cast where it runs high and all arrive low: the smallest, the first on a tie."""
+    """The operand of a promoting op that is cast if it runs high and all arrive low: the smallest, the first on a tie."""
     return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 
 
 def resolved(
     node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]
 ) -> Iterator[tuple[Operand, Colour]]:
-    """For each operand of `node` run in `colour`: the colour it must arrive in, where that differs from what it is.
+    """For each operand of `node` run in `colour`: the colour it must arrive in, if that differs from what it is.
 
     A promoting op that runs high keeps low operands as they are beside a high one with dims; where all are low its anchor is
     cast, and promotion does the rest.

@@ -49,6 +49,8 @@ class Problem:
     """Whether loss scaling is built into a graph around this one."""
     kept_high: tuple[Reason, str] | None = None
     """Why all of this graph stays high, and the op that it is inside of; None if it need not."""
+    block_size: int = 0
+    """Elements of weights whose gradients may come back together; 0: the graph casts its weights itself."""
     fold_masks: Literal["", "fixed", "any"] = ""
     """Which attention masks may be dropped: none, those made of fixed sizes, or those that a call can tell as well."""
     masks: Mapping[str, Edit] = field(default_factory=dict)

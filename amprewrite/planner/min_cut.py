@@ -54,7 +54,7 @@ class Network:
         return self.size - 1
 
     def arc(self, tail: int, head: int, capacity: int) -> None:
-        """Cutting `head` off from `tail` costs `capacity`; INFINITE forbids it."""
+        """Add an arc: cutting `head` off from `tail` costs `capacity`, and INFINITE forbids it."""
         if tail != head and capacity:
             self.tails.append(tail)
             self.heads.append(head)

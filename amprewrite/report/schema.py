@@ -61,6 +61,7 @@ MEANING = {
     "saturate": "whether values are clamped to the range first",
     "weight": "whether it copies a parameter",
     "write_version": "in-place writes that the value had seen",
+    "gradient_blocks": "weights that share an autograd node: their gradients come back together",
     "pads": "what is padded",
     "pads.regions": "groups of dims that were considered, padded or not",
     "pads.values": "results that come out padded",

@@ -46,6 +46,11 @@ class Options:
     frozen: tuple[str, ...] | None = None
     """Names of the fp32 parameters of a frozen model that took gradients before; None: not frozen."""
 
+    def casts_outside(self, compiles: bool, training: bool) -> bool:
+        """Whether copies of weights are made outside the graphs. A compiler casts weights as it reads them, but where copies are kept."""
+        inside = compiles and self.backend != "eager" and training and self.cache_weights != "step"
+        return bool(self.cache_weights) and not inside
+
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str) -> Policy:
     """The policy of these options on a device; `note` is told if it gains nothing. `kept`: how long low copies of weights are kept."""

@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
 from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
+from amprewrite.graphs.fx.weights.linked_copies import block_size
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
@@ -34,7 +35,7 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
 from amprewrite.passes.lower.emit import emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
-from amprewrite.runtime.ambient.suspend_modes import modes_aside
+from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
@@ -43,7 +44,6 @@ from amprewrite.runtime.captured.region import Emitted, Region, scale_device
 from amprewrite.runtime.captured.weight_reads import weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
-from amprewrite.runtime.compiler.dynamo import lookup_backend, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, FUNCTORCH, own_autocast
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
@@ -102,8 +102,8 @@ class Session:
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `entry` on its rewritten graphs, capturing them first where the inputs are new."""
-        refuse_ambient_autocast()
+        """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
+        dynamo.refuse_ambient_autocast()
         dynamo.refuse_tracers()
         if self.options.frozen is not None and self.state.depth == 0:
             refuse_training(self.root, args, kwargs)
@@ -188,7 +188,7 @@ class Session:
         try:
             if torch._C._len_torch_dispatch_stack() == 0:
                 return graphs.compiled(*args, **kwargs)
-            with modes_aside():
+            with without_dispatch_modes():
                 return graphs.compiled(*args, **kwargs)
         except Exception as error:
             failed = dynamo.is_capture_error(error)
@@ -296,7 +296,7 @@ class Session:
             self.warn_fp32(message, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Dynamo ran original code. Say so, and give the next call a fresh start where that may help."""
+        """Dynamo ran original code. Say so, and give the next call a fresh start if that may help."""
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if own and not (switched_off or said):
@@ -347,7 +347,7 @@ class Session:
     # -- capture ---------------------------------------------------------------------
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         """Decide, edit, emit. A graph that cannot be rewritten stays fp32 and says so; strict raises."""
-        refuse_ambient_autocast()
+        dynamo.refuse_ambient_autocast()
         self.warn_once(lost_masters(self.root))
         self.children = None
         stand_in_for_frozen(module.graph)
@@ -368,6 +368,8 @@ class Session:
         if captured.problem.scale_loss and takes_gradients(module.graph):
             captured.know(scale_loss=False)
             captured.note("its gradients are not scaled: it takes gradients itself")
+        if captured.problem.training and self._cache_of(entry, True) is not None:
+            captured.know(block_size=block_size())
         graphs.weights += known_weights(captured, example_inputs, self.root)
         return captured
 
@@ -387,7 +389,7 @@ class Session:
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
-        backend = dynamo.backward_apart(lookup_backend(self.options.backend)) if compiled else None
+        backend = dynamo.backward_apart(dynamo.lookup_backend(self.options.backend)) if compiled else None
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
@@ -410,21 +412,20 @@ class Session:
             return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
         problem = captured.problem
         grad = problem.training
-        outside = backend is None or not grad or self.options.cache_weights == "step"  # a compiler casts weights as it reads them
-        cache = self.cache if outside and self.options.cache_weights and not self._sharded() else None
+        cache = self._cache_of(entry, grad)
 
-        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any]) -> Emitted:
+        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Emitted:
             scales = self._scales(rewritten) if problem.scale_loss else ()
             reads = weight_reads(rewritten, inputs, self.root, problem.policy.low), copies_of(self, entry, rewritten, inputs, grad)
-            return emit(rewritten, [*inputs, *scales], backend, cache, grad), rewritten if scales else None, *reads
+            return emit(rewritten, [*inputs, *scales], backend, cache, grad, plan.gradient_blocks), rewritten if scales else None, *reads
 
-        region = Region(entry, plan, *emitted(rewritten, example_inputs))
+        region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
         if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(captured)
-                    region.become(plan, *emitted(rewritten, inputs))
+                    region.become(plan, *emitted(rewritten, inputs, plan))
                     self.agreement.join(plan, self.entries.values(), self.note)
 
             read_parts(captured)
@@ -441,6 +442,10 @@ class Session:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
             self.calibration = old | Calibration("", old.parameters, 1, regions)
             return self.calibration
+
+    def _cache_of(self, entry: Entry, training: bool) -> WeightCache | None:
+        """Where the graphs of an entry find copies of weights; None if they cast them themselves."""
+        return self.cache if self.options.casts_outside(entry.compiles, training) and not self._sharded() else None
 
     def _sharded(self) -> bool:
         """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""
@@ -468,7 +473,7 @@ class Session:
         self.notes[text] = None
 
     def cannot_read(self, path: str, why: str) -> None:
-        """A part that no capture can ever read."""
+        """List a part that no capture can ever read, and warn of it."""
         if Skipped(path, why) not in self.unreadable:
             self.unreadable.append(Skipped(path, why))
         self.warn_fp32(f"{type(self.root).__name__}.{path} runs in fp32: {why}", why)
@@ -514,4 +519,4 @@ def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dic
     return session.call(session.entries[path], args, kwargs)
 
 
-__all__ = ["Entry", "Region", "Session", "enter", "lookup_backend", "parameter_names", "refuse_ambient_autocast"]
+__all__ = ["Entry", "Graphs", "Region", "Session", "enter"]

@@ -84,7 +84,7 @@ def insert_cast(
 
 
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
-    """Where to copy `value` for `user`: before it, or where that is the output, before the grad mode that made `value` ends."""
+    """Where to copy `value` for `user`: before it, or if that is the output, before the grad mode that made `value` ends."""
     if user.op != "output":
         return user
     place, node = user, user.prev

@@ -131,7 +131,7 @@ def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
 
 
 def _sizes(run: _Insertion, call: Call, node: torch.fx.Node, name: str) -> None:
-    """Sizes after the input, spread or as one tuple: physical where a dim is padded. -1 keeps its meaning elsewhere."""
+    """Sizes after the input, spread or as one tuple: physical if a dim is padded. -1 keeps its meaning elsewhere."""
     grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
     if not grown:
         return
@@ -150,7 +150,7 @@ def _view(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _zeros(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Sizes from the first argument on; after a tensor where it is `new_zeros`."""
+    """Sizes from the first argument on; after a tensor if it is `new_zeros`."""
     grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
     if not grown:
         return

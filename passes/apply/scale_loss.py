@@ -65,7 +65,7 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bool:
-    """Edit `graph`, in which `weights` are the parameters and `high` the nodes that do not run low.
+    """Scale the gradients inside `graph`: `weights` are its parameters, `high` the nodes that do not run low.
 
     False if nothing is differentiable (the two inputs come all the same).
     """

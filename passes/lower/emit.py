@@ -33,11 +33,12 @@ def emit(
     backend: CompiledFn | None,
     cache: WeightCache | None,
     training: bool = False,
+    blocks: Sequence[Sequence[str]] = (),
 ) -> CompiledFn:
     """The callable for an edited graph: its own generated code, or what `backend` makes of it.
 
     `example_inputs` are those of the captured graph and of what passes added to it. Copies from `cache` replace the weight
-    casts; `training` says that the graph was captured with gradients.
+    casts; `training` says that the graph was captured with gradients, `blocks` which weights share an autograd node then.
     """
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
@@ -57,7 +58,7 @@ def emit(
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
     if cache is None or not hoisted:
         return run
-    return with_linked_weights(run, hoisted, cache, module) if training else with_cached_weights(run, hoisted, cache)
+    return with_linked_weights(run, hoisted, cache, module, blocks) if training else with_cached_weights(run, hoisted, cache)
 
 
 def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

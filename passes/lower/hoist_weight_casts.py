@@ -10,7 +10,8 @@ Copies are made before the graph runs. So the casts of a parameter that the grap
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target
-from amprewrite.graphs.fx.node_facts import example_value, memory_of, written
+from amprewrite.graphs.fx.node_facts import NODE, example_value, memory_of, written
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
@@ -100,7 +101,7 @@ def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, froze
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
-    """The parameter that `node` casts, where it can be hoisted."""
+    """The parameter that `node` casts, if it can be hoisted."""
     crosses = training and node.target is unscale_gradient
     copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
     if not node.meta.get("weight") or not (crosses or copies):
@@ -165,12 +166,22 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     return call
 
 
-def with_linked_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule) -> CompiledFn:
-    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient."""
-    names = [node.target for node in module.graph.find_nodes(op="placeholder")]
+def with_linked_weights(
+    run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule, blocks: Sequence[Sequence[str]]
+) -> CompiledFn:
+    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient.
+
+    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own.
+    """
+    inputs = module.graph.find_nodes(op="placeholder")
+    names = [node.target for node in inputs]
     inverse = names.index(INVERSE) if INVERSE in names else None
     places, dtypes, layouts = zip(*hoisted, strict=True)
-    linked = LinkedCopies(dtypes, layouts, cache)
+    of = {name: number for number, block in enumerate(blocks) for name in block}
+    shared: dict[Any, list[int]] = defaultdict(list)
+    for at, place in enumerate(places):
+        shared[of.get(inputs[place].meta.get(NODE), (at,))].append(at)
+    linked = LinkedCopies(dtypes, layouts, cache, tuple(shared.values()))
 
     def call(*inputs: Any) -> Any:
         return run(*inputs, *linked.take([inputs[place] for place in places], None if inverse is None else inputs[inverse]))

@@ -27,7 +27,7 @@ class Tidy(Pass[RegionPlan, EditedGraph]):
 
 
 def remove_idle_conversions(graph: torch.fx.Graph) -> int:
-    """Drop `x.to(dtype)` where x has that dtype already; number of nodes removed. Needs example values."""
+    """Drop `x.to(dtype)` if x has that dtype already; number of nodes removed. Needs example values."""
     removed = 0
     for node in list(graph.nodes):
         if node.op == "call_method" and op_name(node.target) in CONVERSIONS and _is_idle(node):

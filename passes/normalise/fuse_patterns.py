@@ -68,15 +68,15 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
     units = list(find_patterns(module.graph, lists))
     if not units:
         return module
-    copied, twin = copy_graph(module)
+    copied, copy_of = copy_graph(module)
     for unit in units:
-        end = twin[unit.end]
-        args = torch.fx.map_arg((unit.args, unit.kwargs), twin.__getitem__)
+        end = copy_of[unit.end]
+        args = torch.fx.map_arg((unit.args, unit.kwargs), copy_of.__getitem__)
         with copied.graph.inserting_before(end):
             call = copied.graph.call_function(unit.target, *args)
         call.meta = dict(end.meta)
         end.replace_all_uses_with(call)
-        for node in sorted((twin[node] for node in unit.inside | {unit.end}), reverse=True):
+        for node in sorted((copy_of[node] for node in unit.inside | {unit.end}), reverse=True):
             copied.graph.erase_node(node)
     copied.recompile()
     gathered: torch.fx.GraphModule = copied

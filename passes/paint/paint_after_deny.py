@@ -35,7 +35,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
 
 
 def paint_after_deny(problem: Problem, decisions: Decisions, past_bounded: bool) -> None:
-    """Breadth first from all denied ops at once: the cause of a node is the nearest denied op, the first by order on a tie."""
+    """Paint what follows a denied op high, breadth first: its cause is the nearest denied op, the first by order on a tie."""
     reaches = _clear_ops_before_infer(problem.graph)
     roots = [node.name for node in problem.graph if _denied(decisions, node) and (past_bounded or _spreads(node))]
     queue = deque((root, root) for root in roots)

@@ -21,7 +21,7 @@ class PaintTies(Pass[Problem, Decisions]):
 
 
 def paint_ties(problem: Problem, decisions: Decisions) -> None:
-    """One colour for every tie: high where one member is high, else low where one is low, else left open."""
+    """Give every tie one colour: high if one member is high, else low if one is low, else left open."""
     for members in problem.graph.precision_groups().values():
         painted = [name for name in members if name in decisions.paints]
         high = next((name for name in painted if decisions.paints[name].colour is Colour.HIGH), None)

@@ -55,7 +55,7 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
-    """Let promoting ops that run high read the high copy of a low operand, where there is one."""
+    """Let promoting ops that run high read the high copy of a low operand, if there is one."""
     for node in problem.graph:
         for operand in node.promoted if colours[node.name] is Colour.HIGH else ():
             readers = users.get((operand.value, FP32.name, operand.write_version))

@@ -40,7 +40,7 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
-    """The padding of one graph; an empty plan where none is asked for, with the reasons where some is declined."""
+    """The padding of one graph; an empty plan if none is asked for, with the reasons if some is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
     if problem.given is not None and problem.given.casts:  # one that was edited has neither casts nor pads
@@ -143,7 +143,7 @@ def _rule(problem: Problem, name: str) -> PadRule:
 
 @dataclass
 class _Chooser:
-    """Chooses by gain where `pad=` says auto or measure, and whatever it costs where it says always."""
+    """Chooses by gain if `pad=` says auto or measure, and whatever it costs if it says always."""
 
     problem: Problem
     regions: Regions
@@ -163,7 +163,7 @@ class _Chooser:
         self.prices = Prices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
 
     def choose(self, wants: list[Want]) -> None:
-        """Cut. Wants that cannot or need not be met get a reason in `why`."""
+        """Choose what is padded by a cut. Wants that cannot or need not be met get a reason in `why`."""
         asked, weighed = [], []
         by_call: dict[str, list[Want]] = defaultdict(list)
         for want in wants:
@@ -184,7 +184,7 @@ class _Chooser:
         self.regions.cut(asked, weighed, self.gains, self.prices)
 
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
-        """Seconds a step saves when all of `wants` are met; 0, with a reason, where none should be."""
+        """Seconds a step saves when all of `wants` are met; 0, with a reason, if none should be."""
         if not self.model.gains and mode == "auto":
             self.why[call] = f"{self.model.device.name} gains nothing from aligned ones"
             return 0.0

@@ -68,7 +68,7 @@ class WeighPlans(Pass[Problem, Decisions]):
 
 
 def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
-    """Say so where a call without gradients makes copies of weights anew."""
+    """Say so if a call without gradients makes copies of weights anew."""
     if problem.training or problem.costs.cached_weights:
         return
     if any(cast.weight for cast in decisions.casts):
@@ -76,7 +76,7 @@ def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
 
 
 def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-    """Say so where a plan of this graph alone would be cheaper than one that fits all graphs of the model."""
+    """Say so if a plan of this graph alone would be cheaper than one that fits all graphs of the model."""
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return

@@ -64,7 +64,7 @@ class Risks:
 
 
 def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
-    """What is at risk, by node, with the evidence. `values` are the ranges seen, by node; {} where there are none."""
+    """What is at risk, by node, with the evidence. `values` are the ranges seen, by node; {} if there are none."""
     low, risks = problem.policy.low, Risks()
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:

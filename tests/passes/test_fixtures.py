@@ -129,6 +129,7 @@ def _written(decisions: Decisions) -> list[str]:
         *(f"cast    {cast}" for cast in decisions.casts),
         *(f"pad     {region}" for region in decisions.pads.regions),
         *(f"edit    {edit}" for edit in decisions.edits),
+        *(f"block   {' '.join(block)}" for block in decisions.gradient_blocks),
         *(f"weighed {each.name}, {each.casts} casts" for each in decisions.candidates),
         *(f"note    {note}" for note in decisions.notes),
     ]

@@ -12,7 +12,7 @@ from pad_help import OddCNN, OddMLP, TinyGPT, ids, noise
 from torch import nn
 
 import amprewrite
-from amprewrite.ir.policies.pad_policy import MULTIPLES, parse_pad
+from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan.plan_pads import PlanPads
@@ -78,10 +78,6 @@ def test_every_padded_dim_of_a_region_has_its_size(capture: Capture) -> None:
 @pytest.mark.parametrize("size, share", [(8, 1.0), (4, 0.75), (6, 0.55), (7, 0.4), (50257, 0.4), (50264, 1.0)])
 def test_efficiency_follows_the_bytes_of_a_row(size: int, share: float) -> None:
     assert efficiency(size, 2) == share
-
-
-def test_multiples_by_format() -> None:
-    assert MULTIPLES == {"fp16": 8, "bf16": 8, "tf32": 4, "fp8": 16, "int8": 16}
 
 
 def test_a_product_bound_by_bytes_gains_nothing() -> None:

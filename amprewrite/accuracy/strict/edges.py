@@ -24,7 +24,7 @@ Edges = dict[tuple[str, str], float]
 
 
 class EdgeProbe:
-    """A manner of running graphs: in fp32, with an alias for every edge, whose gradients add up in `edges`."""
+    """Runs graphs in fp32 and collects in `edges` the gradient of every edge: what one reader sends back to one value."""
 
     def __init__(self, low: Format) -> None:
         self.low, self.weight = low, 0.0
@@ -47,7 +47,7 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """The same tensor, whose gradient is that of one reader."""
+        """A view of `tensor` for one reader; the squared error that rounding it there would cause is added to `edges` in backward."""
         if not (tensor.requires_grad and tensor.dtype == torch.float32 and tensor.layout == torch.strided):
             return tensor
         alias = tensor.view_as(tensor)

@@ -93,7 +93,7 @@ def measure(
     exact: list[torch.Tensor] | None,
     limit: float = math.inf,
 ) -> Row:
-    """Compare a result with what it was before rounding and with the fp32 run; `limit` clamps both where the plan saturates."""
+    """Compare a result with what it was before rounding and with the fp32 run; `limit` clamps both if the plan saturates."""
     if math.isfinite(limit):
         before = [saturate(t, limit) for t in before]
         exact = None if exact is None else [saturate(t, limit) for t in exact]
@@ -125,7 +125,7 @@ def floats(value: Any) -> list[torch.Tensor]:
 # -- one graph and one run of it -----------------------------------------------------------------
 @dataclass
 class StrictRegion:
-    """A captured fp32 graph with its plan."""
+    """A captured fp32 graph with the plan that it is rounded by."""
 
     captured: Captured
     plan: RegionPlan
@@ -293,7 +293,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return replace(row, module=planned.module, source=planned.source)
 
     def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
-        """A rounded fp32 tensor. What an op wrote in place is rounded in place; where nothing changes the very tensor is kept,
+        """A rounded fp32 tensor. What an op wrote in place is rounded in place; if nothing changes the very tensor is kept,
         for it may be a view of another."""
         if not is_fp32(value):
             return value

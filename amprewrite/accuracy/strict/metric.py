@@ -143,12 +143,12 @@ def parse_metric(metric: Any) -> Metric:
 
 
 def kept(output: Any) -> Any:
-    """A model's output with tensors of its own."""
+    """A copy of a model's output that shares no memory with it."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def check_reference(outputs: Sequence[Tensor], name: str, index: int) -> None:
-    """CalibrationError if there is nothing to compare plans with."""
+    """Raise CalibrationError if there is nothing to compare plans with."""
     if not outputs:
         raise CalibrationError(f"{name} gives no floating tensor for batch {index}: there is no error to measure")
     if any(bool(t.isnan().any()) for t in outputs):

@@ -1,6 +1,6 @@
 """A rewritten model under the strict interpreter: captured anew, run once unrounded, then rounded as often as asked.
 
-1. Capture the plain twin as the rewritten model is captured, and decide each region's plan anew: at run time nothing is
+1. Capture the plain clone as the rewritten model is captured, and decide each region's plan anew: at run time nothing is
    kept for this.
 2. Run it unrounded and keep every result; with `backward`, the gradient of a loss at every low result, too.
 3. `rounded` runs it as planned, perhaps with some nodes kept high, and gives a row for every result, copy and gradient.
@@ -177,7 +177,7 @@ class StrictRun:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The output's `loss` where it has one, the output where it is a number already, else the mean squares of all of it."""
+    """The output's `loss` if it has one, the output if it is a number already, else the mean squares of all of it."""
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():
         return own

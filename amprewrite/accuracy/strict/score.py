@@ -28,13 +28,13 @@ class _Unmeasured(StrictInterpreter):
 
 
 def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
-    """A manner of running graphs: as they were captured, in fp32."""
+    """Run a graph on real inputs as it was captured, in fp32 and without gradients."""
     with torch.no_grad():
         return captured.module(*inputs)
 
 
 class RoundedRunner:
-    """A manner of running graphs: in fp32, rounded wherever the plan says low. Each graph is planned when it first runs.
+    """Runs graphs in fp32 and rounds wherever the plan says low. It plans each graph when that first runs.
 
     `prepare` gives the graph to decide: the same one told what to keep high, or one read by other lists.
     """
@@ -75,6 +75,6 @@ def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]
     return results
 
 
-def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], manner: GraphRunner, metric: Metric) -> float:
-    """The error of the outputs over all batches; inf where they overflow or change shape."""
-    return metric.over([metric.error(wanted, trial.run(batch, manner)) for batch, wanted in zip(batches, exact, strict=True)])
+def strict_error(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], runner: GraphRunner, metric: Metric) -> float:
+    """The error of the outputs over all batches; inf if they overflow or change shape."""
+    return metric.over([metric.error(wanted, trial.run(batch, runner)) for batch, wanted in zip(batches, exact, strict=True)])

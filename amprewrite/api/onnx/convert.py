@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.boundary.printable import printable
-from amprewrite.tables.errors import AccuracyError, AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line
+from amprewrite.tables.errors import AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line
 from amprewrite.tables.formats import DEFAULT_ONNX, FP32, parse_format
 from amprewrite.tables.ops.onnx_names import VOCABULARY
 from amprewrite.tables.ops.op_lists import OpLists, find_op
@@ -100,7 +99,7 @@ def export_onnx(
     max_rel_err: float | None = None,
     time_limit: TimeLimit = "auto",
 ) -> OnnxResult:
-    """Write a rewritten model as an ONNX file: its plain fp32 twin goes through torch.onnx.export, the result through the passes.
+    """Write a rewritten model as an ONNX file: its plain fp32 clone goes through torch.onnx.export, the result through the passes.
 
     The model's dtype, lists and overrides decide, `node:` overrides and a plan given to `rewrite` by the module and op that
     they name. Loss scaling and padding are no part of the file.
@@ -174,37 +173,6 @@ def _source_problem(source: Source) -> str:
     return invalid(found if isinstance(source, ir.Model) else source)
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What a command line needs of one conversion: what to print, and how to exit."""
-
-    result: OnnxResult
-    problem: str = ""
-    """Why nothing was written; "" if the file is there."""
-
-    @property
-    def exit_status(self) -> int:
-        """0 where the file was written, 1 where its error was larger than asked for."""
-        return 1 if self.problem else 0
-
-    def __str__(self) -> str:
-        report = replace(self.result.report, notes=())  # the plan's summary has them
-        lines = [self.result.plan.summary(), str(report)]
-        return "\n".join([*lines, self.problem or f"written: {self.result.path}"])
-
-
-def convert_file(source: str | Path, out: str | Path, **options: Any) -> Conversion:
-    """`rewrite_onnx(source, out, **options)` for a command line.
-
-    An error beyond `max_rel_err` is an outcome here, with exit status 1 and a report. All other AmpRewriteErrors are raised,
-    each with a message of one line: for them a command exits with 2.
-    """
-    try:
-        return Conversion(rewrite_onnx(source, out, **options))
-    except AccuracyError as error:
-        return Conversion(error.result, str(error))
-
-
 def _order(
     out: Any, plan_path: Any, external_data: bool | str, verify: bool, max_rel_err: float | None, time_limit: TimeLimit
 ) -> Order:
@@ -234,4 +202,4 @@ def _onnx_names(overrides: Mapping[str, str]) -> dict[str, str]:
     return {VOCABULARY.get(key, key) if find_op(key) is None else key: word for key, word in overrides.items()}
 
 
-__all__ = ["Conversion", "OnnxReport", "OnnxResult", "convert_file", "export_onnx", "rewrite_onnx"]
+__all__ = ["OnnxReport", "OnnxResult", "export_onnx", "rewrite_onnx"]

@@ -1,4 +1,4 @@
-"""PyTorch → fp32 ONNX: the plain twin of a rewritten model through torch.onnx.export, and its example inputs by name."""
+"""PyTorch → fp32 ONNX: the plain clone of a rewritten model through torch.onnx.export, and its example inputs by name."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def torch_plan(
         return given, False
     if not any(override.scope == "node" for override in options.overrides):
         return None
-    twin = wrap(plain_of(amp), options, face_of(amp))  # captured for these inputs, as a call would do; `amp` itself stays as it is
+    clone = wrap(plain_of(amp), options, face_of(amp))  # captured for these inputs, as a call would do; `amp` itself stays as it is
     with torch.no_grad():
-        capture_now(twin, tuple(args or ()), dict(kwargs or {}))
-    return twin.plan, True
+        capture_now(clone, tuple(args or ()), dict(kwargs or {}))
+    return clone.plan, True
 
 
 def _export(
@@ -125,7 +125,7 @@ def _export(
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the file gives what the model gives; True, too, where one of them cannot be run here or results differ in number."""
+    """Whether the file gives what the model gives; True, too, if one of them cannot be run here or results differ in number."""
     if is_large(model) or not has_runtime():
         return True
     try:
@@ -141,7 +141,7 @@ def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any
 
 
 def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed:
-    """Example inputs by the file's input names; empty where they do not correspond one to one."""
+    """Example inputs by the file's input names; empty if they do not correspond one to one."""
     names = [str(value.name) for value in model.graph.inputs]
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     if not args and set(names) == set(tensors):

@@ -136,7 +136,10 @@ class Order:
 
 
 class Job:
-    """What a model goes through. `given` is a plan of this ONNX graph, `torch_plan` one of the PyTorch graph it came from."""
+    """One ONNX model on its way from fp32 to mixed, step by step.
+
+    `given` is a plan of this ONNX graph, `torch_plan` one of the PyTorch graph it came from.
+    """
 
     def __init__(
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
@@ -206,7 +209,7 @@ class Job:
         return samples
 
     def check_raised(self, before: ir.Model, samples: Samples, limit: TimeLimit) -> None:
-        """CaptureError if the model gives something else since its opset was raised. One that cannot be run before is taken on trust."""
+        """Raise CaptureError if the model gives something else since its opset was raised. One that did not run before is trusted."""
         error = difference(before, samples, limit)
         if error is not None and not error <= SAME:
             opset = self.model.opset_imports[""]
@@ -252,7 +255,7 @@ class Job:
         return replace(report, valid=True, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
-        """AccuracyError if the error is larger than asked for, or unknown."""
+        """Raise AccuracyError if the error is larger than asked for, or unknown."""
         if order.max_rel_err is None:
             return
         error = report.strict_error

@@ -137,7 +137,7 @@ def differentiable(value: Any) -> bool:
 
 
 def value_dtype(value: Any) -> str:
-    """Name of the dtype of a value's floating tensors, or of all its tensors where none is floating."""
+    """Name of the dtype of a value's floating tensors, or of all its tensors if none is floating."""
     every = tensors(value)
     floating = [t for t in every if t.is_floating_point() or t.is_complex()]
     names = {dtype_name(t.dtype) if t.layout == torch.strided else f"sparse {dtype_name(t.dtype)}" for t in floating or every}

@@ -40,7 +40,7 @@ def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
 
 # -- constants -----------------------------------------------------------------------------
 def check_constants(model: ir.Model, name: str, folder: Path) -> None:
-    """CaptureError that names the first constant which is missing, cut off, elsewhere than in `folder`, or of another size."""
+    """Raise CaptureError that names the first constant which is missing, cut off, elsewhere than in `folder`, or of another size."""
     for where, tensor in _constants(model, name):
         dims = [dim for dim in tensor.shape if isinstance(dim, int)]
         if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
@@ -105,7 +105,7 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path) -> None
 
 # -- functions -------------------------------------------------------------------------------
 def check_functions(model: ir.Model, name: str) -> None:
-    """CaptureError if functions call each other in a circle, or multiply into more nodes than can be processed."""
+    """Raise CaptureError if functions call each other in a circle, or multiply into more nodes than can be processed."""
     own = sum(1 for graph in model.graphs() for _ in graph) + sum(1 for f in model.functions.values() for _ in f.all_nodes())
     sizes: dict[object, int] = {}
     for key in model.functions:
@@ -126,7 +126,7 @@ def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int],
 
 # -- operands --------------------------------------------------------------------------------
 def check_operands(model: ir.Model, name: str) -> None:
-    """CaptureError if a node leaves out an operand of a list of any length: the empty name stands for optional operands alone."""
+    """Raise CaptureError if a node leaves out an operand of a list of any length: the empty name stands for optional operands alone."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for node in graph:
             takes = signature(node.domain, node.op_type, model.opset_imports.get(node.domain, 1)) if None in node.inputs else None

@@ -29,7 +29,7 @@ NEWEST = 24
 """No opset is raised beyond it: runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
 
 def op_of(node: ir.Node) -> str:
-    """Vocabulary name of a node; the op type, with its domain, where there is none."""
+    """Vocabulary name of a node; the op type, with its domain, if there is none."""
     if node.domain == DOMAIN and node.op_type in CONTRIB:
         return CONTRIB[node.op_type].name
     if node.domain not in ("", "ai.onnx"):
@@ -157,7 +157,7 @@ def _fill_constant(node: ir.Node) -> None:
 
 
 def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
-    """The lowest opset from `opset` to NEWEST at which the op's first result may be in `fmt`; `opset` where none does."""
+    """The lowest opset from `opset` to NEWEST at which the op's first result may be in `fmt`; `opset` if none does."""
     for version in range(opset, NEWEST + 1):
         found = signature("", op_type, version)
         if found is not None and found.allows(found.output(0), fmt):

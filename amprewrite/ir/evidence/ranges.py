@@ -104,11 +104,11 @@ class ValueRange:
 
     # -- what a format would do to it ----------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Probability that one element is beyond the range of `fmt`: the share seen, or where none was, a fit to the tail."""
+        """Probability that one element is beyond the range of `fmt`: the share seen, or if none was, a fit to the tail."""
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
     def overflow_in_pass(self, fmt: Format) -> float:
-        """Probability that a forward pass holds at least one such element, of as many as a batch had on average."""
+        """Probability that a forward pass overflows `fmt` in at least one element, of as many as a batch had on average."""
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
@@ -182,7 +182,7 @@ class Calibration:
         return next((region for region in self.regions if region.graph == wanted), None)
 
     def check(self, model: torch.nn.Module) -> None:
-        """CalibrationError if this was made with another model."""
+        """Raise CalibrationError if this was made with another model."""
         if self.parameters != parameters_fingerprint(model):
             raise CalibrationError(
                 f"the calibration was made with a {self.model} of other parameters than this {type(model).__name__} has; "

@@ -31,6 +31,7 @@ class Decisions:
     candidates: tuple[Candidate, ...] = ()
     """What the plan was weighed against, itself first."""
     edits: list[NodeEdit] = field(default_factory=list)
+    gradient_blocks: tuple[tuple[str, ...], ...] = ()
     notes: list[str] = field(default_factory=list)
 
     def paint(self, name: str, colour: Colour, reason: Reason, because_of: str = "", detail: str = "") -> None:
@@ -71,6 +72,7 @@ class Decisions:
             pads=self.pads,
             edits=tuple(self.edits),
             scales_loss=problem.scale_loss,
+            gradient_blocks=self.gradient_blocks,
             basis=replace(problem, pads_off=True),
             candidates=self.candidates,
             priced_on=place if problem.given is None else problem.given.priced_on,

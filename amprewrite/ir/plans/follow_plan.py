@@ -55,7 +55,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Casts follow from colours: PlanError if a plan lists casts that its colours do not give."""
+    """Raise PlanError if a plan lists casts that its colours do not give: casts follow from colours."""
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:
         if region.casts and (key in planned) != (key in given):

@@ -55,7 +55,7 @@ class PadCopy:
 
     @property
     def kind(self) -> str:
-        """pad, slice, re-pad; weight where a cast pads it, weight copy where none does."""
+        """pad, slice, re-pad; weight if a cast pads it, weight copy if none does."""
         if self.weight:
             return "weight" if all(" -> " in user for user in self.users) else "weight copy"
         return "re-pad" if self.layout and self.have else "pad" if self.layout else "slice"
@@ -142,7 +142,7 @@ class PadPlan:
 
 
 def pad_summary(plans: list[PadPlan]) -> list[str]:
-    """A line about padding for the summary of a plan; none where nothing was considered."""
+    """A line about padding for the summary of a plan; none if nothing was considered."""
     regions = [region for plan in plans for region in plan.regions]
     if not regions:
         return []

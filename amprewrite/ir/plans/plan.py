@@ -154,6 +154,9 @@ class RegionPlan:
     """The device whose prices those are."""
     scales_loss: bool = False
     """Whether gradients are multiplied by the loss scale inside this region."""
+    gradient_blocks: tuple[tuple[str, ...], ...] = ()
+    """Weights that share an autograd node: their copies are made before the graph runs, and their gradients come back together. If the
+    graph may write a weight, its cast stays in the graph all the same."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
         """The ops to which one of these edits is done, and which; switched off ones are left out."""
@@ -200,12 +203,12 @@ class ModelPlan:
     # -- reading ------------------------------------------------------------
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
-        """All nodes; names carry the region's where there are several."""
+        """All nodes; names carry the region's if there are several."""
         return tuple(node for _, node in self._named())
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All casts; names carry the region's where there are several."""
+        """All casts; names carry the region's if there are several."""
         if len(self.regions) == 1:
             return self.regions[0].casts
         return tuple(
@@ -221,7 +224,7 @@ class ModelPlan:
                 yield region, replace(node, name=f"{region.name}/{node.name}") if several else node
 
     def find(self, name: str) -> tuple[NodePlan, ...]:
-        """Nodes called `name`, or all nodes of the module path `name`. PlanError with near misses where there are none."""
+        """Nodes called `name`, or all nodes of the module path `name`. PlanError with near misses if there are none."""
         named = list(self._named())
         hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
         hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]
@@ -290,7 +293,7 @@ class ModelPlan:
                 else node
                 for node in region.nodes
             )
-            return replace(region, nodes=nodes, casts=(), pads=PadPlan(), candidates=(), basis=None)
+            return replace(region, nodes=nodes, casts=(), pads=PadPlan(), gradient_blocks=(), candidates=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
@@ -336,6 +339,8 @@ class ModelPlan:
         mine_edits, their_edits = ({str(edit): None for region in plan.regions for edit in region.edits} for plan in (self, other))
         lines += [f"edit gone: {text}" for text in mine_edits if text not in their_edits]
         lines += [f"edit new: {text}" for text in their_edits if text not in mine_edits]
+        blocks, others = ([len(block) for region in plan.regions for block in region.gradient_blocks] for plan in (self, other))
+        lines += [f"weights whose gradients come together: {blocks or 'none'} -> {others or 'none'}"] * (blocks != others)
         return "\n".join(map(printable, lines))
 
 

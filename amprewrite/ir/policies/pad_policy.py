@@ -10,12 +10,8 @@ from typing import Any
 
 from amprewrite.tables.boundary.arguments import is_flag, shown
 from amprewrite.tables.errors import PolicyError
-from amprewrite.tables.formats import FORMATS
 
 MODES = ("auto", "always", "never", "measure")
-MULTIPLES = {**{row.name: row.pad_multiple for row in FORMATS.values() if row.name != "fp32"}, "tf32": 4, "fp8": 16, "int8": 16}
-"""Elements in 16 bytes (fp32 operands of tf32 kernels: 4): what Tensor Core kernels want inner dims to be a multiple of
-(NVIDIA, "Matrix Multiplication Background User's Guide")."""
 MOST = 4096
 """A larger multiple is a mistake."""
 
@@ -52,7 +48,7 @@ class PadPolicy:
         return self.default.mode == "never" and all(rule.mode == "never" for rule in self.modules)
 
     def check_modules(self, paths: Iterable[str]) -> None:
-        """Every pattern must match a module of the model; PolicyError with near misses otherwise."""
+        """Raise PolicyError, with near misses, if a pattern matches no module of the model."""
         known = [path for path in paths if path]
         for rule in self.modules:
             if not any(rule.matches(path) for path in known):

@@ -136,7 +136,7 @@ class Policy:
         return None
 
     def check_modules(self, paths: Iterable[str]) -> None:
-        """Every module pattern must match a module of the model; PolicyError with near misses otherwise."""
+        """Raise PolicyError, with near misses, if a module pattern matches no module of the model."""
         known = [path for path in paths if path]
         for override in self.overrides:
             if override.scope == "module" and not any(override.matches_module(path) for path in known):
@@ -145,7 +145,7 @@ class Policy:
                 raise PolicyError(f"overrides[{shown(override.key)}] matches no module of the model{hint}")
 
     def check_nodes(self, names: Iterable[str]) -> None:
-        """Every node pattern must match a node of the captured graphs; PolicyError with near misses otherwise."""
+        """Raise PolicyError, with near misses, if a node pattern matches no node of the captured graphs."""
         known = sorted(set(names))
         for override in self.overrides:
             if override.scope == "node" and not any(override.matches_node(name) for name in known):

@@ -49,7 +49,7 @@ class Axes:
         return tuple(found)
 
     def unify(self, one: Sequence[int], other: Sequence[int]) -> bool:
-        """Make two lists of axes the same, splitting where one is finer. False, and nothing changed, where that cannot be."""
+        """Make two lists of axes the same, splitting if one is finer. False, and nothing changed, if that cannot be."""
         left, right = list(self.leaves(one)), list(self.leaves(other))
         if not self._feasible([self.size(a) for a in left], [self.size(a) for a in right]):
             return False

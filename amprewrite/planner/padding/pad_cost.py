@@ -56,11 +56,11 @@ class PadCost:
         return self.device.type != "cpu" and self.low.name in self.device.low_formats
 
     def pad(self, numel: int) -> float:
-        """One real pad forward, and the slice of its gradient, which is a view."""
+        """Seconds of one real pad of `numel` elements: forward, and what its gradient costs."""
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """A padded copy of an fp32 parameter that no cast reads: made at every call, or once where copies are kept."""
+        """A padded copy of an fp32 parameter that no cast reads: made at every call, or once if copies are kept."""
         moved = 8 * numel / self.device.bandwidth
         if self.training or not (self.cached_weights or self.together):
             return self.device.launch + moved

@@ -104,7 +104,7 @@ class Regions:
 
     # -- 1. axes -----------------------------------------------------------------------
     def build(self) -> None:
-        """Axes of every dim, from the rules of every call."""
+        """Find the axes of every dim, from the rules of every call."""
         self.axes, self.of_value, self.of_use, self.group, self.rules = Axes(), {}, {}, {}, {}
         self.fixed = defaultdict(list)
         for call in self.calls.values():
@@ -361,11 +361,11 @@ class Regions:
 
     # -- layouts ---------------------------------------------------------------------------
     def value_layout(self, call: Call, i: int) -> Layout:
-        """How a result comes out."""
+        """The padded layout in which a result comes out of its op; () if it is not padded."""
         return self._layout(call.name, i, self.of_value[value_name(call, i)])
 
     def use_layout(self, value: str, reader: str) -> Layout:
-        """How a reader takes a value."""
+        """The padded layout in which a reader takes a value; () if it is not padded."""
         return self._layout(reader, value, self.of_use[value, reader])
 
     def _layout(self, call: str, slot: Slot, axes: Sequence[int]) -> Layout:
@@ -419,7 +419,7 @@ class Regions:
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Content of what a reader gets: its own zeros where padding is made for it."""
+        """Content of what a reader gets: its own zeros if padding is made for it."""
         if not have or (value, reader) in self.barriers:
             return 0.0
         kept = [dim for dim, factors in use if (dim, factors) in have]

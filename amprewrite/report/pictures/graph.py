@@ -31,7 +31,7 @@ class Drawing:
     """Ops left out because they carry no fp32 value; weights are no nodes of the drawing either."""
 
     def colour(self, edge: Edge) -> Colour:
-        """What travels on an edge where it leaves its maker."""
+        """The colour of the value that an edge carries, as its maker gives it."""
         return self.nodes[edge.source].colour
 
 

@@ -20,7 +20,7 @@ MOST_HEAVY = 8
 
 
 def explain(plan: ModelPlan, name: str = "") -> str:
-    """Sentences about a node, a module, or the whole plan where no name is given.
+    """Sentences about a node, a module, or the whole plan if no name is given.
 
     PlanError with near misses where nothing is called so.
     """
@@ -57,7 +57,7 @@ def bare_name(plan: ModelPlan, node: NodePlan) -> str:
 
 
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
-    """What it runs in and why, its casts, and what would change it: checked where `asked` can decide again."""
+    """What it runs in and why, its casts, and what would change it: checked if `asked` can decide again."""
     bare, region = bare_name(plan, node), region_of(plan, node)
     lines = [node.sentence()]
     if is_heavy_high(node):
@@ -66,6 +66,8 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
     lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
     lines += region.pads.about(bare)
     lines += [f"  {edit}" for edit in region.edits if edit.node == bare]
+    together = next((len(block) for block in region.gradient_blocks if bare in block), 1)
+    lines += [f"  its gradient comes back together with those of {together - 1} more"] * (together > 1)
     if asked is not None or is_heavy_high(node):
         lines += [f"  {line}" for line in what_would_change(node, bare, plan.low, asked)]
     return lines

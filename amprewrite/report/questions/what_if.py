@@ -94,7 +94,7 @@ class WhatIf:
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
-        """The fewest other nodes, among the likeliest, whose other colour carries this one along; None where there are none."""
+        """The fewest other nodes, among the likeliest, whose other colour carries this one along; None if there are none."""
         candidates = list(self._candidates(name))
         for each in candidates[:MOST_ALONE]:
             change = self._change(name, (each,))
@@ -185,7 +185,7 @@ def _bytes(number: int) -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """What would have to be true for the node to run low, or high where it runs low; "" if neighbours decide.
+    """What would have to be true for the node to run low, or high if it runs low; "" if neighbours decide.
 
     Completes "it would run otherwise …".
     """

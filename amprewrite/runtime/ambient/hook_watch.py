@@ -14,7 +14,7 @@ _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class HookWatch:
-    """Tells, in no time where nothing happened, whether the hooks below a root have changed.
+    """Tells, in no time if nothing happened, whether the hooks below a root have changed.
 
     Every registration takes a number from one counter of PyTorch's, so only a new number, or fewer hooks in the places that
     had any, is worth a look. The root's own hooks run outside the captured graphs and do not count.

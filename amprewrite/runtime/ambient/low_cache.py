@@ -172,7 +172,7 @@ class CachesOfModel:
         return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
 
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
-        """CacheReadHigh if a planned graph reads a low cache in fp32, and the call can begin `anew`."""
+        """Raise CacheReadHigh if a planned graph reads a low cache in fp32, and the call can begin `anew`."""
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
         self.low = False

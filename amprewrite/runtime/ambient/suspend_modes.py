@@ -26,7 +26,7 @@ suspend_dispatch_modes = _Aside()
 
 
 @contextmanager
-def modes_aside() -> Iterator[None]:
+def without_dispatch_modes() -> Iterator[None]:
     """Take the user's dispatch modes off, for the regions to put back."""
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = outer + dynamo.user_modes()

@@ -94,11 +94,11 @@ class Graphs:
         return self.outdated or (self.asleep and not dynamo.disabled())
 
     def failed(self, failure: Failure) -> None:
-        """Dynamo cannot convert some code, which runs as written from here on."""
+        """Note a failure of Dynamo: the code runs as written from here on."""
         self.entry.session.state.failures.append(failure)
 
     def note_break(self, module: torch.fx.GraphModule) -> None:
-        """Dynamo left the graph before its end: keep where and why."""
+        """Note where and why Dynamo left the graph, if it did so before its end."""
         reason = getattr(module, "compile_subgraph_reason", None)
         if reason is None or not reason.graph_break:
             return
@@ -158,7 +158,7 @@ class Entry:
         return self._past.of_forward(self.graphs)
 
     def recapture(self, as_written: bool = False) -> None:
-        """New code and a new Dynamo cache, so that nothing skipped before stays skipped; the old graphs are left to recomputations.
+        """Start with new code and a new Dynamo cache: nothing that was skipped stays skipped. The old graphs are left to recomputations.
 
         One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
         """
@@ -226,7 +226,7 @@ class State(threading.local):
 
 
 def past_the_limit(entry: Entry) -> str:
-    """What a call is told that would need one graph more than an entry may have."""
+    """The message for a call that would need one graph more than an entry may have."""
     return (
         f"{entry.place} needs more than {dynamo.RECOMPILE_LIMIT} graphs for the variants it is called in: calls that fit none of the "
         "graphs it has run as they are written, in fp32; call it in fewer variants: pad lists to a few lengths, "

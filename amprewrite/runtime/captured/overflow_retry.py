@@ -133,7 +133,7 @@ def _inside_checkpoint() -> bool:
 
 
 class _Before:
-    """What a call may change, as it was. With `differentiable` copies want gradients where the inputs do."""
+    """What a call may change, as it was. With `differentiable` copies want gradients if the inputs do."""
 
     def __init__(self, inputs: tuple[Any, ...], differentiable: bool) -> None:
         self.inputs, self.differentiable = inputs, differentiable

@@ -28,7 +28,7 @@ class Past(Generic[T]):
         self._before: list[tuple[int, T]] = []
 
     def keep(self, value: T) -> None:
-        """`value` is being replaced."""
+        """Remember `value`, which is being replaced, for recomputations of earlier forwards."""
         self._before = [*self._before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:

@@ -73,7 +73,7 @@ class Entry(Protocol):
 
 
 def look(entries: Iterable[Entry], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
-    """Mark graphs whose weights changed sides as outdated and note it; a warning where a weight does not fit any more, else ""."""
+    """Mark graphs whose weights changed sides as outdated and note it; a warning if a weight does not fit any more, else ""."""
     worse: list[str] = []
     weights: dict[str, Tensor] = _weights(root)
     for graphs in [entry.graphs for entry in list(entries)]:

@@ -233,13 +233,13 @@ def is_capture_error(error: BaseException) -> bool:
 
 # -- who else is at work -----------------------------------------------------------------
 def refuse_ambient_autocast() -> None:
-    """CaptureError inside a torch.autocast region."""
+    """Raise CaptureError inside a torch.autocast region."""
     if torch._C._is_any_autocast_enabled():
         raise CaptureError(ambient_autocast())
 
 
 def refuse_tracers() -> None:
-    """CaptureError if a foreign tracer would record the graph instead of running it.
+    """Raise CaptureError if a foreign tracer would record the graph instead of running it.
 
     That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
     """

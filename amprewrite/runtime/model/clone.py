@@ -1,7 +1,7 @@
-"""A twin of a module tree: new module objects of the same classes around the very same parameters and buffers.
+"""A clone of a module tree: new module objects of the same classes around the very same parameters and buffers.
 
-Containers of modules, bound methods and hooks are carried over to the twin's modules; every other attribute is shared, as
-`copy.copy` would, those in `__slots__` too. So `twin.eval()` or a hook on the twin leaves the original alone, while one
+Containers of modules, bound methods and hooks are carried over to the clone's modules; every other attribute is shared, as
+`copy.copy` would, those in `__slots__` too. So `clone.eval()` or a hook on the clone leaves the original alone, while one
 optimizer step moves both.
 """
 
@@ -20,12 +20,12 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
-    """A twin of `module`; its root gets `root_class` where one is given."""
-    twins: dict[int, nn.Module] = {}
-    _make_all(module, twins)
+    """A clone of `module`; its root gets `root_class` if one is given."""
+    clones: dict[int, nn.Module] = {}
+    _make_all(module, clones)
     for original in list(_reachable(module)):
-        _fill(original, twins)
-    root = twins[id(module)]
+        _fill(original, clones)
+    root = clones[id(module)]
     if root_class is not None:
         root.__class__ = root_class
     return root
@@ -66,34 +66,34 @@ def _modules_in(value: Any, depth: int = 0) -> list[nn.Module]:
     return []
 
 
-def _make_all(module: nn.Module, twins: dict[int, nn.Module]) -> None:
+def _make_all(module: nn.Module, clones: dict[int, nn.Module]) -> None:
     for original in _reachable(module):
-        twins[id(original)] = object.__new__(type(original))  # a GraphModule's own __new__ would make a class without forward
+        clones[id(original)] = object.__new__(type(original))  # a GraphModule's own __new__ would make a class without forward
 
 
-def _fill(original: nn.Module, twins: dict[int, nn.Module]) -> None:
-    twin = twins[id(original)]
+def _fill(original: nn.Module, clones: dict[int, nn.Module]) -> None:
+    clone = clones[id(original)]
     for key, value in original.__dict__.items():
         if key != "_compiled_call_impl":
-            twin.__dict__[key] = _carried(value, twins)
+            clone.__dict__[key] = _carried(value, clones)
     for slot in _filled_slots(original):
-        slot.__set__(twin, _carried(slot.__get__(original), twins))
+        slot.__set__(clone, _carried(slot.__get__(original), clones))
 
 
-def _carried(value: Any, twins: dict[int, nn.Module], depth: int = 0) -> Any:
-    """`value` with every module of the tree replaced by its twin; containers are copied, anything else is shared."""
+def _carried(value: Any, clones: dict[int, nn.Module], depth: int = 0) -> Any:
+    """`value` with every module of the tree replaced by its clone; containers are copied, anything else is shared."""
     if isinstance(value, nn.Module):
-        return twins.get(id(value), value)
+        return clones.get(id(value), value)
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-        return types.MethodType(value.__func__, twins.get(id(value.__self__), value.__self__))
+        return types.MethodType(value.__func__, clones.get(id(value.__self__), value.__self__))
     if isinstance(value, functools.partial):
         return functools.partial(
-            _carried(value.func, twins),
-            *[_carried(a, twins) for a in value.args],
-            **{k: _carried(v, twins) for k, v in value.keywords.items()},
+            _carried(value.func, clones),
+            *[_carried(a, clones) for a in value.args],
+            **{k: _carried(v, clones) for k, v in value.keywords.items()},
         )
     if type(value) in _CONTAINERS and depth < 6:
         if isinstance(value, dict):
-            return type(value)((key, _carried(item, twins, depth + 1)) for key, item in value.items())
-        return type(value)(_carried(item, twins, depth + 1) for item in value)
+            return type(value)((key, _carried(item, clones, depth + 1)) for key, item in value.items())
+        return type(value)(_carried(item, clones, depth + 1) for item in value)
     return value

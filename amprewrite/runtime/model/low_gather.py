@@ -216,14 +216,14 @@ class GatheredLow:
         self._of = {name: gather for gather in self.gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:
-        """CaptureError if a graph that is about to run reads rounded weights in fp32."""
+        """Raise CaptureError if a graph that is about to run reads rounded weights in fp32."""
         for name in reads.full if self._of else ():
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():
                 raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, entry: Entry, ran: Sequence[Region]) -> None:
-        """CaptureError if anything but the one graph that is all of an entry's code may have read its rounded weights."""
+        """Raise CaptureError if anything but the one graph that is all of an entry's code may have read its rounded weights."""
         gather = self.gathers.get(entry.path)
         if gather is None or not gather.concerns_this_call():
             return

@@ -65,9 +65,9 @@ class RewrittenBase(nn.Module):
         if not is_rewritten(self):
             return _plain_deepcopy(self, memo)
         plain = copy.deepcopy(_twin_before(self), memo)
-        twin: nn.Module = wrap(plain, copy.deepcopy(_options_with_scale(self), memo), face_of(self))
-        memo[id(self)] = twin
-        return twin
+        clone: nn.Module = wrap(plain, copy.deepcopy(_options_with_scale(self), memo), face_of(self))
+        memo[id(self)] = clone
+        return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_rewritten(self):
@@ -130,7 +130,7 @@ def module_of(model: Any) -> nn.Module:
 
 
 def _refuse_lazy(model: nn.Module) -> None:
-    """CaptureError if a parameter or buffer has no shape before the first call: that call changes the class of its module."""
+    """Raise CaptureError if a parameter or buffer has no shape before the first call: that call changes the class of its module."""
     held = itertools.chain(model.named_parameters(), model.named_buffers())
     path = next((name for name, tensor in held if is_lazy(tensor)), None)
     if path is not None:
@@ -138,7 +138,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    """CaptureError if FSDP has taken the model over: its state stays with the module that it was given."""
+    """Raise CaptureError if FSDP has taken the model over: its state stays with the module that it was given."""
     for path, module in model.named_modules():
         names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.distributed.")}
         place = path or "the model"
@@ -212,7 +212,7 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def plain_of(model: nn.Module) -> nn.Module:
-    """A twin of the model as it was before the rewrite, around the same parameters. That of a frozen model has fp32 copies of its own."""
+    """A clone of the model as it was before the rewrite, around the same parameters. That of a frozen model has fp32 copies of its own."""
     plain = _twin_before(model)
     if session_of(model).options.frozen is not None:
         unfreeze_weights(plain, (), None)
@@ -221,18 +221,18 @@ def plain_of(model: nn.Module) -> nn.Module:
 
 
 def _twin_before(model: nn.Module) -> nn.Module:
-    """A twin of the model as it was before the rewrite, around the same parameters, frozen or not."""
+    """A clone of the model as it was before the rewrite, around the same parameters, frozen or not."""
     plain = clone_of(model)
     _unwrap(plain)
     return plain
 
 
-def _unwrap(twin: nn.Module) -> None:
-    """Turn a fresh twin of a rewritten module into what that was before, in place."""
-    twin.__class__ = original_class(twin)
-    twin.__dict__.pop(SESSION)
-    twin.__dict__.pop(BEFORE, None)
-    for module in twin.modules():
+def _unwrap(clone: nn.Module) -> None:
+    """Turn a fresh clone of a rewritten module into what that was before, in place."""
+    clone.__class__ = original_class(clone)
+    clone.__dict__.pop(SESSION)
+    clone.__dict__.pop(BEFORE, None)
+    for module in clone.modules():
         if isinstance(module.__dict__.get("forward"), PartForward):
             del module.__dict__["forward"]
         module.__dict__.pop(REPLICATE, None)
@@ -256,7 +256,7 @@ def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., An
 
 
 def wrap(model: nn.Module, options: Options, face: type[RewrittenBase] = RewrittenBase, kind: type[Session] = Session) -> Any:
-    """A rewritten twin of a plain model, with the methods of `face`; nothing is captured yet.
+    """A rewritten clone of a plain model, with the methods of `face`; nothing is captured yet.
 
     Parts that were rewritten before are taken over. PolicyError if the model's class derives from that of a rewritten module,
     CaptureError for a TorchScript module.
@@ -323,7 +323,7 @@ def _make_plain(model: nn.Module) -> None:
         before.put_back(model)
         return
     for module in model.modules():
-        module.__dict__.pop("_compiled_call_impl", None)  # a twin has none but ours
+        module.__dict__.pop("_compiled_call_impl", None)  # a clone has none but ours
     _unwrap(model)
 
 

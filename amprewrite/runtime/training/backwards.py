@@ -108,7 +108,7 @@ class Noted:
         return self._recorded or self._heard is not None or bool(self._flags)
 
     def ended(self, params: Iterable[Tensor]) -> None:
-        """A backward has ended: note what it left in the gradients of `params`."""
+        """Note what a backward that has ended left in the gradients of `params`."""
         params = list(params)
         flag = found_after_backward(params)
         self._ended = True
@@ -128,7 +128,7 @@ class Noted:
                 self._flags = [any_of(self._flags)]
 
     def began(self, params: Iterable[Tensor]) -> None:
-        """A forward or a backward begins: forget what was in gradients of `params` that were thrown away since."""
+        """Forget what was in gradients of `params` that were thrown away since, as a forward or a backward begins."""
         if not self:
             return
         gradients = [p.grad for p in params if p.grad is not None]
@@ -152,7 +152,7 @@ class Noted:
         return flags
 
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
-        """A step of `params` has heard of all flags; `flag` is what it made of them, and `overflow` the same on the host, if known."""
+        """Note that a step of `params` has read all flags; `flag` is what it made of them, `overflow` the same on the host, if known."""
         known, ended = self._heard is not None, self._ended
         self._sets = self._sets + ended if known else 0
         self._ended = False

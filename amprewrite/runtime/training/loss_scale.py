@@ -174,7 +174,7 @@ class LossScale:
         return EMPTY if waiting is None else waiting.item()
 
     def stuck(self) -> bool:
-        """Whether the schedule itself says that training must stop here (a host read where it can say so)."""
+        """Whether the schedule itself says that training must stop here (a host read if it can say so)."""
         return False
 
     def report(self) -> LossScaleReport:
@@ -253,10 +253,10 @@ class NoLossScale(LossScale):
         super().__init__(1.0)
 
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
-        """Nothing to note."""
+        """Do nothing: there is no scale to move."""
 
     def update(self, found_inf: Tensor) -> None:
-        """Nothing moves."""
+        """Do nothing: there is no scale to move."""
 
     def state_dict(self) -> dict[str, Any]:
         """Empty, as a disabled GradScaler's."""
@@ -514,5 +514,5 @@ def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    """1/scale, taken in fp64 where there is one, as GradScaler does; exact for powers of two."""
+    """1/scale, taken in fp64 if there is one, as GradScaler does; exact for powers of two."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()

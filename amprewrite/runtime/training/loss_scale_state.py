@@ -59,7 +59,7 @@ def positive(where: str, name: str, value: float) -> float:
 
 
 def check_state(state: Any) -> None:
-    """PolicyError unless `state` is a scaler's."""
+    """Raise PolicyError unless `state` is a scaler's."""
     if not isinstance(state, Mapping):
         raise PolicyError(f"a loss scale cannot be loaded from {type(state).__name__}; give what state_dict() returned")
     if not state:

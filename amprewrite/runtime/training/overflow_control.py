@@ -206,7 +206,7 @@ class StepGate:
         return one, one
 
     def took_gradients(self) -> None:
-        """The forward under way takes gradients itself: it does without the scale."""
+        """Note that the forward under way takes gradients itself: it does without the scale."""
         self._unscaled, self._stepped = True, False
 
     def _knows_optimizer(self) -> bool:
@@ -230,7 +230,7 @@ class StepGate:
         self._backwards.watch(results)
 
     def forward_began(self) -> None:
-        """A training forward begins: forget what was in gradients that the loop threw away."""
+        """Forget what was in gradients that the loop threw away, as a training forward begins."""
         self._known = None
         for note in self._notes:
             note.began(self._share(note))
@@ -291,7 +291,7 @@ class StepGate:
         output.register_hook(self._warn_unguarded)
 
     def note(self, **finite: bool | Tensor) -> None:
-        """Whether the last `inputs`, `parameters`, `outputs` and `loss` were finite; tensors are read if training gets stuck."""
+        """Note whether the last `inputs`, `parameters`, `outputs` and `loss` were finite; tensors are read if training gets stuck."""
         unknown = finite.keys() - {"inputs", "parameters", "outputs", "loss"}
         if unknown:
             raise TypeError(f"note() takes inputs, parameters, outputs and loss, not {', '.join(sorted(unknown))}")

@@ -74,7 +74,7 @@ class OverflowProbe:
         self.backward: Finding | None = None
 
     def disarm(self) -> None:
-        """A step was clean: look no more."""
+        """Stop looking, since a step was clean."""
         self.armed = False
         self.forward = self.backward = None
 

@@ -14,7 +14,7 @@ _QUOTE.maxlist = _QUOTE.maxtuple = _QUOTE.maxset = _QUOTE.maxfrozenset = _QUOTE.
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`repr(value)` on one line of at most `most` characters, the middle of longer ones left out; its type where that fails.
+    """`repr(value)` on one line of at most `most` characters, the middle of longer ones left out; its type if that fails.
 
     >>> shown("bf61")
     "'bf61'"

@@ -172,7 +172,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's entries are on the disk, where the file system knows how."""
+    """Wait until a folder's entries are on the disk, if the file system knows how."""
     with contextlib.suppress(OSError), _opened(folder) as handle:  # the entries are right all the same
         os.fsync(handle)
 

@@ -17,9 +17,4 @@ def printable(text: object) -> str:
     return _STEERING.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
-def printable_lines(text: str) -> str:
-    """The same line by line: line ends stay."""
-    return "\n".join(map(printable, text.split("\n")))
-
-
-__all__ = ["printable", "printable_lines"]
+__all__ = ["printable"]

@@ -17,7 +17,7 @@ from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in
 from amprewrite.graphs.fx.weights import linked_copies
-from amprewrite.graphs.fx.weights.linked_copies import ELEMENTS, MOST, LinkedCopies, blocks
+from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
 
@@ -166,14 +166,6 @@ def test_forward_mode_derivatives_take_casts_one_by_one() -> None:
         (copy,) = linked([torch.bfloat16]).take([dual], None)
         tangent = forward_ad.unpack_dual(copy).tangent
     assert tangent is not None and torch.equal(tangent, torch.ones(3, 3, dtype=torch.bfloat16))
-
-
-def test_blocks_are_runs_of_bounded_size() -> None:
-    assert blocks([]) == ()
-    assert blocks([10] * 3) == ((0, 1, 2),)
-    assert blocks([ELEMENTS, 10, ELEMENTS, 10]) == ((0,), (1, 3), (2,))
-    assert blocks([ELEMENTS // 2] * 3) == ((0, 1), (2,))
-    assert [len(block) for block in blocks([10] * (MOST + 1))] == [MOST, 1]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -73,7 +73,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Tensor | None = None, flag: Tensor | None = None) -> bool:
-    """Whether the kernel has done it; where it has not, targets may be written in part."""
+    """Whether the kernel has done it; if it has not, targets may be written in part."""
     where, kinds = targets[0].device, (sources[0].dtype, targets[0].dtype)
     kernels = _kernels(where)
     if kernels is None or not kernels.DTYPES.issuperset(kinds) or recording(where):
@@ -100,7 +100,7 @@ def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Ten
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The Triton kernels, where they can run on `device`."""
+    """The Triton kernels, if they can run on `device`."""
     return _imported() if device.type in DEVICES else None
 
 

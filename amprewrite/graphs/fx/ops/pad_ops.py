@@ -26,7 +26,7 @@ def pad_dims(x: Tensor, layout: Layout) -> Tensor:
 
 
 def slice_dims(x: Tensor, layout: Layout, dense: bool = False) -> Tensor:
-    """The logical part of an `x` that is padded as `layout` says: a view where that can be, a copy if `dense`."""
+    """The logical part of an `x` that is padded as `layout` says: a view if that can be, a copy if `dense`."""
     found = _closed(logical_part(x, layout), x.dim(), layout)
     return found.clone() if dense and not found.is_contiguous() else found
 

@@ -77,7 +77,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gradient` of a cast on its way out: as `dtype`, times `factor`, in fp32 at least; differentiable as `_Cross` is."""
+    """The gradient that leaves a graph through a cast: `gradient` times `factor`, taken in fp32 at least, as `dtype`. Differentiable."""
     if torch.is_grad_enabled():
         return _applied(_Times, gradient, factor, dtype)
     return _times(gradient, factor, dtype)

@@ -38,7 +38,7 @@ def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
 
 
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
-    """`hooked` where gradients are multiplied by `scale`: `body` sees them times `inverse`."""
+    """`hooked` for gradients that are multiplied by `scale`: `body` sees them times `inverse`."""
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: body(gradient * inverse, *reads) * scale)
     return x

@@ -108,7 +108,7 @@ def row(source: Tensor, target: Tensor) -> tuple[int, tuple[int, ...]] | None:
 
 
 def joined(shape: Sequence[int], read: Sequence[int], written: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(size, stride to read by, stride to write by), outermost first, of dimensions joined where both strides allow it."""
+    """(size, stride to read by, stride to write by), outermost first, of dimensions joined if both strides allow it."""
     dims: list[tuple[int, int, int]] = []
     for size, r, w in sorted(zip(shape, read, written, strict=True), key=lambda dim: (-dim[2], -dim[1])):
         if size == 1:

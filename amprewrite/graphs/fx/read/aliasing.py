@@ -152,7 +152,7 @@ def _saved(backward: Any) -> Iterator[torch.Tensor]:
 
 
 def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
-    """What torch itself gives for the example operands of a node; what capture says where torch cannot be asked.
+    """What torch itself gives for the example operands of a node; what capture says if torch cannot be asked.
 
     `operand` gives an operand's value; one of its own gives copies, which the node may write.
     """
@@ -204,7 +204,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """The memory that others see under a node's result; none where all read the copy that leaves instead."""
+    """The memory that others see under a node's result; none if all read the copy that leaves instead."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 

@@ -70,13 +70,13 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
         makers = {maker: None for maker in makers if maker not in own}
     if not makers and not chains and not own:
         return module
-    copied, twin = copy(module)
+    copied, copy_of = copy(module)
     for node in own - chains:
-        twin[node].meta[LEAVES] = READ_BACK
+        copy_of[node].meta[LEAVES] = READ_BACK
     for node in chains:
-        twin[node].meta[LEAVES] = SHARED
+        copy_of[node].meta[LEAVES] = SHARED
     for maker in makers:
-        followed = _follow(copied.graph, twin[maker])
+        followed = _follow(copied.graph, copy_of[maker])
         if without_grad is not None and memory_of(maker) & set(shared) and is_view(maker):
             _view(copied.graph, followed)
     copied.recompile()

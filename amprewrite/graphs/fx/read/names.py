@@ -98,7 +98,7 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 
 
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
-    """Canonical ranks, and names by op and count: linear, linear_1, …
+    """Give every fact a rank that no order of nodes changes, and a name by op and count: linear, linear_1, …
 
     No two nodes have one name: what comes in keeps the name that it has, and counting goes past that.
     """

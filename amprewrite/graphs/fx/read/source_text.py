@@ -24,7 +24,7 @@ _LITERALS = {"float32", "float", "fp32", "FloatTensor"}
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """File and line of the innermost frame; ("", 0) where there is none."""
+    """File and line of the innermost frame; ("", 0) if there is none."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != _OUR_FRAME]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
@@ -55,7 +55,7 @@ def dtype_is_literal(stack_trace: str | None, call: str) -> bool:
 
 
 def _marked(stack_trace: str) -> str:
-    """The part of the code line above the carets of the innermost frame, "" where there are none."""
+    """The part of the code line above the carets of the innermost frame, "" if there are none."""
     lines = stack_trace.rstrip().splitlines()
     if len(lines) < 2 or not lines[-1].strip() or set(lines[-1].strip()) - set("^~"):
         return ""

@@ -99,7 +99,7 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """The call as text; "" where its arguments are more than tensors and numbers."""
+    """The call as text; "" if its arguments are more than tensors and numbers."""
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
     leaves = []

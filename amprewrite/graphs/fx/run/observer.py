@@ -15,7 +15,7 @@ from amprewrite.tables.vocabulary import Reason
 
 
 class Observer:
-    """A manner of running graphs: op by op in fp32, with an eye on every value."""
+    """Runs graphs op by op in fp32, and notes the ranges of all values in `regions`."""
 
     def __init__(self, gradients: bool = False) -> None:
         self.gradients = gradients

@@ -73,7 +73,7 @@ class FrozenWeight(Tensor):
 
     # -- what is stored --------------------------------------------------------------------
     def low(self) -> Tensor:
-        """The stored values in the weight's own sizes: a view where that can be."""
+        """The stored values in the weight's own sizes: a view if that can be."""
         return slice_dims(self.detached, self.padded) if self.padded else self.detached
 
     def thawed(self) -> Tensor:
@@ -242,7 +242,7 @@ def _is_low(source: Any, weight: FrozenWeight) -> bool:
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """PolicyError if `func` writes a frozen weight."""
+    """Raise PolicyError if `func` writes a frozen weight."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -3,7 +3,7 @@
 1. All copies of a graph are made before it runs, from the weights as they are then.
 2. A block of them is linked to its weights by one autograd node. In backward it gives the gradients of the block in fp32, unscaled, in
    one multi-tensor launch for the casts and one for the scale.
-3. A block ends at `MOST` weights or `ELEMENTS` elements: a gradient waits for the others of its block.
+3. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
 4. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
 
@@ -23,22 +23,29 @@ from amprewrite.graphs.fx.weights.copy_memory import PLAIN
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
 
-MOST = 64
-"""Weights in a block: torch's multi-tensor kernels take up to so many at a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
 ELEMENTS = 1 << 25
 """Elements of a block, 64 MB of low gradients that wait for the last of them. A weight of so many is a block by itself."""
 ELEMENTS_APART = 1 << 22
 """The same where several ranks train: 16 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
 
 
+def block_size() -> int:
+    """Elements of weights whose gradients may come back together, in this process as it is now."""
+    apart = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return ELEMENTS_APART if apart else ELEMENTS
+
+
 class LinkedCopies:
     """The copies that one training graph takes of its weights; a `dtype` that is the weight's own only unscales its gradient."""
 
-    def __init__(self, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], cache: WeightCache) -> None:
+    def __init__(
+        self, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], cache: WeightCache, blocks: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """`blocks` are the places of the weights that share an autograd node; None: all share one."""
         self.dtypes, self.layouts, self.cache = dtypes, layouts, cache
+        self.blocks = (range(len(dtypes)),) if blocks is None else blocks
         self._made: tuple[int, ...] | None = None
         """Places of the weights that are copied; the graph is guarded on their dtypes."""
-        self._blocks: tuple[tuple[int, ...], ...] = ()
 
     def take(self, weights: Sequence[Tensor], inverse: Tensor | None) -> list[Tensor]:
         """A copy of each weight as it is now; its gradient arrives at the weight times `inverse`, a 0-dim fp32 tensor.
@@ -53,15 +60,13 @@ class LinkedCopies:
             return [_alone(*each, inverse) for each in zip(weights, self.dtypes, self.layouts, strict=True)]
         if self._made is None:
             self._made = tuple(place for place, w in enumerate(weights) if self.dtypes[place] != w.dtype or self.layouts[place])
-            apart = torch.distributed.is_available() and torch.distributed.is_initialized()
-            self._blocks = blocks([weight.numel() for weight in weights], ELEMENTS_APART if apart else ELEMENTS)
         copies = list(weights)
         made = self._made
         dtypes, layouts = [self.dtypes[place] for place in made], [self.layouts[place] for place in made]
         for place, copy in zip(made, self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts), strict=True):
             copies[place] = copy
         check = None if inverse is None else _Check(inverse)
-        for block in self._blocks:
+        for block in self.blocks:
             chosen = [place for place in block if weights[place].requires_grad]
             if chosen:
                 layouts = [self.layouts[place] for place in chosen]
@@ -71,27 +76,8 @@ class LinkedCopies:
         return copies
 
 
-def blocks(numels: Sequence[int], elements: int = ELEMENTS) -> tuple[tuple[int, ...], ...]:
-    """Which weights share an autograd node: indices into `numels`, the elements of each in order of use."""
-    made: list[tuple[int, ...]] = []
-    run: list[int] = []
-    size = 0
-    for index, numel in enumerate(numels):
-        if numel >= elements:
-            made.append((index,))
-            continue
-        if run and (len(run) == MOST or size + numel > elements):
-            made.append(tuple(run))
-            run, size = [], 0
-        run.append(index)
-        size += numel
-    if run:
-        made.append(tuple(run))
-    return tuple(sorted(made))
-
-
 def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
-    """One copy, with torch's own derivatives where there is no scale."""
+    """One copy, with torch's own derivatives if there is no scale."""
     if inverse is not None and dtype == weight.dtype and not layout:
         return unscale_gradient(weight, inverse)
     return pad_cast(weight, dtype, layout, inverse)
@@ -139,4 +125,4 @@ class _Link(torch.autograd.Function):
         return None, None, None, *left
 
 
-__all__ = ["ELEMENTS", "ELEMENTS_APART", "MOST", "LinkedCopies", "blocks"]
+__all__ = ["LinkedCopies", "block_size"]

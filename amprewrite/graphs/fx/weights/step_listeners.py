@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 class Listener(Protocol):
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Be told that `optimizer` has stepped."""
 
 
 class _Listening:
@@ -56,7 +56,7 @@ def add_listener(listener: Listener) -> None:
 
 
 def drop_listener(listener: Listener) -> None:
-    """Tell it no more."""
+    """Tell `listener` of no more steps."""
     _LISTENING.discard(listener)
 
 

@@ -139,7 +139,7 @@ class WeightCache:
         self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], streams: dict[int, int],
         graph: object | None,
     ) -> list[Tensor]:  # fmt: skip
-        """New copies for one call, in one launch, over the memory of the last ones where nothing else refers to it."""
+        """New copies for one call, in one launch, over the memory of the last ones if nothing else refers to it."""
         with self._lock:
             prepared = self._prepared.get(graph) if graph is not None else None
             if prepared is None or not prepared.serves(weights, streams):
@@ -236,7 +236,7 @@ class WeightCache:
         ]
 
     def _memories(self, weights: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, Layout, int]]) -> list[Memory]:
-        """Memory for copies of `weights`, each another: that of the last ones where it fits, or new."""
+        """Memory for copies of `weights`, each another: that of the last ones if it fits, or new."""
         for place, memory in list(self._idle.items()):
             if memory.owner.expired():
                 del self._idle[place]
@@ -256,7 +256,7 @@ class WeightCache:
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
-        """The block that keeps the copies of a call made here and now."""
+        """The block of `frozen_weights()` that keeps the copies of a call made here and now; None outside of one."""
         if self._until_step is not None:
             return None if self._replayed else self._until_step
         own: Block | None = getattr(self._own, "block", None)
@@ -349,7 +349,7 @@ class WeightCache:
         return self._until_step is not None or bool(self._open)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped: end the copies of the weights that it owns, and those until a step of all that train.
+        """End the copies of weights that `optimizer` owns, which has stepped, and of all that train if copies are kept until a step.
 
         It may step the weights of others: copies of them elsewhere, which the loop brings here.
         """

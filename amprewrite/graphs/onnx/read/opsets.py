@@ -45,7 +45,7 @@ def name_opset(model: ir.Model) -> int:
 
 # -- too old ---------------------------------------------------------------------------------
 def raise_old(model: ir.Model) -> ir.Model:
-    """A model of an opset before OLDEST at OLDEST. CaptureError if onnx's version converter has no way."""
+    """Raise a model of an opset before OLDEST to OLDEST. CaptureError if onnx's version converter cannot."""
     opset = model.opset_imports[""]
     said = f"the model is of opset {opset}, older than {OLDEST}"
     if is_large(model):
@@ -66,7 +66,7 @@ def raise_old(model: ir.Model) -> ir.Model:
 
 
 def _fold_unsqueezes(model: ir.Model) -> None:
-    """Shape constants once and for all where the converter put an Unsqueeze behind them: such a node has no format of its own."""
+    """Shape constants once and for all if the converter put an Unsqueeze behind them: such a node has no format of its own."""
     for graph in model.graphs():
         for node in list(graph):
             value, result = node.inputs[0] if node.inputs else None, node.outputs[0]

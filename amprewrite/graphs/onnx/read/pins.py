@@ -132,7 +132,7 @@ class RangeFacts:
                     self._keep_exact(operand, text)
 
     def _size(self, value: ir.Value) -> float:
-        """Largest magnitude, or 0 where it is unknown or the value rounds to itself."""
+        """Largest magnitude, or 0 if it is unknown or the value rounds to itself."""
         if constant_tensor(value) is not None:
             return self.facts(value).largest if format_of(value) == "fp32" and self.facts(value).error else 0.0
         seen, maker = self.ranges.get(str(value.name)), value.producer()
@@ -164,7 +164,7 @@ class RangeFacts:
         return self.pin_far(operands)
 
     def kind(self, op: str, node: ir.Node) -> OpKind | None:
-        """What the lists say of the op; in fp16 what they say in bf16 where ranges were the reason and are seen to be kept."""
+        """What the lists say of the op; in fp16 what they say in bf16 if ranges were the reason and are seen to be kept."""
         row = find_op(op)
         assert row is not None
         kind = self.lists.kind(row.name)
@@ -187,7 +187,7 @@ class RangeFacts:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> Pin | None:
-        """A cast to fp32 may go to the low format straight away where that loses nothing."""
+        """A cast to fp32 may go to the low format straight away if that loses nothing."""
         source, result = format_of(node.inputs[0]), node.outputs[0]
         if source in ("fp32", self.low.name, "bool"):
             return None

@@ -231,7 +231,7 @@ class _Reader:
                 self.add_result(name, value, True, pinned, may_saturate)
 
     def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
-        """One of several results of a node."""
+        """Add a vertex for one of several results of a node."""
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
         self.add_value(
@@ -333,7 +333,7 @@ class _Reader:
         self.turns //= TURNS
 
     def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
-        """What a loop or scan hands into its body: its state, or a slice of a sequence."""
+        """Add a vertex for what a loop or scan hands into its body: its state, or a slice of a sequence."""
         outer = node.inputs[index]
         if outer is None:
             return
@@ -348,14 +348,14 @@ class _Reader:
         self.turns //= TURNS
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
-        """What a body gives to the graph around it."""
+        """Add a vertex for what a body gives to the graph around it."""
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             outer.type = inner[0][1].type
         if _is_fp32(outer):
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """A vertex at the border of a body: `value` on one side, what it reads on the other."""
+        """Add a vertex at the border of a body: `value` on one side, what it reads on the other."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:

@@ -33,7 +33,7 @@ def difference(model: ir.Model, samples: Samples, limit: TimeLimit = "auto") -> 
 
 
 def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
-    """Relative L2 error of all floating outputs together; infinite where a value is not finite that should be."""
+    """Relative L2 error of all floating outputs together; infinite if a value is not finite that should be."""
     error = size = 0.0
     for wants, gots in zip(wanted, got, strict=True):
         for want, have in zip(_arrays(wants), _arrays(gots), strict=True):

@@ -31,7 +31,7 @@ NO_RUNTIME = (
 
 
 def runtime() -> Any:
-    """The onnxruntime module. EmitError with the install lines for CPU and GPU where there is none."""
+    """The onnxruntime module. EmitError with the install lines for CPU and GPU if there is none."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -48,7 +48,7 @@ def has_runtime() -> bool:
 
 
 def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> Any:
-    """A session on CUDA where that is there, else on the CPU; `level` 0 to 3 sets the optimisation level."""
+    """A session on CUDA if that is there, else on the CPU; `level` 0 to 3 sets the optimisation level."""
     ort = runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1

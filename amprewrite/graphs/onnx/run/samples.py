@@ -164,7 +164,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
 
 # -- made-up inputs -----------------------------------------------------------------
 def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
-    """Inputs to try, from likely to unlikely sizes of open dims; one only where no dim is open."""
+    """Inputs to try, from likely to unlikely sizes of open dims; one only if no dim is open."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for first, rest in SIZES:
         feed = _made_up(model, first, rest)
@@ -200,7 +200,7 @@ def _noise(value: ir.Value, shape: tuple[int, ...], generator: np.random.Generat
 
 
 def _rows_indexed(value: ir.Value) -> int:
-    """Rows of the table that an integer input indexes; 0 where it indexes none."""
+    """Rows of the table that an integer input indexes; 0 if it indexes none."""
     for node, place in value.uses():
         table = node.inputs[0]
         if node.op_type == "Gather" and place == 1 and table is not None and table.shape is not None:

@@ -174,11 +174,11 @@ def _tidy(model: ir.Model) -> None:
             source, result = node.inputs[0], node.outputs[0]
             to = node.attributes["to"].as_int()
             same = source.type is not None and source.dtype is not None and int(source.dtype) == to and to in FLOATS
-            twin = first.get((source, to))
-            if (same or twin is not None) and not result.is_graph_output():
-                result.replace_all_uses_with(source if twin is None or same else twin.outputs[0])
+            earlier = first.get((source, to))
+            if (same or earlier is not None) and not result.is_graph_output():
+                result.replace_all_uses_with(source if earlier is None or same else earlier.outputs[0])
                 graph.remove(node, safe=True)
-            elif twin is None:
+            elif earlier is None:
                 first[source, to] = node
     for graph in model.graphs():
         for node in list(graph):

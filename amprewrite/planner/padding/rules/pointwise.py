@@ -104,7 +104,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 
 # -- pointwise ------------------------------------------------------------------------------
 def pointwise(view: View) -> Rule:
-    """One input; further arguments are numbers."""
+    """Rule of ops of one input: all dims pass, and the padding holds what the op makes of it; further arguments are numbers."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))
@@ -115,7 +115,7 @@ def pointwise(view: View) -> Rule:
 
 
 def prelu(view: View) -> Rule:
-    """The slope belongs to the channel."""
+    """Rule of prelu: all dims pass, and its slope is padded with the channels."""
     x, w = view.call.get(0, "input"), view.call.get(1, "weight")
     xs, ws = view.shape(x), view.shape(w)
     rule = Rule(content=_unary("prelu"))
@@ -130,6 +130,7 @@ def prelu(view: View) -> Rule:
 
 
 def binary(view: View) -> Rule:
+    """Rule of arithmetic of two operands: dims pass that both have in full, or one alone."""
     call = view.call
     rule = Rule(content=_arithmetic(view, call.op))
     if call.kwargs.get("rounding_mode") is not None or call.kwargs.get("out") is not None:
@@ -139,6 +140,7 @@ def binary(view: View) -> Rule:
 
 
 def clamp(view: View) -> Rule:
+    """Rule of a clamp between numbers: all dims pass."""
     low, high = view.call.get(1, "min"), view.call.get(2, "max")
     if isinstance(low, Ref) or isinstance(high, Ref):
         return Rule(why_opaque="clamp between tensors")
@@ -156,6 +158,7 @@ def clamp(view: View) -> Rule:
 
 
 def power(view: View) -> Rule:
+    """Rule of a power: all dims pass if value and slope are finite in the padding."""
     exponent = view.call.get(1, "exponent")
 
     def content(contents: Contents) -> Content:
@@ -173,7 +176,7 @@ def power(view: View) -> Rule:
 
 
 def where(view: View) -> Rule:
-    """Zero where both sides are zero; the condition may have one row for all columns."""
+    """Rule of a choice: dims pass if both sides are zero in the padding; the condition may have one row for all columns."""
     call = view.call
     if call.op == "where":
         condition, sides = call.get(0, "condition"), call.args[1:3]

@@ -14,7 +14,7 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 
 # -- sums and norms ---------------------------------------------------------------------------------
 def reduction(view: View) -> Rule:
-    """Dims that are not summed pass. Those that are arrive in logical size: the slice is a view, and no kernel."""
+    """Rule of sums and means: dims that are not summed pass. The others arrive in logical size: the slice is a view, and no kernel."""
     call = view.call
     source, dims = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
     shape = view.shape(source)
@@ -32,7 +32,7 @@ def reduction(view: View) -> Rule:
 
 
 def batch_norm(view: View) -> Rule:
-    """Per channel. Scale and shift of zero make the padding zero again; training statistics are padded inside the op."""
+    """Rule of batch norm: channels pass. Scale and shift of zero make the padding zero; training statistics are padded inside the op."""
     call = view.call
     names = ("input", "running_mean", "running_var", "weight", "bias")
     x, mean, var, weight, bias = (call.get(i, name) for i, name in enumerate(names))
@@ -49,12 +49,12 @@ def batch_norm(view: View) -> Rule:
 
 
 def normalised(view: View) -> Rule:
-    """layer_norm, rms_norm, softmax and the like run over dims of logical size; the others pass."""
+    """Rule of norms and softmax: they run over dims of logical size, and nothing passes."""
     return Rule(why_opaque=f"{view.call.op} runs over the logical size")
 
 
 def channels(view: View) -> Rule:
-    """Pooling, interpolation: channel by channel."""
+    """Rule of pooling and interpolation: channels pass."""
     source = view.call.get(0, "input")
     shape = view.shape(source)
     spatial = int(digits[0]) if (digits := [c for c in view.call.op if c.isdigit()]) else None
@@ -79,6 +79,7 @@ def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
 
 
 def linear(view: View) -> Rule:
+    """Rule of a linear layer: its weight is padded with zeros on both sides, its bias with the result."""
     x, w, b = (view.call.get(i, name) for i, name in enumerate(("input", "weight", "bias")))
     xs, ws = view.shape(x), view.shape(w)
     if xs is None or ws is None or len(ws) != 2 or not xs:
@@ -95,6 +96,7 @@ _BOTH_ZERO = "a product of two activations needs zero padding on both sides"
 
 
 def matmul(view: View, first: int = 0) -> Rule:
+    """Rule of a product of two activations: `first` is the place of its first operand; both sides must be zero in the padding."""
     names = ("input", "mat2") if view.call.op in ("mm", "bmm") else ("input", "other")
     names = ("mat1", "mat2") if view.call.op == "addmm" else ("batch1", "batch2") if view.call.op == "baddbmm" else names
     a, b = view.call.get(first, names[0]), view.call.get(first + 1, names[1])
@@ -120,10 +122,12 @@ def matmul(view: View, first: int = 0) -> Rule:
 
 
 def with_addend(view: View) -> Rule:
+    """Rule of a product that is added to the first operand."""
     return matmul(view, 1)
 
 
 def conv(view: View) -> Rule:
+    """Rule of convolutions: channels pass, those of a depthwise one together; groups do not."""
     call = view.call
     transposed = "transpose" in call.op
     nd = int(call.op[-2])
@@ -147,7 +151,7 @@ def conv(view: View) -> Rule:
 
 
 def attention(view: View) -> Rule:
-    """Head size only, one for queries, keys and values; the scale is that of the logical size."""
+    """Rule of attention: the head size passes, one for queries, keys and values; the scale is that of the logical size."""
     call = view.call
     q, k, v = (call.get(i, name) for i, name in enumerate(("query", "key", "value")))
     shapes = [view.shape(x) for x in (q, k, v)]
@@ -166,7 +170,7 @@ def attention(view: View) -> Rule:
 
 
 def einsum(view: View) -> Rule:
-    """Two operands, letters once each, no ellipsis: every letter is a dim."""
+    """Rule of an einsum of two operands, letters once each, no ellipsis: every letter is a dim that passes."""
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]
     equation = call.args[0].replace(" ", "") if call.args and isinstance(call.args[0], str) else ""
@@ -192,7 +196,7 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Columns are features; further rows are never looked up."""
+    """Rule of an embedding: columns are features and pass; further rows are never looked up."""
     call = view.call
     weight = call.get(1, "weight")
     shape = view.shape(weight)
@@ -207,7 +211,7 @@ def embedding(view: View) -> Rule:
 
 
 def recurrent(view: View, gates: int) -> Rule:
-    """Every gate is padded by itself; weights and first states of zero keep hidden and cell states zero."""
+    """Rule of a recurrent layer of so many `gates`: each is padded by itself; zero weights and first states keep its states zero."""
     call = view.call
     refuse = Rule(why_opaque=f"{call.op} in a form whose weights the rule does not know")
     if len(call.args) < 9 or not view.shape(call.args[0]) or not isinstance(call.args[3], bool):

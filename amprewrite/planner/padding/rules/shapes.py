@@ -20,7 +20,7 @@ def _others(view: View, source: Any) -> set[str]:
 
 
 def like(view: View) -> Rule:
-    """Same shape, same numbers."""
+    """Rule of copies and conversions: same shape, same numbers, all dims pass."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -63,6 +63,7 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[
 
 
 def reshape(view: View) -> Rule:
+    """Rule of reshapes: dims pass in the groups that hold the same numbers before and after."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None or not view.call.shapes:
@@ -77,6 +78,7 @@ def reshape(view: View) -> Rule:
 
 
 def permuted(view: View) -> Rule:
+    """Rule of permutations: every dim passes to its new place."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     shape = view.shape(source)
@@ -113,6 +115,7 @@ def permutation(call: Call, rank: int) -> list[int] | None:
 
 
 def expand(view: View) -> Rule:
+    """Rule of an expand: dims pass that the operand has in full."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -123,7 +126,7 @@ def expand(view: View) -> Rule:
 
 
 def zeros(view: View) -> Rule:
-    """Zeros of any size are zeros: first states of recurrent layers."""
+    """Rule of zeros, as first states of recurrent layers are: zeros of any size are zeros."""
     rule = Rule(content=lambda contents: 0.0)
     rule.ignored = {ref.name for ref in view.call.args if isinstance(ref, Ref)}
     for dim, size in enumerate(view.out):
@@ -134,7 +137,7 @@ def zeros(view: View) -> Rule:
 
 # -- pieces ------------------------------------------------------------------------------------
 def piece(start: int, stop: int, size: Any) -> tuple[int, int] | None:
-    """(how many pieces, which one) where [start, stop) is one of several equal pieces of a dim of `size`."""
+    """(how many pieces, which one) if [start, stop) is one of several equal pieces of a dim of `size`."""
     if not isinstance(size, int) or stop <= start or size % (stop - start) or start % (stop - start):
         return None
     return size // (stop - start), start // (stop - start)
@@ -167,6 +170,7 @@ def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
 
 
 def getitem(view: View) -> Rule:
+    """Rule of plain indices: whole dims pass, and a slice that is one of several equal pieces."""
     call = view.call
     if call.item is not None and isinstance(call.args[0], Ref):
         rule, source = Rule(), call.args[0]
@@ -200,6 +204,7 @@ def _slice_tie(rule: Rule, name: str, dim: int, size: Any, cut: slice, after: in
 
 
 def narrow(view: View) -> Rule:
+    """Rule of a narrow: the other dims pass, and the narrowed one if it is cut into equal pieces."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
@@ -217,6 +222,7 @@ def narrow(view: View) -> Rule:
 
 
 def select(view: View) -> Rule:
+    """Rule of a select: the other dims pass."""
     call = view.call
     source, dim = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
     shape = view.shape(source)
@@ -230,7 +236,7 @@ def select(view: View) -> Rule:
 
 
 def chunks(view: View) -> Rule:
-    """chunk, split, unbind: several results; along the cut dim they must be equal pieces."""
+    """Rule of chunk, split and unbind: the other dims pass, and the one that is cut if the pieces are equal."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
     shape = view.shape(source)
@@ -262,6 +268,7 @@ def chunks(view: View) -> Rule:
 
 
 def cat(view: View) -> Rule:
+    """Rule of a concatenation: the other dims pass, and the joined one if all parts are as long."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]
@@ -280,6 +287,7 @@ def cat(view: View) -> Rule:
 
 
 def stack(view: View) -> Rule:
+    """Rule of a stack: all dims of its operands pass."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", 0)
     if not isinstance(tensors_, tuple) or not all(view.shape(t) is not None for t in tensors_) or not isinstance(dim, int):
@@ -291,7 +299,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Dims that are left as they are pass; zeros keep zero."""
+    """Rule of the pads that a model makes: dims that are left as they are pass; zeros keep zero."""
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:

@@ -84,7 +84,7 @@ RULES: dict[str, Callable[[View], Rule]] = {
 
 
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:
-    """The rule of `call`; one without ties where nothing is known, so that padding stops in front of it."""
+    """The rule of `call`; one without ties if nothing is known, so that padding stops in front of it."""
     if call.opaque:
         return Rule(why_opaque=call.opaque)
     maker = RULES.get(call.op)

@@ -38,7 +38,7 @@ def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
 
 
 def refuse_frozen(model: nn.Module, what: str) -> None:
-    """PolicyError if the model is frozen: `what` needs the fp32 values."""
+    """Raise PolicyError if the model is frozen: `what` needs the fp32 values."""
     if frozen_in(model):
         raise PolicyError(
             f"this {type(model).__name__} is frozen, and {what} needs its fp32 weights; call amp.unfreeze(state_dict) with them first, "
@@ -47,7 +47,7 @@ def refuse_frozen(model: nn.Module, what: str) -> None:
 
 
 def check_freezable(model: nn.Module) -> None:
-    """PolicyError if the model is in training, frozen already, or sharded."""
+    """Raise PolicyError if the model is in training, frozen already, or sharded."""
     if frozen_in(model):
         raise PolicyError(f"this {type(model).__name__} is frozen already; amp.unfreeze(state_dict) takes the fp32 weights back")
     if model.training:
@@ -124,7 +124,7 @@ def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]
 
 
 def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[str, Any] | None) -> list[str]:
-    """Make the parameters of a frozen model fp32 again, from `values` where they have them; names of those that stay rounded.
+    """Make the parameters of a frozen model fp32 again, from `values` if they have them; names of those that stay rounded.
 
     PlanError if `values` lack a weight, or have it in other sizes; nothing is changed then.
     """
@@ -164,7 +164,7 @@ def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | 
 
 
 class Owner(Protocol):
-    """What is needed of a session."""
+    """What freezing and thawing need of a session."""
 
     options: Options
     notes: dict[str, None]
@@ -176,7 +176,7 @@ class Owner(Protocol):
     def warn_fp32(self, message: str) -> None: ...
 
 
-def start_afresh(model: nn.Module, session: Owner, frozen: tuple[str, ...] | None) -> None:
+def recapture_all(model: nn.Module, session: Owner, frozen: tuple[str, ...] | None) -> None:
     """Have all graphs of a model captured anew, now that it is frozen, or is not any more."""
     hook_states(model, frozen is not None)
     session.options = replace(session.options, frozen=frozen)
@@ -187,15 +187,15 @@ def start_afresh(model: nn.Module, session: Owner, frozen: tuple[str, ...] | Non
 
 
 def thaw(model: nn.Module, session: Owner, values: Mapping[str, Any] | None = None) -> list[str]:
-    """Make a frozen model an fp32 one again; the names of weights whose fp32 values are gone."""
+    """Make a frozen model an fp32 one again, and return the names of weights whose fp32 values are gone."""
     rounded = unfreeze_weights(model, session.options.frozen or (), values)
-    start_afresh(model, session, None)
+    recapture_all(model, session, None)
     return rounded
 
 
 # -- calls ----------------------------------------------------------------------------------
 def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """PolicyError if a frozen model is called to be trained, and nothing in it or given to it takes a gradient."""
+    """Raise PolicyError if a frozen model is called to be trained, and nothing in it or given to it takes a gradient."""
     if not (model.training and torch.is_grad_enabled()):
         return
     given = (*model.parameters(), *tree_leaves((args, dict(kwargs))))
@@ -207,7 +207,7 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 class Place(Protocol):
-    """What is needed of an entry."""
+    """What freezing needs of an entry."""
 
     @property
     def place(self) -> str: ...
@@ -279,14 +279,14 @@ def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook: the state dict of a frozen model holds plain tensors, low ones as they are stored."""
+    """Put plain tensors into the state dict of a frozen model, low ones as they are stored (a hook of `state_dict`)."""
     for name, weight in module._parameters.items():
         if isinstance(weight, FrozenWeight) and isinstance(state.get(prefix + name), FrozenWeight):
             state[prefix + name] = weight.low() if weight.high is None else weight.high
 
 
 def hook_states(model: nn.Module, frozen: bool) -> None:
-    """Have the state dicts of a frozen model, and of its parts, hold what is stored; undo it where it is not frozen any more."""
+    """Have the state dicts of a frozen model, and of its parts, hold what is stored; undo it if it is not frozen any more."""
     for module in model.modules():
         held = any(isinstance(each, FrozenWeight) for each in module._parameters.values())
         known = [key for key, hook in module._state_dict_hooks.items() if hook is give_stored]
@@ -297,6 +297,6 @@ def hook_states(model: nn.Module, frozen: bool) -> None:
 
 
 __all__ = [
-    "brings_fp32", "check_freezable", "copies_of", "freeze_weights", "frozen_apart", "hook_states", "refuse_frozen", "refuse_training",
-    "start_afresh", "thaw", "unfreeze_weights", "warn_of_optimizers",
+    "brings_fp32", "check_freezable", "copies_of", "freeze_weights", "frozen_apart", "hook_states", "recapture_all", "refuse_frozen",
+    "refuse_training", "thaw", "unfreeze_weights", "warn_of_optimizers",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def refuse_trainable(model: nn.Module) -> None:
-    """PolicyError if a parameter in half precision is to be trained."""
+    """Raise PolicyError if a parameter in half precision is to be trained."""
     for name, parameter in _trainable(model):
         raise PolicyError(
             f"parameter {name} is {dtype_name(parameter.dtype)} already and is to be trained: fp32 parameters are the master "

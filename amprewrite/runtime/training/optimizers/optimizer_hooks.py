@@ -376,7 +376,7 @@ def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
 
 
 def _refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
-    """LossScaleError if a GradScaler steps this optimizer.
+    """Raise LossScaleError if a GradScaler steps this optimizer.
 
     It leaves `found_inf` on optimizers that skip by themselves; for the others it is only visible as a caller.
     """

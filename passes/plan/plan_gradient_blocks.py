@@ -1,0 +1,69 @@
+"""Say which weights of a training graph share an autograd node, so that a few launches bring their gradients back.
+
+1. Candidates are the weights that the graph reads in a low copy, and with a loss scale those that it reads in fp32, too: their gradients
+   are unscaled on the way.
+2. They are taken in the order of the graph. A block ends at MOST weights, or before it exceeds the elements that the problem allows: a
+   gradient waits for the others of its block.
+3. A weight of so many elements is a block by itself.
+
+A given plan says so itself; one without blocks has them decided.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.errors import PlanError
+
+MOST = 64
+"""Weights in a block: torch's multi-tensor kernels take up to so many at a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
+
+
+class PlanGradientBlocks(Pass[Problem, Decisions]):
+    name = "plan-gradient-blocks"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        if not problem.block_size:
+            return False
+        weights = [node for node in problem.graph if node.role == "parameter"]
+        if problem.given is not None and problem.given.gradient_blocks:
+            decisions.gradient_blocks = _checked(problem.given.gradient_blocks, {node.name for node in weights})
+        else:
+            cast = {each.value for each in decisions.casts if each.weight}
+            chosen = [node for node in weights if problem.scale_loss or node.name in cast]
+            found = blocks([node.numel for node in chosen], problem.block_size)
+            decisions.gradient_blocks = tuple(tuple(chosen[place].name for place in block) for block in found)
+        return bool(decisions.gradient_blocks)
+
+
+def _checked(given: tuple[tuple[str, ...], ...], weights: Set[str]) -> tuple[tuple[str, ...], ...]:
+    """The blocks of a given plan; PlanError if one names what is no weight of the graph, or two name the same."""
+    counted = Counter(name for block in given for name in block)
+    wrong = [name for name, count in counted.items() if count > 1 or name not in weights]
+    if wrong:
+        why = "is in two of them" if wrong[0] in weights else "is no weight of this graph"
+        raise PlanError(f"{wrong[0]} of the plan's gradient_blocks {why}; leave them empty to have them decided")
+    return given
+
+
+def blocks(numels: Sequence[int], elements: int) -> tuple[tuple[int, ...], ...]:
+    """Which weights share an autograd node: indices into `numels`, the elements of each in order of use."""
+    made: list[tuple[int, ...]] = []
+    run: list[int] = []
+    size = 0
+    for index, numel in enumerate(numels):
+        if numel >= elements:
+            made.append((index,))
+            continue
+        if run and (len(run) == MOST or size + numel > elements):
+            made.append(tuple(run))
+            run, size = [], 0
+        run.append(index)
+        size += numel
+    if run:
+        made.append(tuple(run))
+    return tuple(sorted(made))

@@ -1,0 +1,104 @@
+"""The walk of `rewrite(model)(x)`: how many files a reader opens who follows the calls, and how often they come back to a room.
+
+A file counts if a call in it leads on to another file. One that leads nowhere is understood by the name of what is called. `tables` and
+`ir` are plain data: they do not count, neither as files nor as rooms. A room is a package. Files stand in the order in which they first
+lead on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from test_house import MODULES, package
+from torch import Tensor, nn
+
+import amprewrite
+
+MOST_FILES = 8
+"""Files before the first call."""
+MOST_RETURNS = 12
+"""Of the whole walk. Reading, deciding and applying each go down to `graphs` or `planner` and come back."""
+NAMES = {str(path): name for name, path in MODULES.items()}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logsumexp(x + self.down(nn.functional.gelu(self.up(self.norm(x)))), -1)
+
+
+@contextmanager
+def files_that_lead_on(found: dict[str, None]) -> Iterator[None]:
+    """Add to `found` the files of the library that call others while the block runs."""
+    inside: list[str] = []
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        name = NAMES.get(frame.f_code.co_filename)
+        if name is None or package(name) in ("tables", "ir") or frame.f_code.co_name == "<module>":
+            return
+        if event == "call":
+            if inside and inside[-1] != name:
+                found[inside[-1]] = None
+            inside.append(name)
+        elif event == "return" and inside:
+            inside.pop()
+
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def returns(files: Iterable[str]) -> list[str]:
+    """The files at which the walk comes back to a room that it had left."""
+    found, left, here = [], set[str](), ""
+    for name in files:
+        room = package(name)
+        if room != here:
+            found += [name] * (room in left)
+            left.add(here)
+            here = room
+    return found
+
+
+@pytest.fixture(scope="module")
+def walk() -> tuple[list[str], list[str]]:
+    """The files of `rewrite(model)`, and those of the first call after them."""
+    x = torch.randn(8, 64)
+    amprewrite.rewrite(Block(64), dtype="bf16")(x)  # what is imported or made once a process is no part of it
+    found: dict[str, None] = {}
+    with files_that_lead_on(found):
+        amp = amprewrite.rewrite(Block(64), dtype="bf16")
+    before = list(found)
+    torch._dynamo.reset()
+    with files_that_lead_on(found):
+        amp(x)
+    return before, list(found)
+
+
+def test_few_files_stand_before_the_first_call(walk: tuple[list[str], list[str]]) -> None:
+    assert 1 < len(walk[0]) <= MOST_FILES, walk[0]
+
+
+def test_the_walk_seldom_comes_back(walk: tuple[list[str], list[str]]) -> None:
+    assert len(walk[1]) > 30 and "amprewrite.passes.driver" in walk[1], "it was not seen"
+    assert len(returns(walk[1])) <= MOST_RETURNS, returns(walk[1])
+
+
+@pytest.mark.parametrize(
+    "files, count",
+    [("api.a runtime.b runtime.c passes.d", 0), ("api.a runtime.b passes.c runtime.d", 1), ("api.a graphs.b api.a graphs.c", 2)],
+)
+def test_returns_are_counted(files: str, count: int) -> None:
+    assert len(returns(f"amprewrite.{name}" for name in files.split())) == count
