@@ -250,7 +250,8 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
     free = [node for node in graph if node.role == "op" and node.carries_fp32 and node.pinned is None]
     pinned = {node.name: replace(node, pinned=(Colour.HIGH, reason, what), precision_group="") for node in free}
     part.know(kept_high=(reason, what), graph=graph.exchanged(pinned))
-    if reason is Reason.UNSCALED and any(node.pinned is not None and node.pinned[1:] == (Reason.HALF, part.problem.policy.low.name) for node in graph):
+    own = (Reason.HALF, part.problem.policy.low.name)
+    if reason is Reason.UNSCALED and any(node.pinned is not None and node.pinned[1:] == own for node in graph):
         part.note(FLUSHES)
 
 

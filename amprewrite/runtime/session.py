@@ -358,9 +358,8 @@ class Session:
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
         """The problem of a captured graph, nothing decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
-        path = frame_path(module.graph, example_inputs, self.root)
+        path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.loss_scale.enabled
         path = entry.path if path is None else path
-        scale = torch.is_grad_enabled() and self.loss_scale.enabled
         with failing_as_pass(f"reading {name}"):
             captured = self.read(module, example_inputs, name, path, entry.names, pad=self.options.pad, scale_loss=scale)
         if under_autocast(module.graph, captured.problem.graph):
@@ -410,8 +409,7 @@ class Session:
             self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
             reads = weight_reads(module, example_inputs, self.root, None), copies_of(self, entry, module, example_inputs, False)
             return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
-        problem = captured.problem
-        grad = problem.training
+        problem, grad = captured.problem, captured.problem.training
         cache = self._cache_of(entry, grad)
 
         def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Emitted:
