@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any
 
 from amprewrite.accuracy.strict.edges import Edges
 from amprewrite.accuracy.strict.metric import Metric
@@ -46,6 +45,8 @@ SLICES, LEAST_SLICE = 16, 4
 """Plans between two neighbouring cuts at most, and nodes by which they differ at least; one if they are matmuls."""
 HALVINGS = 3
 """How often the step between two λ is halved where more than one matmul is raised at once."""
+Kept = frozenset[tuple[str, str]]
+"""Nodes to keep high: the fingerprint of a graph, and a name in it."""
 
 
 def movable(node: OpNode) -> bool:
@@ -182,7 +183,7 @@ class Chain:
         self.graphs = [Graph(captured.problem, found, metric) for captured, found in edges]
         ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
         self._rank = {(g.fingerprint, name): (self.graphs.index(g), rank) for g, name, rank in ranks}
-        self._sets: list[tuple[frozenset[tuple[str, str]], bool]] = [(frozenset(), False)]
+        self._sets: list[tuple[Kept, bool]] = [(frozenset(), False)]
         flops = {(g.fingerprint, name): count for g in self.graphs for name, count in g.flops.items()}
         for price in self._prices(sum(g.typical for g in self.graphs)):
             self._add(self._kept(price, heavies=False), heavies=False)
@@ -194,13 +195,13 @@ class Chain:
         """FLOPs of the matmuls that each set keeps high."""
         self.heavy = len(flops)
 
-    def _kept(self, price: float, heavies: bool) -> frozenset[tuple[str, str]]:
+    def _kept(self, price: float, heavies: bool) -> Kept:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
-    def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[frozenset[tuple[str, str]]]:
+    def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
         """Cuts that raise matmuls, at these prices and between them."""
 
-        def between(low: float, high: float, first: frozenset[tuple[str, str]], last: frozenset[tuple[str, str]], left: int) -> Iterator[Any]:
+        def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
             if left and len((last - first) & heavy) > 1:
                 middle = math.sqrt(low * high)
                 kept = self._kept(middle, heavies=True)
@@ -208,7 +209,7 @@ class Chain:
                 yield kept
                 yield from between(middle, high, kept, last, left - 1)
 
-        before: tuple[float, frozenset[tuple[str, str]]] | None = None
+        before: tuple[float, Kept] | None = None
         for price in prices:
             kept = self._kept(price, heavies=True)
             if before is not None:
@@ -224,7 +225,7 @@ class Chain:
         low, high = math.log(typical / sum(squares) / 1e4, STEP), math.log(typical / (sum(squares) * 1e-9) * 10, STEP)
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
-    def _add(self, kept: frozenset[tuple[str, str]], heavies: bool) -> None:
+    def _add(self, kept: Kept, heavies: bool) -> None:
         """Of a set only what the planner would run low counts; a set like the one before it is left out."""
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])

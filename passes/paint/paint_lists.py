@@ -15,7 +15,6 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
-
 YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
 """Facts that an override of a node or a module sets aside: its op runs low, and its result is another's."""
 
