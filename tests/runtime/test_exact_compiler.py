@@ -13,7 +13,7 @@ from torch._inductor import config, lowering
 
 import amprewrite
 from amprewrite.runtime.compiler.exact.fusible import is_fusible
-from amprewrite.runtime.compiler.exact.spelling import spell
+from amprewrite.runtime.compiler.exact.spelling import decompositions, spell
 from amprewrite.tables.errors import PolicyError
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -153,11 +153,58 @@ def test_a_number_that_no_low_format_holds_counts_as_it_does_in_the_kernel(targe
     assert torch.equal(spelt(x), target(x, 0.1))
 
 
-@pytest.mark.parametrize("power", [1, 2, 2.0])
-def test_small_powers_are_products(power):
-    x = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+@pytest.mark.parametrize(
+    ("power", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2.0, torch.float16), (2, torch.float32), (3, torch.float32)], ids=str
+)
+def test_small_powers_are_products(power, dtype):
+    x = torch.randn(67, generator=torch.Generator().manual_seed(0)).to(dtype)
     node = called(aten.pow.Tensor_Scalar, x, power)
     spell(node.graph)
     spelt = torch.fx.GraphModule({}, node.graph)
     assert not [each for each in spelt.graph.nodes if each.target is aten.pow.Tensor_Scalar]
     assert torch.equal(spelt(x), x.pow(power))
+
+
+def test_a_cube_in_fp16_is_the_kernels():
+    node = called(aten.pow.Tensor_Scalar, torch.ones(3).half(), 3)
+    spell(node.graph)
+    assert node.target is aten.pow.Tensor_Scalar and not is_fusible(node)
+
+
+# random numbers and sizes ------------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Two dropouts, whose scale no low format holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.drop(torch.relu(self.up(x)))))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_dropout_and_batches_of_other_sizes_are_eagers(dtype):
+    def found(backend: str) -> list[Tensor]:
+        model, results = Dropping(), []
+        amp = amprewrite.rewrite(model, dtype=dtype, backend=backend)
+        for rows in (4, 6, 9):
+            x = torch.randn(rows, 3, 16, generator=torch.Generator().manual_seed(rows))
+            torch.manual_seed(1)
+            out = amp(x)
+            model.zero_grad()
+            out.square().mean().backward()
+            results += [out.detach(), *(p.grad.clone() for p in model.parameters())]
+        assert not amp.plan.skipped
+        return results
+
+    for want, got in zip(found("eager"), found("inductor-exact"), strict=True):
+        assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_all_or_nothing_stays_the_kernels(p):
+    assert decompositions()[aten.native_dropout.default](WIDE, p, True) is NotImplemented
