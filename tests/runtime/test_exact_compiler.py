@@ -171,6 +171,58 @@ def test_a_cube_in_fp16_is_the_kernels():
     assert node.target is aten.pow.Tensor_Scalar and not is_fusible(node)
 
 
+# memory ------------------------------------------------------------------------------------------------------------------------
+
+
+class Gathered(nn.Module):
+    """Rows added up at places: a result that is read after the memory it was made from has a new owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x).float()
+        places = torch.arange(12) * 7 % 12 // 2
+        summed = torch.zeros(12, 16).index_put((places,), rows, accumulate=True)
+        shifted = (summed + 1.5).exp()
+        return shifted.sum(-1, keepdim=True) * summed + rows
+
+
+class Written(nn.Module):
+    """Values written to slices, rows and blocks of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, z = self.first(x), torch.zeros(12, 16)
+        z[:, :8] = h[:, 8:].exp()
+        z[3] = h[2].float()
+        z[1:5, 2:6] = 3 * h[1:5, 2:6]
+        out = self.second(z * 2) + z.exp()
+        z.mul_(2)
+        return out.tanh() * z
+
+
+@pytest.mark.parametrize("made", [Gathered, Written])
+def test_writes_are_eagers(made):
+    def found(backend: str) -> list[Tensor]:
+        model, x = made(), torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
+        amp = amprewrite.rewrite(model, dtype="bf16", backend=backend)
+        out = amp(x)
+        out.square().mean().backward()
+        with torch.no_grad():
+            again = amp(x)
+        return [out.detach(), again, *(p.grad for p in model.parameters())]
+
+    for want, got in zip(found("eager"), found("inductor-exact"), strict=True):
+        assert torch.equal(want, got)
+
+
 # random numbers and sizes ------------------------------------------------------------------------------------------------------
 
 
