@@ -40,7 +40,7 @@ _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's own decompositions of DECOMPOSED, as far as it has them."""
     table = select_decomp_table()
-    own = {
+    own: dict[Any, Callable[..., Any]] = {
         aten.slice_backward.default: _slice_backward,
         aten.native_dropout.default: _dropout,
         aten.native_dropout_backward.default: _dropout_backward,
