@@ -10,8 +10,8 @@ time + λ·error² is found exactly, under the additive error of `sensitivity`:
 3. The error grows with the set of low ops. So as λ grows the low sets of least size only shrink: for λ < μ and their least
    minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (For linear errors this is Gallo,
    Grigoriadis and Tarjan 1989; monotone submodular ones need no more.)
-4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity; then those are raised too, by the same cut. For the
-   divergence of probabilities the last of them, which gives the logits, is as free from the start as what is cheap.
+4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity; then those are raised too, by a cut of the FLOPs that
+   they have in fp32 + λ·error², whatever the device makes of them. Matmuls that pay only together are raised together.
 5. Equal layers change colour at the same λ. Between two such plans, off the convex hull, stand those that keep high the
    first layers only: prefixes of the difference in the order of the graph.
 """
@@ -19,7 +19,7 @@ time + λ·error² is found exactly, under the additive error of `sensitivity`:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from amprewrite.accuracy.strict.edges import Edges
 from amprewrite.accuracy.strict.metric import Metric
@@ -42,7 +42,11 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 STEP = 2**0.5
 """Ratio of one λ to the next."""
 SLICES, LEAST_SLICE = 16, 4
-"""Plans between two neighbouring cuts at most, and nodes by which they differ at least."""
+"""Plans between two neighbouring cuts at most, and nodes by which they differ at least; one if they are matmuls."""
+HALVINGS = 3
+"""How often the step between two λ is halved where more than one matmul is raised at once."""
+Kept = frozenset[tuple[str, str]]
+"""Nodes to keep high: the fingerprint of a graph, and a name in it."""
 
 
 def movable(node: OpNode) -> bool:
@@ -65,11 +69,11 @@ class Graph:
         self.open = {node.name for node in self.graph if movable(node) and node.name not in fixed and node.precision_group not in tied}
         self.low = {name for name, paint in paints.items() if name not in self.open and paint.colour is Colour.LOW}
         self.heavy = {node.name for node in self.graph if node.name in self.open and node.kind is OpKind.ALLOW}
-        self.heavy -= _heads(self.graph, self.heavy) if metric.head_first else set()
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
         times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
         self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
         """More than any plan takes: an error that costs as much is kept out whatever it takes."""
+        self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
         """Open ops that the cheapest plan at this price a unit of squared error runs high; `heavies`: those of the allowlist too,
@@ -91,6 +95,16 @@ class Graph:
         def end(name: str) -> int:
             return vertices.get(name, SINK)
 
+        if heavies:
+            for name, flops in self.flops.items():
+                network.arc(SOURCE, end(name), flops)
+        else:
+            self._times(network, end)
+        self._errors(network, end, price, sum(self.flops.values()) + 1 if heavies else self.dearest)
+        low, _ = min_cut(network)
+        return {name for name in self.open if not low[end(name)]}
+
+    def _times(self, network: Network, end: Callable[[str], int]) -> None:
         for name in self.open:
             node = self.graph[name]
             read = elements_read(self.graph, node)
@@ -100,9 +114,6 @@ class Graph:
         for node in self.graph:
             if node.carries_fp32:
                 self._copies(network, node, end)
-        self._errors(network, end, price)
-        low, _ = min_cut(network)
-        return {name for name in self.open if not low[end(name)]}
 
     def _copy(self, node: OpNode) -> int:
         return self.model.cast(node) + self.model.gradient_cast(node)
@@ -125,12 +136,12 @@ class Graph:
                 network.arc(*((reader_end, copy) if outwards else (copy, reader_end)), INFINITE)
             network.arc(*((copy, maker) if outwards else (maker, copy)), cost)
 
-    def _errors(self, network: Network, end: Callable[[str], int], price: float) -> None:
+    def _errors(self, network: Network, end: Callable[[str], int], price: float, dearest: int) -> None:
         for (value, name), squared in self.edges.items():
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            cost = min(round(price * min(squared, 1e6)), self.dearest)  # a rounding out of range is bad enough
+            cost = min(round(price * min(squared, 1e6)), dearest)  # a rounding out of range is bad enough
             if _hands_on(reader):
                 network.arc(end(value), end(name), cost)
                 continue
@@ -145,18 +156,6 @@ class Graph:
             return "its neighbours are kept"
         (value, reader), squared = max(touching.items(), key=lambda item: item[1])
         return f"rounding {value} for {reader} adds {self.metric.of_squares(squared):.2g} to the output's error"
-
-
-def _heads(graph: OpGraph, heavy: set[str]) -> set[str]:
-    """The heavy ops that no other one comes after."""
-    before: set[str] = set()
-    waiting = [feeder.name for name in heavy for feeder in graph.feeders(name)]
-    while waiting:
-        name = waiting.pop()
-        if name not in before:
-            before.add(name)
-            waiting += [feeder.name for feeder in graph.feeders(name)]
-    return heavy - before
 
 
 def _reads(graph: OpGraph, node: OpNode) -> Iterator[tuple[OpNode, Operand]]:
@@ -184,30 +183,54 @@ class Chain:
         self.graphs = [Graph(captured.problem, found, metric) for captured, found in edges]
         ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
         self._rank = {(g.fingerprint, name): (self.graphs.index(g), rank) for g, name, rank in ranks}
-        self._sets: list[tuple[frozenset[tuple[str, str]], bool]] = [(frozenset(), False)]
-        for heavies in (False, True):
-            for price in self._prices():
-                self._add(frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies)), heavies)
-        self._add(frozenset((g.fingerprint, node.name) for g in self.graphs for node in g.graph if movable(node)), True)
-        heavy = {(g.fingerprint, name) for g in self.graphs for name in g.heavy}
-        self.raised = [len(kept & heavy) for kept, _ in self._sets]
-        self.heavy = len(heavy)
+        self._sets: list[tuple[Kept, bool]] = [(frozenset(), False)]
+        flops = {(g.fingerprint, name): count for g in self.graphs for name, count in g.flops.items()}
+        for price in self._prices(sum(g.typical for g in self.graphs)):
+            self._add(self._kept(price, heavies=False), heavies=False)
+        for kept in self._raised(self._prices(sum(flops.values())), flops.keys()):
+            self._add(kept, heavies=True)
+        self._add(frozenset((g.fingerprint, node.name) for g in self.graphs for node in g.graph if movable(node)), heavies=True)
+        self.raised = [len(kept & flops.keys()) for kept, _ in self._sets]
+        self.flops = [sum(flops.get(each, 0) for each in kept) for kept, _ in self._sets]
+        """FLOPs of the matmuls that each set keeps high."""
+        self.heavy = len(flops)
 
-    def _prices(self) -> list[float]:
-        """λ from where nothing is worth a copy to where everything is."""
+    def _kept(self, price: float, heavies: bool) -> Kept:
+        return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
+
+    def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
+        """Cuts that raise matmuls, at these prices and between them."""
+
+        def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
+            if left and len((last - first) & heavy) > 1:
+                middle = math.sqrt(low * high)
+                kept = self._kept(middle, heavies=True)
+                yield from between(low, middle, first, kept, left - 1)
+                yield kept
+                yield from between(middle, high, kept, last, left - 1)
+
+        before: tuple[float, Kept] | None = None
+        for price in prices:
+            kept = self._kept(price, heavies=True)
+            if before is not None:
+                yield from between(before[0], price, before[1], kept, HALVINGS)
+            yield kept
+            before = price, kept
+
+    def _prices(self, typical: int) -> list[float]:
+        """λ from where nothing is worth what is `typical` to where everything is."""
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
-        times = sum(g.typical for g in self.graphs)
-        if not squares or not times:
+        if not squares or not typical:
             return []
-        low, high = math.log(times / sum(squares) / 1e4, STEP), math.log(times / (sum(squares) * 1e-9) * 10, STEP)
+        low, high = math.log(typical / sum(squares) / 1e4, STEP), math.log(typical / (sum(squares) * 1e-9) * 10, STEP)
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
-    def _add(self, kept: frozenset[tuple[str, str]], heavies: bool) -> None:
+    def _add(self, kept: Kept, heavies: bool) -> None:
         """Of a set only what the planner would run low counts; a set like the one before it is left out."""
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
         fresh = sorted(kept - last, key=lambda each: self._rank[each])
-        size = max(math.ceil(len(fresh) / SLICES), LEAST_SLICE)
+        size = max(math.ceil(len(fresh) / SLICES), 1 if heavies else LEAST_SLICE)
         for stop in range(size, len(fresh), size):
             self._sets.append((last | frozenset(fresh[:stop]), heavies))
         if fresh:

@@ -156,7 +156,7 @@ def search(
     errors = bisect(error_of, len(chain), target)
     within = [index for index, error in errors.items() if error <= target]
     times = {each.name: each.seconds for each in tried}
-    found = min(within, key=lambda index: (chain.raised[index], times[chain.words(index)], index), default=None)
+    found = min(within, key=lambda index: (chain.flops[index], times[chain.words(index)], index), default=None)
     if found is None:
         best = min(tried[-len(errors) :], key=lambda each: each.error)
         raise AccuracyError(

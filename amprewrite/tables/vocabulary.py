@@ -92,6 +92,7 @@ class Reason(Enum):
     BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"
     LOW_BACKWARD = "its backward adds up gradients in the low format there"
+    UNEVEN = "its low kernel there rounds some elements twice, so that a row depends on its batch"
     REFUSED = "its op refused low inputs when tried"
     CONSTANT = "a constant it uses does not fit the low format"
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"

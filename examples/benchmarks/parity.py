@@ -5,11 +5,12 @@
 
 Small models with random weights run in train mode (without dropout), in eval mode, under no_grad, under inference_mode, and as an exported
 program. A row has the largest difference of log-probabilities between the first and the others: of the fp32 model, under torch.autocast,
-and rewritten; then rows of a batch of 8 against the same rows alone, in units in the last place of the format, fp32's and ours.
+and rewritten. With `--rows` follow rows of a batch of 8 against the same rows alone: of fp32, of torch.autocast, of a copy wholly in the
+format, and ours, in units in the last place of the format that computes.
 
 `--compiler` trains each model one step in eager code, through inductor, and through "inductor-exact": relative L2 difference of outputs
-and of gradients from eager code's, in fp32 and in the format, and the kernels that inductor generates by its own count, with the calls of
-libraries beside them. C++ is built without vectors, which takes a third of the time; `--vectors` builds it with them.
+and of gradients from eager code's, and the kernels that inductor generates by its own count, with the calls of libraries beside them;
+`--fp32` does so in fp32, too. C++ is built without vectors, which takes a third of the time; `--vectors` builds it with them.
 
 `--cost` plans base-size architectures on torch's meta device, and compares the modelled time of a plan that serves training and inference
 with that of plans of their own.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -175,12 +177,12 @@ def spread(found: Iterator[Tensor]) -> float:
     return max(float((first.double() - other.double()).abs().max()) for other in others)
 
 
-def rows_apart(model: nn.Module, inputs: Inputs, eps: float) -> float:
+def rows_apart(model: nn.Module, inputs: Inputs, eps: float, run: Forward = log_probabilities) -> float:
     """The largest difference between rows of a batch and the same rows alone, in units of the last place of the largest result."""
     model.eval()
     with torch.no_grad():
-        together = log_probabilities(model, inputs).double()
-        alone = torch.cat([log_probabilities(model, {k: v[i : i + 1] for k, v in inputs.items()}) for i in range(BATCH)]).double()
+        together = run(model, inputs).double()
+        alone = torch.cat([run(model, {k: v[i : i + 1] for k, v in inputs.items()}) for i in range(BATCH)]).double()
     return float((together - alone).abs().max() / together.abs().max() / eps)
 
 
@@ -192,8 +194,20 @@ def under_autocast(dtype: torch.dtype) -> Forward:
     return run
 
 
+def rows_of(model: nn.Module, amp: nn.Module, inputs: Inputs, low: torch.dtype) -> tuple[float, ...]:
+    """Rows apart of fp32, of torch.autocast, of a copy wholly in `low`, and of ours."""
+    eps, half = torch.finfo(low).eps, copy.deepcopy(model).to(low)
+    cast = {name: value.to(low) if value.is_floating_point() else value for name, value in inputs.items()}
+    return (
+        rows_apart(model, inputs, torch.finfo(FP32.dtype).eps),
+        rows_apart(model, inputs, eps, under_autocast(low)),
+        rows_apart(half, cast, eps),
+        rows_apart(amp, inputs, eps),
+    )
+
+
 def measured(name: str, dtype: str, rows: bool) -> tuple[float, ...]:
-    """One row of the table: spreads of fp32, of torch.autocast and of ours, then rows apart of fp32 and of ours."""
+    """One row of the table: spreads of fp32, of torch.autocast and of ours, then rows apart, if they are asked for."""
     low = FORMATS[dtype].dtype
     torch._dynamo.reset()
     model, inputs = made(name)
@@ -201,19 +215,17 @@ def measured(name: str, dtype: str, rows: bool) -> tuple[float, ...]:
     theirs = spread(modes(model, inputs, None, under_autocast(low)))
     amp = amprewrite.rewrite(model, dtype=dtype)
     ours = spread(modes(amp, inputs, lambda: amp.export_program((), dict(inputs)), log_probabilities))  # type: ignore[operator]
-    if not rows:
-        return exact, theirs, ours
-    return exact, theirs, ours, rows_apart(model, inputs, torch.finfo(FP32.dtype).eps), rows_apart(amp, inputs, torch.finfo(low).eps)
+    return exact, theirs, ours, *(rows_of(model, amp, inputs, low) if rows else ())
 
 
 def compare(names: list[str], formats: list[str], rows: bool) -> None:
     print("largest difference of log-probabilities, train mode against the other ways to run a model\n")
-    print("| model | format | fp32 | torch.autocast | ours |" + " rows apart, fp32, ulps | ours, ulps |" * rows)
-    print("| --- | --- | --: | --: | --: |" + " --: | --: |" * rows)
+    print("| model | format | fp32 | torch.autocast | ours |" + " rows apart, ulps: fp32 | torch.autocast | all half | ours |" * rows)
+    print("| --- | --- | --: | --: | --: |" + " --: | --: | --: | --: |" * rows)
     for dtype in formats:
         for name in names:
-            *differ, apart, ours_apart = (*measured(name, dtype, rows), *((0.0, 0.0) if not rows else ()))
-            cells = [f"{each:.1e}" if each else "0" for each in differ] + [f"{each:.2f}" for each in (apart, ours_apart)] * rows
+            found = measured(name, dtype, rows)
+            cells = [f"{each:.1e}" if each else "0" for each in found[:3]] + [f"{each:.2f}" for each in found[3:]]
             print(f"| {name} | {dtype} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -256,14 +268,14 @@ def apart(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def compilers(names: list[str], formats: list[str], layers: int) -> None:
+def compilers(names: list[str], formats: list[str], layers: int, fp32: bool) -> None:
     print("relative L2 difference from eager code, outputs and gradients of one step")
     print("kernels by inductor's metrics; generated kernels + calls of libraries by its scheduler\n")
     print("| model | through | format | outputs | gradients | kernels | kernels + calls |")
     print("| --- | --- | --- | --: | --: | --: | --: |")
     for dtype in formats:
         for name in names:
-            for format_, backend in ((dtype, "inductor-exact"), (dtype, "inductor"), (FP32.name, "inductor")):
+            for format_, backend in ((dtype, "inductor-exact"), (dtype, "inductor"), *([(FP32.name, "inductor")] if fp32 else [])):
                 want, wanted, *_ = one_step(name, layers, format_, "eager")
                 got, found, kernels, counted = one_step(name, layers, format_, backend)
                 differ = [f"{each:.1e}" if each else "0" for each in (apart(got, want), apart(found, wanted))]
@@ -312,6 +324,7 @@ def main() -> None:
     options.add_argument("--rows", action="store_true", help="rows of a batch against the same rows alone, too")
     options.add_argument("--compiler", action="store_true", help="eager code against inductor and inductor-exact")
     options.add_argument("--layers", type=int, default=1, help="layers of each model, for --compiler")
+    options.add_argument("--fp32", action="store_true", help="the fp32 model through inductor, too, for --compiler")
     options.add_argument("--vectors", action="store_true", help="vectorised C++, for --compiler")
     options.add_argument("--cost", action="store_true")
     options.add_argument("--device", default="a100")
@@ -325,7 +338,7 @@ def main() -> None:
             from torch._inductor import config
 
             with config.patch({} if asked.vectors else {"cpp.simdlen": 1}):
-                compilers(names or list(MODELS), formats, asked.layers)
+                compilers(names or list(MODELS), formats, asked.layers, asked.fp32)
         elif asked.cost:
             costs(names, formats, asked.device, asked.parity)
         else:

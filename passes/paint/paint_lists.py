@@ -15,6 +15,9 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
+YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
+"""Facts that an override of a node or a module sets aside: its op runs low, and its result is another's."""
+
 
 class PaintLists(Pass[Problem, Decisions]):
     name = "paint-lists"
@@ -45,7 +48,7 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
         if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
             continue
         asked = problem.policy.asked_for(node.name, node.module)
-        movable = node.name not in decisions.paints or decisions.paints[node.name].reason is Reason.CONSTANT
+        movable = node.name not in decisions.paints or decisions.paints[node.name].reason in YIELDS
         if asked is not None and (asked.word == "high" or movable):
             decisions.paint(node.name, Colour(asked.word), Reason.ASKED, detail=asked.key)
         elif node.name in decisions.paints:

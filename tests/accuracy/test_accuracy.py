@@ -167,7 +167,28 @@ def test_plans_are_nested_and_end_in_fp32() -> None:
         lows.append({node.name for node in planned(captured).nodes if node.colour is Colour.LOW})
     assert all(after <= before for before, after in itertools.pairwise(lows))
     assert not lows[-1]
-    assert sorted(chain.raised) == chain.raised
+    assert sorted(chain.raised) == chain.raised and sorted(chain.flops) == chain.flops
+
+
+class Shared(nn.Module):
+    """Two matmuls that err alike; the first takes 16 times the FLOPs of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Linear(32, 512), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x).unflatten(-1, (16, 32)).sum(-2) / 4 + self.narrow(x)
+
+
+def test_the_matmul_that_gains_most_for_its_flops_is_raised_first() -> None:
+    trial = Trial(Shared().eval(), Options(BF16))
+    chain = Chain(measure_edges(trial, data(1, width=32), BF16, Metric()), own, Metric())
+    first = chain.keep_high(chain.raised.index(1)).graphs
+    (kept,) = first.values()
+    (graph,) = chain.graphs
+    assert [graph.graph[name].module for name in kept if name in graph.heavy] == ["narrow"]
 
 
 @settings(max_examples=300)

@@ -87,6 +87,10 @@ def colours(plan: amprewrite.CastPlan) -> dict[str, Colour]:
     return {node.name.rpartition("/")[2]: node.colour for node in plan.nodes if node.role == "op"}
 
 
+def low_ops(plan: amprewrite.CastPlan) -> set[str]:
+    return {node.op for node in plan.nodes if node.colour is Colour.LOW}
+
+
 def inference_plan(model: nn.Module, *args: torch.Tensor, **options: object) -> amprewrite.CastPlan:
     with torch.no_grad():
         return amprewrite.plan(model, args, dtype="bf16", **options)
@@ -190,6 +194,39 @@ def test_a_graph_that_another_one_runs_low_with_is_not_left_in_fp32():
     amp(large)
     amp(small)
     assert Colour.LOW in colours(amp.plan).values()
+
+
+class Rooted(nn.Module):
+    """An op between products whose CPU kernel takes another path for the last elements of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.rsqrt(self.first(x).abs() + 1))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_row_does_not_depend_on_its_batch(dtype):
+    torch.manual_seed(0)
+    amp, x = low(Rooted(), dtype=dtype), torch.randn(8, 16)
+    with torch.no_grad():
+        assert torch.equal(amp(x), torch.cat([amp(row) for row in x.split(1)]))
+    assert low_ops(amp.plan) >= {"linear"}
+
+
+@pytest.mark.parametrize("options", [{"lists": "o2"}, {"overrides": {"rsqrt": "low"}}, {"overrides": {"node:rsqrt": "low"}}], ids=str)
+def test_who_asks_gets_the_kernel_that_rounds_twice(options):
+    x = torch.randn(8, 16)
+    assert "rsqrt" not in low_ops(amprewrite.plan(Rooted(), (x,), dtype="bf16"))
+    assert "rsqrt" in low_ops(amprewrite.plan(Rooted(), (x,), dtype="bf16", **options))
+
+
+def test_devices_whose_kernels_round_alike_run_it_low():
+    with torch.device("meta"):
+        plan = amprewrite.plan(Rooted(), (torch.empty(512, 16),), dtype="bf16", device="a100")
+    assert "rsqrt" in low_ops(plan)
 
 
 # what only one graph knows --------------------------------------------------------------------------------------------

@@ -31,8 +31,6 @@ class Metric:
     """The relative L2 error of all floating outputs; the other metrics derive from it."""
 
     unit: str = "relative L2"
-    head_first: bool = False
-    """Whether the last matmuls may be raised before all that is cheap is, as the logits' of a language model."""
 
     def error(self, exact: Any, got: Any) -> float:
         """The error of one batch's output; inf if it has other shapes."""
@@ -66,7 +64,6 @@ class LogProb(Metric):
     """Mean Kullback-Leibler divergence of the next token's probabilities from those of fp32."""
 
     unit: str = "KL divergence, nats"
-    head_first: bool = True
 
     def error(self, exact: Any, got: Any) -> float:
         wanted, found = logits_of(exact), logits_of(got)

@@ -211,6 +211,7 @@ _CONDITIONS = {
     Reason.BODY: "with another plan for the graph {detail}",
     Reason.NO_KERNEL: "on a device that has the kernel: there is no {detail}",
     Reason.LOW_BACKWARD: "in inference, or on a device that adds gradients up in fp32 ({detail})",
+    Reason.UNEVEN: "on a device whose kernel rounds all elements alike ({detail})",
     Reason.REFUSED: "if the op took {low}: it said {detail}",
     Reason.CONSTANT: "in a format that holds the constant: {detail}",
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",

@@ -81,6 +81,8 @@ class Op:
     """Denied for the sake of its input alone: its result fits low, so what follows need not stay high."""
     low_backward: tuple[str, ...] = ()
     """Devices whose backward adds up gradients in the low format, term by term: there it wants fp32 in training."""
+    uneven: tuple[str, ...] = ()
+    """Devices whose low kernels round some elements of a tensor twice and others once, so that a row depends on its batch."""
     no_kernel: tuple[str, ...] = ()
     """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
     small: Literal["", "pole", "passes", "sums"] = ""

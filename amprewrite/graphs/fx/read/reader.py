@@ -81,7 +81,7 @@ def read_graph(
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
-        fact.pinned = _pin(fact, kind, low, ties, training)
+        fact.pinned = _pin(fact, kind, low, ties, training) or _pin_uneven(fact, kind, lists)
         fact.may_saturate = may_saturate(fact, facts, low)
     for node in draws_before_logs(facts) if lists.rule == "cost" else ():
         if facts[node].pinned is None:
@@ -241,6 +241,16 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
     if training and kind is OpKind.CLEAR and device in fact.row.low_backward:
         return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}"
     return _pin_dtype(fact) or _pin_source(fact) or pin_constant(fact, low)
+
+
+def _pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> tuple[Colour, Reason, str] | None:
+    """The op keeps fp32 if its low kernel rounds by position, unless the user moved it or other rules than ours decide."""
+    device = device_of(fact.value)
+    if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
+        return None
+    if fact.row is None or device not in fact.row.uneven:
+        return None
+    return Colour.HIGH, Reason.UNEVEN, f"{fact.op} on {device}"
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:

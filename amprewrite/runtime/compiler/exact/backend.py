@@ -8,6 +8,8 @@ settings for that graph alone:
    kernels, on operands that lie in memory as they do in eager code.
 3. A cast rounds, and so does every fused call in a low format.
 4. Passes that replace calls by others with other results are off, and random numbers are PyTorch's.
+5. No call is made to write into its operand: inductor takes the result of a kernel's call for memory of its own, and gives that of the
+   operand to the next value while the result is still read.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "fallback_random": True,
     "pattern_matcher": False,
+    "disabled_passes": "reinplace_inplaceable_ops",
     "use_pre_grad_passes": False,
     "joint_graph_constant_folding": False,
     "layout_optimization": False,

@@ -48,8 +48,6 @@ CHOICES = frozenset({
 """Calls that pick or compare values in the format of their tensors."""
 ON_CPU = frozenset({aten.div.Tensor, aten.reciprocal.default})
 """Arithmetic that other devices approximate in one of the two."""
-LOW_ON_CPU = frozenset({aten.rsqrt.default})
-"""Calls that only kernels for low formats round once; those for fp32 are another library's."""
 SPELLINGS = {
     aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor, aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
@@ -73,7 +71,7 @@ def is_fusible(node: torch.fx.Node) -> bool:
         return True
     if not isinstance(result, Tensor):
         return False
-    on_cpu = (target in ON_CPU and result.is_floating_point()) or (target in LOW_ON_CPU and result.dtype in LOW_DTYPES)
+    on_cpu = target in ON_CPU and result.is_floating_point()
     if not (target in ARITHMETIC or target in CHOICES or (on_cpu and result.is_cpu)):
         return False
     return _same_formats(node, result) and _same_numbers(node, result, target in CHOICES)

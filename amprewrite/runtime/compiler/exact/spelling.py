@@ -1,10 +1,12 @@
 """Spell calls of an ATen graph in the words that inductor fuses, without changing a bit of a result.
 
 1. Calls that only move or make values are taken apart as inductor takes them apart (`DECOMPOSED`).
-2. A square is a product, a first power a copy.
+2. A square is a product, a first power a copy. On a CPU a cube in fp32 is two products; those in fp16 are rounded once.
 3. A product or quotient in a low format with a number that the format does not hold: a kernel computes it in fp32 and rounds once,
    inductor would round the number first. So it is written as a cast to fp32, the call in fp32, and a cast back.
 4. A sum or difference with such a number: on a CPU the kernel rounds the number first, so it is written rounded.
+5. Dropout on a CPU is one product with a mask whose ones are 1 / (1 - p) in the format of the input, forward and backward, as eager
+   code computes it. A traced graph has another call, which multiplies by the mask and by the number, and rounds twice.
 
     before   mul(x_bf16, 0.1)                                    add(x_bf16, 0.1)
     after    convert(mul(convert(x_bf16, fp32), 0.1), bf16)      add(x_bf16, 0.10009765625)
@@ -38,7 +40,26 @@ _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's own decompositions of DECOMPOSED, as far as it has them."""
     table = select_decomp_table()
-    return {call: table[call] for call in DECOMPOSED if call in table} | {aten.slice_backward.default: _slice_backward}
+    own: dict[Any, Callable[..., Any]] = {
+        aten.slice_backward.default: _slice_backward,
+        aten.native_dropout.default: _dropout,
+        aten.native_dropout_backward.default: _dropout_backward,
+    }
+    return {call: table[call] for call in DECOMPOSED if call in table} | own
+
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Dropout on a CPU as eager code computes it; elsewhere eager code calls the kernel that was traced."""
+    if not x.is_cpu or train is False or not 0 < p < 1:
+        return NotImplemented  # type: ignore[no-any-return]
+    mask = aten.bernoulli.p(torch.empty_like(x), 1 - p)
+    return x * (mask / (1 - p)), mask != 0
+
+
+def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+    if not gradient.is_cpu or not scale:
+        return NotImplemented  # type: ignore[no-any-return]
+    return gradient * (mask.to(gradient.dtype) / (1 / scale))
 
 
 def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> Tensor:
@@ -60,6 +81,12 @@ def spell(graph: torch.fx.Graph) -> None:
         if node.target is aten.pow.Tensor_Scalar and node.args[1] in (1, 2):
             base, power = node.args
             node.target, node.args = (aten.mul.Tensor, (base, base)) if power == 2 else (aten.clone.default, (base,))
+        if node.target is aten.pow.Tensor_Scalar and node.args[1] == 3 and _is_fp32_on_cpu(node):
+            base = node.args[0]
+            with graph.inserting_before(node):
+                square = graph.call_function(aten.mul.Tensor, (base, base))
+            square.meta = {**node.meta}
+            node.target, node.args = aten.mul.Tensor, (square, base)
         target = SPELLINGS.get(node.target, node.target)
         if target in (*_WIDE, *_ROUNDED) and _has_wide_number(node):
             if target in _WIDE:
@@ -67,6 +94,11 @@ def spell(graph: torch.fx.Graph) -> None:
             elif node.meta["val"].is_cpu:
                 dtype = node.meta["val"].dtype
                 node.args = tuple(torch.tensor(each, dtype=dtype).item() if isinstance(each, int | float) else each for each in node.args)
+
+
+def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_cpu and value.dtype == torch.float32
 
 
 def _has_wide_number(node: torch.fx.Node) -> bool:
