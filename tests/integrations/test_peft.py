@@ -86,3 +86,39 @@ def test_a_merge_while_low_copies_are_kept_is_an_error() -> None:
         logits(amp)
         amp.merge_adapter()
     assert error(logits(amp), logits(lora(gpt2()))) < 2e-2
+
+
+# -- a base of four bits (QLoRA) ------------------------------------------------------------------
+def quantised(compute: torch.dtype, folder: Any) -> Any:
+    """A small Llama whose layers store four bits, with adapters; `compute` is what bitsandbytes multiplies in."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, max_position_embeddings=16)).save_pretrained(folder)
+    bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits, device_map="cpu")
+    base.loss_type = "ForCausalLM"
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(base, config)
+
+
+def adapter_gradients(model: Any, factor: float) -> dict[str, torch.Tensor]:
+    (model(input_ids=IDS, labels=IDS).loss * factor).backward()
+    learning = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+    return {str(place): p.grad / factor for place, p in enumerate(learning)}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-6])
+@pytest.mark.parametrize("dtype, own", [("bf16", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float32), ("fp16", torch.float16)])
+def test_a_base_of_four_bits_gives_adapters_their_gradients(dtype: str, own: torch.dtype, factor: float, tmp_path: Any) -> None:
+    """In fp16 that of a tiny loss is not flushed: its scale goes through the backward of bitsandbytes, which is linear."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    want = adapter_gradients(quantised(torch.float32, tmp_path), factor)
+    model = quantised(own, tmp_path)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    amp = amprewrite.rewrite(model, dtype=dtype, optimizer=optimizer)
+    got = adapter_gradients(amp, factor)
+    assert len(want) == len(got) == 6
+    assert all(error(got[name], want[name]) < (4e-2 if dtype == "bf16" else 1e-2) for name in want)
+    assert not amp.plan.skipped
