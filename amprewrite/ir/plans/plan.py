@@ -326,8 +326,7 @@ class ModelPlan:
     def diff(self, other: ModelPlan) -> str:
         """What `other` does differently, a line each; empty if nothing does."""
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
-        lines = [f"only here: {name}" for name in mine if name not in theirs]
-        lines += [f"only there: {name}" for name in theirs if name not in mine]
+        lines = [f"only here: {one}" for one in mine if one not in theirs] + [f"only there: {one}" for one in theirs if one not in mine]
         lines += [
             f"{name}: {node.colour.value} -> {theirs[name].colour.value} ({theirs[name].why()})"
             for name, node in mine.items()
@@ -339,7 +338,8 @@ class ModelPlan:
         mine_edits, their_edits = ({str(edit): None for region in plan.regions for edit in region.edits} for plan in (self, other))
         lines += [f"edit gone: {text}" for text in mine_edits if text not in their_edits]
         lines += [f"edit new: {text}" for text in their_edits if text not in mine_edits]
-        blocks, others = ([len(block) for region in plan.regions for block in region.gradient_blocks] for plan in (self, other))
+        pairs = [pair for pair in zip(self.regions, other.regions, strict=False) if all(region.training for region in pair)]
+        blocks, others = ([len(block) for pair in pairs for block in pair[side].gradient_blocks] for side in (0, 1))
         lines += [f"weights whose gradients come together: {blocks or 'none'} -> {others or 'none'}"] * (blocks != others)
         return "\n".join(map(printable, lines))
 
