@@ -65,7 +65,8 @@ class CastPlan(ModelPlan):
         return lines
 
     def counts(self) -> str:
-        """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low."""
+        """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low, ops of
+        other libraries that no list has."""
         from amprewrite.report.questions.explain import heavy
 
         ops = [node for node in self.nodes if node.role == "op"]
@@ -82,6 +83,8 @@ class CastPlan(ModelPlan):
             f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
             f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
         ]
+        foreign = Counter(node.op for node in ops if node.reason is Reason.UNLISTED and "::" in node.op)
+        lines += [f"{op} ({count} x) is on no list: it runs in fp32, and its FLOPs are not counted" for op, count in foreign.items()]
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"left out: {part}" for part in self.skipped]
         return "\n".join(map(printable, lines))

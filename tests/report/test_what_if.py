@@ -165,6 +165,27 @@ def test_every_reason_has_a_condition_or_is_decided_by_neighbours() -> None:
         assert "{" not in text.replace("{'", "") or "overrides" in text or "edit" in text, text
 
 
+def test_an_op_of_another_library_is_told_with_the_counts() -> None:
+    @torch.library.custom_op("amprewrite_test::product", mutates_args=())
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    product.register_fake(lambda a, b: a @ b)
+
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = torch.ops.amprewrite_test.product(self.linear(x), self.linear.weight)
+            return out
+
+    with torch.no_grad():
+        plan = plans(Foreign(), (4, 8))
+    assert "amprewrite_test::product (1 x) is on no list: it runs in fp32, and its FLOPs are not counted" in plan.counts()
+
+
 def test_an_edited_plan_answers_by_its_own_colours() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     plan = plans(model, (4, 8))

@@ -94,3 +94,20 @@ def test_a_product_in_fp32_is_named(name: str) -> None:
         assert flops == (counted(lambda: run(*given)) or 8)  # PyTorch's counter does not know vdot
     assert amp.plan.counts().startswith("heavy op left high: ")
     assert "low does 0.0 % of matmul and convolution FLOPs" in amp.plan.counts()
+
+
+@pytest.mark.parametrize(
+    "a, b, multiplied",
+    [
+        pytest.param((8, 16), (2, 16, 32), 8 * 16 * 32, id="rows by experts"),
+        pytest.param((16, 8), (8, 32), 16 * 8 * 32, id="a gradient of the experts"),
+    ],
+)
+def test_products_by_groups(a: tuple[int, ...], b: tuple[int, ...], multiplied: int) -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+            return torch.nn.functional.grouped_mm(x.bfloat16(), y.bfloat16(), offs=ends)  # PyTorch captures it in bf16 alone
+
+    with torch.no_grad():
+        plan = amprewrite.plan(Grouped(), (torch.randn(a), torch.randn(b), torch.tensor([4, 8], dtype=torch.int32)), dtype="bf16")
+    assert [node.flops for node in plan.nodes if node.op == "grouped_mm"] == [2 * multiplied]

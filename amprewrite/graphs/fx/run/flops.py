@@ -28,7 +28,8 @@ def flops(op: str, node: torch.fx.Node) -> int:
     if not out or not shapes or not shapes[0]:
         return 0
     if op in ops_with(Trait.SUMS_LAST_DIM):
-        return 2 * out[0] * shapes[0][-1]
+        grouped = all(len(shape) == 2 for shape in shapes[:2]) and len(_shape(tensors(example_value(node))[0])) == 3
+        return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)  # each group sums its own part
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
     if op == "scaled_dot_product_attention" and len(shapes) > 1:

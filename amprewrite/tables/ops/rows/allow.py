@@ -22,6 +22,7 @@ ROWS = (
     ),
     *rows(ALLOW, "its matrix product dwarfs its loss, which is taken in fp32 inside", "linear_cross_entropy"),
     *rows(ALLOW, "a matrix product by groups, accumulated in fp32", "grouped_mm _grouped_mm"),
+    *rows(ALLOW, "a matrix product an expert, one after another", "transformers::grouped_mm_fallback"),
     *rows(
         ALLOW,
         "a convolution: Tensor Cores accumulate it in fp32",

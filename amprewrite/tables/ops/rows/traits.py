@@ -36,7 +36,7 @@ TRAITS: dict[Trait, str] = {
     "alias detach clone contiguous",
     Trait.LOGARITHM: "log log2 log10 log1p",
     # products
-    Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner",
+    Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner grouped_mm transformers::grouped_mm_fallback",
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
     Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
     Trait.IN_POLYNOMIALS: "add mul",
