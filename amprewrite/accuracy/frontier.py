@@ -140,9 +140,9 @@ def search(
     tried: list[Candidate] = []
 
     def run(name: str, prepare: Callable[[Captured], Captured]) -> float:
-        manner = RoundedRunner(prepare)
-        error = strict_error(trial, batches, exact, manner, measure)
-        tried.append(_candidate(name, error, manner))
+        runner = RoundedRunner(prepare)
+        error = strict_error(trial, batches, exact, runner, measure)
+        tried.append(_candidate(name, error, runner))
         return error
 
     target = tolerance if tolerance is not None else run("torch.autocast's rules", autocast_rules)
@@ -222,11 +222,11 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
         up = torch.randint(0, 2, value.shape, generator=generator).to(value.device).bool()
         return torch.nextafter(value, torch.where(up, math.inf, -math.inf).to(value))
 
-    def manner(captured: Captured, inputs: tuple[Any, ...]) -> Any:
+    def run_nudged(captured: Captured, inputs: tuple[Any, ...]) -> Any:
         with torch.no_grad():
             return run_fp32(captured, tuple(nudged(value) for value in inputs))
 
-    floor = strict_error(trial, batches, exact, manner, metric)
+    floor = strict_error(trial, batches, exact, run_nudged, metric)
     if tolerance < floor:
         raise AccuracyError(
             f"tolerance={tolerance:g} is below what fp32 itself reproduces: a change in the last bit of weights and inputs moves the "
@@ -251,10 +251,10 @@ def _keeping(captured: Captured, keep_high: KeepHigh) -> Captured:
     return captured
 
 
-def _candidate(name: str, error: float, manner: RoundedRunner) -> Candidate:
-    casts = [cast for plan in manner.plans for cast in plan.casts]
-    low = sum(node.role == "op" and node.colour is Colour.LOW for plan in manner.plans for node in plan.nodes)
-    seconds = sum(predicted_seconds(region.captured.problem, region.plan) for region in manner.regions.values())
+def _candidate(name: str, error: float, runner: RoundedRunner) -> Candidate:
+    casts = [cast for plan in runner.plans for cast in plan.casts]
+    low = sum(node.role == "op" and node.colour is Colour.LOW for plan in runner.plans for node in plan.nodes)
+    seconds = sum(predicted_seconds(region.captured.problem, region.plan) for region in runner.regions.values())
     return Candidate(name, error, seconds, sum(not cast.weight for cast in casts), low)
 
 
