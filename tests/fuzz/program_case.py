@@ -115,7 +115,8 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
     if compiled is None and ("region." in problem.where or "outside" in problem.where):
         return replace(problem, kind=f"PyTorch alone: {problem.kind}")  # no capture failed, so there is nothing to fall back to
     if problem.where == "gradient" and ".data." in program.source():  # autograd is not told: what a copy kept, fp32 reads as it is now
-        if dict(program.options).get("lists") in WHOLLY_LOW:  # these have copies where autocast has none
+        asked = dict(program.options)
+        if asked.get("lists") in WHOLLY_LOW or "granularity" in asked:  # they have copies where autocast has none
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
         with _quiet():
             low = _tried(lambda: run(program, initialised(program), within=lambda: torch.autocast("cpu", LOW[program.dtype])))

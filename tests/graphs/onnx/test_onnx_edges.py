@@ -38,6 +38,16 @@ def test_an_output_that_is_read_inside_keeps_its_name_and_type():
     assert stored(result.model) == {"w": F16}
 
 
+@pytest.mark.parametrize("as_file", [False, True])
+def test_an_input_that_is_an_output_keeps_its_shape_whatever_the_output_says(as_file, tmp_path):
+    feed, outs = {"x": noise(4, 16)}, [value("out", 4, 16), value("x", 16)]
+    given = net([node("MatMul", ["x", "w"], ["out"])], [value("x", 4, 16)], outs, [weight("w", 16, 16)], feed)
+    onnx.save(given.model, tmp_path / "model.onnx")
+    made = rewrite_onnx(tmp_path / "model.onnx" if as_file else given.model).model
+    out, x = run(made, feed)
+    assert out.shape == (4, 16) and np.array_equal(x, feed["x"])
+
+
 def test_a_constant_read_in_both_formats_is_stored_twice_and_never_cast():
     given = gemm_chain(node("Add", ["h", "c"], ["a"], name="add"), node("Exp", ["a"], ["e"]), node("Mul", ["e", "c"], ["mid"]),
                        inits=[const("c", np.full(16, 0.3))])  # fmt: skip

@@ -68,7 +68,7 @@ def _load(source: Source) -> ir.Model:
     if _version(source) and not Path(source).is_file():  # type: ignore[arg-type]
         raise CaptureError(f"{name} cannot be read: it is no regular file; name an ONNX file")
     try:
-        model = ir.from_proto(copy.deepcopy(source)) if isinstance(source, onnx.ModelProto) else ir.load(source)
+        model = _parsed(source)
     except FileNotFoundError as error:
         raise CaptureError(f"there is no file {name}; check the path") from error
     except OSError as error:
@@ -86,6 +86,23 @@ def _load(source: Source) -> ir.Model:
             ir.external_data.load_to_model(model)
         except (OSError, ValueError) as error:
             raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
+    return model
+
+
+def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
+    """The model of a proto or a file, without external data.
+
+    An input that is an output, too, is one value with one type: the input's. What the file says of the output may be wrong.
+    """
+    is_proto = isinstance(source, onnx.ModelProto)
+    proto = copy.deepcopy(source) if is_proto else onnx.load(source, load_external_data=False)
+    inputs = {each.name: each.type for each in proto.graph.input}
+    for output in proto.graph.output:
+        if output.name in inputs:
+            output.type.CopyFrom(inputs[output.name])
+    model = ir.from_proto(proto)
+    if not is_proto:
+        ir.external_data.set_base_dir(model.graph, Path(source).parent)
     return model
 
 
