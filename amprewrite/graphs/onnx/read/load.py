@@ -94,14 +94,13 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
 
     An input that is an output, too, is one value with one type: the input's. What the file says of the output may be wrong.
     """
-    is_proto = isinstance(source, onnx.ModelProto)
-    proto = copy.deepcopy(source) if is_proto else onnx.load(source, load_external_data=False)
+    proto = copy.deepcopy(source) if isinstance(source, onnx.ModelProto) else onnx.load(source, load_external_data=False)
     inputs = {each.name: each.type for each in proto.graph.input}
     for output in proto.graph.output:
         if output.name in inputs:
             output.type.CopyFrom(inputs[output.name])
     model = ir.from_proto(proto)
-    if not is_proto:
+    if not isinstance(source, onnx.ModelProto):
         ir.external_data.set_base_dir(model.graph, Path(source).parent)
     return model
 
