@@ -248,20 +248,21 @@ def compare(
     for name, value in want.values.items():
         beside = (None if r is None else r.values.get(name) for r in (autocast, rounded, scaled))
         problem = _compare_value(name, value, got.values[name], *beside, exact, low)
-        if problem is not None and problem.kind == "inexact" and _explained(value, got.values[name], [r.values[name] for r in draws()]):
-            problem = replace(problem, kind="rounding")
+        if problem is not None and problem.kind == "inexact":
+            drawn = [r.values.get(name) for r in draws()]  # a draw may take another branch, too
+            problem = replace(problem, kind="rounding") if _explained(value, got.values[name], drawn) else problem
         if problem is not None and problem.kind != "rounding":
             return problem
         found = found or problem
     return found
 
 
-def _explained(want: torch.Tensor, got: torch.Tensor, draws: list[torch.Tensor]) -> bool:
-    """Whether one of the draws is half as far off as `got`, or further; what overflows in a draw tells nothing."""
+def _explained(want: torch.Tensor, got: torch.Tensor, draws: list[torch.Tensor | None]) -> bool:
+    """Whether one of the draws is half as far off as `got`, or further, or has no such value; what overflows in a draw tells nothing."""
     finite = want.isfinite() & got.isfinite()
     error = float((got - want)[finite].double().norm())
     for each in draws:
-        if each.shape != want.shape:
+        if each is None or each.shape != want.shape:
             return True
         if 2 * float((each - want)[finite & each.isfinite()].double().norm()) >= error:
             return True

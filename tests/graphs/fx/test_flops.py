@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import amprewrite
@@ -111,3 +112,20 @@ def test_products_by_groups(a: tuple[int, ...], b: tuple[int, ...], multiplied: 
     with torch.no_grad():
         plan = amprewrite.plan(Grouped(), (torch.randn(a), torch.randn(b), torch.tensor([4, 8], dtype=torch.int32)), dtype="bf16")
     assert [node.flops for node in plan.nodes if node.op == "grouped_mm"] == [2 * multiplied]
+
+
+@pytest.mark.parametrize("keys", [5, 9])
+def test_attention_that_is_one_call_has_the_flops_of_its_products(keys: int) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            out: Tensor = self.attention(x, y, y, need_weights=False)[0]
+            return out
+
+    model, inputs = Attends(), (torch.randn(5, 2, 16), torch.randn(keys, 2, 16))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # whose products PyTorch counts
+        plan = amprewrite.plan(model, inputs, dtype="bf16")
+        assert sum(node.flops for node in plan.nodes) == counted(lambda: model(*inputs))

@@ -1,7 +1,7 @@
 """How many multiply-adds an fx node does, from the shapes of what it reads and gives.
 
 Products say in their row what they sum over. By name this file knows those that have a shape of their own: `einsum`, `tensordot`,
-`bilinear`, `scaled_dot_product_attention`, and convolutions, which `transpose` in the name turns round.
+`bilinear`, `multi_head_attention_forward`, `scaled_dot_product_attention`, and convolutions, which `transpose` in the name turns round.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def flops(op: str, node: torch.fx.Node) -> int:
         return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)  # each group sums its own part
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
+    if op == "multi_head_attention_forward" and len(node.args) > 1:
+        return _attention_flops(*(_shape(tensors(example_value(node.args[place]))[0]) for place in (0, 1)))  # type: ignore[arg-type]
     if op == "scaled_dot_product_attention" and len(shapes) > 1:
         return 4 * math.prod(shapes[0]) * shapes[1][-2]
     if op.startswith("conv") and len(shapes) > 1 and len(shapes[1]) > 1:
@@ -41,6 +43,12 @@ def flops(op: str, node: torch.fx.Node) -> int:
         steps = math.prod(shapes[0][:-1])
         return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
     return _product_flops(op, node)
+
+
+def _attention_flops(query: Shape, key: Shape) -> int:
+    """FLOPs of attention with its projections: queries and results, keys and values, scores and what they weigh."""
+    width, asked, given = query[-1], math.prod(query[:-1]), math.prod(key[:-1])
+    return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
 
 
 def _product_flops(op: str, node: torch.fx.Node) -> int:
