@@ -44,6 +44,15 @@ class Bounded(Product):
         return gradients(g.clamp(-1, 1), *ctx.saved_tensors)
 
 
+class Filled(Product):
+    """The same; what its backward fills in, where a value is NaN, is no gradient times a factor."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return gradients(torch.masked_fill(g, (x @ w).isnan(), value=1.0), x, w)
+
+
 class Half(Product):
     """The same, computed in fp16 by its author, as quantised layers do."""
 
@@ -174,7 +183,10 @@ class Between(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("product, reason", [(Product, Reason.UNSEEN), (Half, Reason.HALF), (Bounded, Reason.UNSCALED)])
+BACKWARDS = ((Product, Reason.UNSEEN), (Half, Reason.HALF), (Bounded, Reason.UNSCALED), (Filled, Reason.UNSCALED))
+
+
+@pytest.mark.parametrize("product, reason", BACKWARDS)
 @pytest.mark.parametrize("kind", ["function", "function in a condition", "function in a checkpoint", "function in a reentrant checkpoint"])
 def test_gradients_below_fp16_are_not_lost_in_a_backward_of_the_user(kind, product, reason):
     """A linear one gets them scaled. Another sees them as they are: fp16 would flush those of a loss of 1e-7, and the plan says so."""

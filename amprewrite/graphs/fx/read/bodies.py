@@ -64,9 +64,8 @@ def _backward_is_linear(node: torch.fx.Node) -> bool:
     """Whether the backward of an autograd Function, which reads the gradients of its results and then what was saved, is linear."""
     if len(bodies(node)) != 2 or node.kwargs.get("dirty_idx"):
         return False
-    (forward, backward), found = bodies(node), None
-    for given in forward.graph.find_nodes(op="output"):
-        found = given.args[0]
+    forward, backward = bodies(node)
+    found = forward.graph.find_nodes(op="output")[0].args[0]
     if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], tuple | list):
         return False
     results = len(found[0]) if isinstance(found[0], tuple | list) else 1
@@ -100,12 +99,17 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]
     if row is None or not all(map(differentiable, tensors(example_value(node)))) or node.kwargs.get("rounding_mode"):
         return False
+    if Trait.LINEAR_IN_ALL in row.traits:
+        summands = [*node.args, *(given for name, given in node.kwargs.items() if name != "alpha")]
+        if any(not tensors(example_value(each)) if isinstance(each, torch.fx.Node) else each for each in summands):
+            return False  # a number that is not zero, or may not be
     if row.traits & {Trait.LINEAR_IN_ALL, Trait.JOINS}:
-        numbers = [leaf for leaf in node.args if isinstance(leaf, int | float | complex)] if Trait.LINEAR_IN_ALL in row.traits else []
-        return all(leaf in scaled or leaf in zeros for leaf in floats) and not any(numbers)
+        return all(leaf in scaled or leaf in zeros for leaf in floats)
+    if sum(leaf in scaled for leaf in floats) != 1:
+        return False
     if Trait.LINEAR_IN_EACH in row.traits:
-        return len(floats) <= 2 and sum(leaf in scaled for leaf in floats) == 1
-    return Trait.LINEAR_IN_FIRST in row.traits and node.args[0] in scaled and sum(leaf in scaled for leaf in floats) == 1
+        return len(floats) <= 2
+    return Trait.LINEAR_IN_FIRST in row.traits and bool(node.args) and node.args[0] in scaled
 
 
 def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
