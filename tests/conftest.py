@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,6 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what is printed now into tests/golden")
-
-
-@pytest.fixture(autouse=True)
-def frames_left_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Name a test that leaves Dynamo's evaluation of frames on, which fails others after it, and switch it off."""
-    yield
-    dynamo = torch._C._dynamo.eval_frame
-    if dynamo.get_eval_frame_callback() is not None:
-        dynamo.set_eval_frame(None)
-        warnings.warn(f"{request.node.nodeid} left Dynamo's evaluation of frames on", stacklevel=1)
 
 
 @pytest.fixture
