@@ -16,7 +16,7 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
 from amprewrite.graphs.fx.read.aliasing import note_memory
-from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, operands
+from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import magnitudes
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
@@ -241,18 +241,29 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     part.match_given = captured.match_given
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)
+    elif part.problem.inside_scaled:
+        unread = leads_nowhere(node, part.module)
+        _pin_high(part, Reason.UNREAD, op_name(node.target), {inside[inner] for inner in unread if inner in inside})
     return part
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
     """Keep all ops of a body high, for a reason that lies in the op `what` around it."""
+    part.know(kept_high=(reason, what))
+    _pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
-    free = [node for node in graph if node.role == "op" and node.carries_fp32 and node.pinned is None]
-    pinned = {node.name: replace(node, pinned=(Colour.HIGH, reason, what), precision_group="") for node in free}
-    part.know(kept_high=(reason, what), graph=graph.exchanged(pinned))
     own = (Reason.HALF, part.problem.policy.low.name)
     if reason is Reason.UNSCALED and any(node.pinned is not None and node.pinned[1:] == own for node in graph):
         part.note(FLUSHES)
+
+
+def _pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
+    """Keep these ops of a body high, and those that share memory with them."""
+    graph = part.problem.graph
+    groups = {node.precision_group for node in graph if node.name in names} - {""}
+    free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
+    pinned = {node.name: replace(node, pinned=(Colour.HIGH, reason, what), precision_group="") for node in free if node.pinned is None}
+    part.know(graph=graph.exchanged(pinned))
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:

@@ -89,6 +89,7 @@ class Reason(Enum):
     TRANSFORMED = "a torch.func transform around it runs it as it is written"
     UNSCALED = "gradients pass it unscaled, and the low format flushes small ones to zero"
     UNSEEN = "no sample run shows what a backward that the user wrote reaches"
+    UNREAD = "nobody reads the result it leads to, so no sample run shows whether it overflows"
     BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"
     LOW_BACKWARD = "its backward adds up gradients in the low format there"

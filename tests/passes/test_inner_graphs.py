@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from runtime_help import data
 from torch import nn
 from torch._higher_order_ops import map as map_op
@@ -293,3 +294,40 @@ def test_what_custom_fwd_asks_for_is_kept(asked):
     (product,) = [node for region in amp.plan.regions if "fwd_body" in region.name for node in region.nodes if node.op == "matmul"]
     assert product.dtype == ("fp32" if asked else "bf16")
     assert ("torch.amp.custom_fwd" in product.detail) is (asked is not None)
+
+
+def unread_scan(x, w):
+    large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+    return large[0]
+
+
+def unread_cond(x, w):
+    def body(x):
+        return torch.tanh(x @ w), F.linear(x * 2.0**17, w) * 2.0**-17
+
+    return torch.cond(x.sum() > 1e9, lambda x: (x.sin(), x.cos()), body, (x,))[0]
+
+
+def unread_map(x, w):
+    return map_op(lambda row, w: (torch.tanh(w @ row), (w @ (row * 2.0**17)) * 2.0**-17), x, w)[0]
+
+
+@pytest.mark.parametrize("function", [unread_scan, unread_cond, unread_map])
+def test_a_result_that_nobody_reads_spoils_no_gradient(function):
+    """Autograd gives it a gradient of zeros, and zero times an infinity in a body is NaN."""
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 8)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x):
+            return function(self.linear(x), self.linear.weight)
+
+    x = data(6, 8)
+    amp = amprewrite.rewrite(Model(), dtype="fp16")
+    amp(x).sum().backward()
+    assert linear.weight.grad.isfinite().all()
+    assert any(node.reason is Reason.UNREAD for region in amp.plan.regions for node in region.nodes)

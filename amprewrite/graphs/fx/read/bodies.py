@@ -9,6 +9,7 @@ that it is linear: then a factor goes through it, as under GradScaler, and what 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -112,6 +113,31 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
     return Trait.LINEAR_IN_FIRST in row.traits and bool(node.args) and node.args[0] in scaled
 
 
+def leads_nowhere(node: torch.fx.Node, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """The ops of `body` that lead to none of its results that the graph around `node` reads, nor to what a loop carries on.
+
+    Autograd gives such a result a gradient of zeros. If a value there is infinite, gradients of what it is made of are NaN.
+    """
+    given = body.graph.find_nodes(op="output")[0].args[0]
+    readers = [user for user in node.users if user.users or user.op == "output"]
+    if not isinstance(given, tuple | list) or any(user.target is not operator.getitem for user in readers):
+        return set()
+    read = {*range(_carried(node, len(given))), *(user.args[1] for user in readers)}
+    reached = {leaf for place, leaf in enumerate(given) if place in read and isinstance(leaf, torch.fx.Node)}
+    for inner in reversed(body.graph.nodes):
+        if inner in reached or not reached.isdisjoint(written(inner)):
+            reached.update((inner, *inner.all_input_nodes))
+    return {inner for inner in body.graph.nodes if inner not in reached and inner.op.startswith("call")}
+
+
+def _carried(node: torch.fx.Node, results: int) -> int:
+    """How many of the first results of a loop are inputs of its next turn."""
+    name = op_name(node.target)
+    if name == "scan":
+        return len(node.args[1]) if isinstance(node.args[1], tuple | list) else results
+    return 0 if name in ("cond", "map_impl", "tag_activation_checkpoint") else results
+
+
 def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
     """Each input of `body` that is a value of the graph around it as it stands there, with that value."""
     placeholders = body.graph.find_nodes(op="placeholder")
@@ -130,4 +156,4 @@ def _shape(node: torch.fx.Node) -> tuple[object, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-__all__ = ["KEPT", "has_own_backward", "inner_graphs", "kept_high", "operands"]
+__all__ = ["KEPT", "has_own_backward", "inner_graphs", "kept_high", "leads_nowhere", "operands"]
