@@ -52,7 +52,7 @@ def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), besid
     if p is None or not (gradients or groups):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        found = any_of([*_flags(gradients), *noted] or [_flag(0.0, p.device)])
+        found = any_of(_flags(gradients, start=_fresh(noted)) or [_flag(0.0, p.device)])
         for group, on in groups.values():
             shared = found if on is None else found.to(on)
             torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -107,8 +107,16 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
         return any_of(flags) if flags else _flag(0.0, where or torch.device("cpu"))
 
 
-def _flags(gradients: Iterable[Tensor], checked: bool = False) -> list[Tensor]:
-    """Flags that together tell of all the gradients; `checked`: what was checked while it was made is not read again."""
+def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
+    """One flag for those that are noted, which is nobody else's."""
+    return (any_of(noted) if len(noted) > 1 else noted[0].clone()) if noted else None
+
+
+def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | None = None) -> list[Tensor]:
+    """Flags that together tell of all the gradients, and of what `start` tells, which may be raised in place.
+
+    `checked`: what was checked while it was made is not read again.
+    """
     buckets: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     flags: list[Tensor] = []
     for gradient in gradients:
@@ -118,7 +126,7 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False) -> list[Tensor]:
         if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:
             gradient = local_values(gradient)
         buckets[gradient.device, gradient.dtype].append(gradient)
-    found: dict[torch.device, Tensor] = {}
+    found: dict[torch.device, Tensor] = {} if start is None else {start.device: start}
     for (where, _), members in buckets.items():
         known, left = finite_flags(members) if checked else ([], members)
         here = [flag for flag in known if flag.device == where]

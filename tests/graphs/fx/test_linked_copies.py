@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,72 @@ def test_one_launch_makes_all_and_few_bring_gradients_back(factor: float | None)
     assert backward.names["_foreach_copy_"] == 1 and not backward.names["_to_copy"]
     assert backward.names["_amp_foreach_non_finite_check_and_unscale_"] == (factor is not None)
     assert all(torch.equal(w.grad, torch.full((4, 4), factor or 1.0)) for w in given)
+
+
+KEPT: list[Any] = []
+
+
+class GivesBuffer(torch.autograd.Function):
+    """Its gradient is a tensor that something else holds."""
+
+    buffer = torch.ones(4, 4)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return GivesBuffer.buffer
+
+
+def hooked_by(keep: Any) -> Any:
+    def backward(one: Tensor, two: Tensor) -> None:
+        one.register_hook(lambda gradient: KEPT.append(keep(gradient)))
+        (one * torch.ones(4, 4)).sum().backward()
+
+    return backward
+
+
+ARRAY = np.ones((4, 4), np.float32)
+HELD = {
+    "by two weights": lambda one, two: ((one + two) * torch.ones(4, 4)).sum().backward(),
+    "as a part of an expanded value": lambda one, two: one.sum().backward(),
+    "by a buffer": lambda one, two: GivesBuffer.apply(one).sum().backward(),
+    "by an array": lambda one, two: one.backward(torch.from_numpy(ARRAY)),
+    "by a list": hooked_by(lambda gradient: gradient),
+    "by a view": hooked_by(lambda gradient: gradient.view(-1)),
+    "by its memory": hooked_by(lambda gradient: gradient.untyped_storage()),
+    "by an array of its memory": hooked_by(lambda gradient: gradient.numpy()),
+    "by another library": hooked_by(torch.utils.dlpack.to_dlpack),
+    "by who asked for it": lambda one, two: KEPT.append(torch.autograd.grad((one * torch.ones(4, 4)).sum(), [one, two], allow_unused=True)),
+}
+
+
+@pytest.mark.parametrize("backward", HELD.values(), ids=list(HELD))
+def test_a_gradient_that_something_else_holds_is_not_written(backward: Any) -> None:
+    KEPT.clear()
+    given = weights((4, 4), (4, 4))
+    backward(*linked([torch.float32] * 2).take(given, torch.tensor(0.5)))
+    assert all(w.grad is None or w.grad.max() <= 1 for w in given)
+    held = [each for kept in KEPT for each in (kept if isinstance(kept, tuple) else (kept,)) if isinstance(each, Tensor)]
+    for each in [*held, GivesBuffer.buffer, torch.from_numpy(ARRAY)]:
+        assert torch.equal(each, torch.ones_like(each))
+    for kept in KEPT:
+        if isinstance(kept, np.ndarray):
+            assert (kept == 1).all()
+        elif isinstance(kept, torch.UntypedStorage):
+            assert torch.equal(torch.empty(0).set_(kept), torch.ones(16))
+
+
+def test_a_gradient_in_fp32_that_nothing_else_holds_is_not_copied() -> None:
+    given = weights((4, 4), (4, 4))
+    one, two = linked([torch.float32] * 2).take(given, torch.tensor(0.5))
+    total = (one * torch.ones(4, 4)).sum() + (two * torch.ones(4, 4)).sum()
+    with Ops() as backward:
+        total.backward()
+    assert not backward.names["_foreach_copy_"] and backward.names["_amp_foreach_non_finite_check_and_unscale_"] == 1
+    assert all(torch.equal(w.grad, torch.full((4, 4), 0.5)) for w in given)
 
 
 def test_each_backward_of_a_forward_has_a_flag_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

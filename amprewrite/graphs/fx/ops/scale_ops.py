@@ -22,7 +22,7 @@ Old-style `forward(ctx, ...)` functions, on purpose: measured on CPU a cast of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -89,26 +89,31 @@ def leaving_many(
     dtypes: Sequence[torch.dtype],
     needs: Sequence[bool],
     flag: Tensor | None = None,
+    alone: Set[int] = frozenset(),
 ) -> Iterator[Tensor | None]:
     """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts.
 
-    Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor on their device, or one of its own, becomes 1 if one
+    Those at the places `alone` nothing else refers to: they may be multiplied where they lie. Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor on their device, or one of its own, becomes 1 if one
     is not finite, and they are vouched for (`finite_flags.py`).
     """
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
+    free = [place in alone for place, (g, _, need) in enumerate(wanted) if need and g is not None]
     if torch.is_grad_enabled():
         products = [g.to(dtype) if factor is None else _applied(_Times, g, factor, dtype) for g, dtype in present]
     elif all(dtype == torch.float32 and is_plain(g) for g, dtype in present):
-        products = _leaving_plain([g for g, _ in present], factor, flag)
+        products = _leaving_plain([g for g, _ in present], factor, flag, free)
     else:
         products = [g.to(dtype) if factor is None else _times(g, factor, dtype) for g, dtype in present]
     rest = iter(products)
     return (next(rest) if need and g is not None else None for g, _, need in wanted)
 
 
-def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None, flag: Tensor | None) -> list[Tensor]:
-    """`gradients` in fp32, times `factor`: a launch casts those that are low, and one multiplies and checks all."""
+def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None, flag: Tensor | None, free: Sequence[bool]) -> list[Tensor]:
+    """`gradients` in fp32, times `factor`: a launch casts those that are low, and one multiplies and checks all.
+
+    What is fp32 already is copied first, unless it is `free` to be written.
+    """
     low = [gradient for gradient in gradients if gradient.dtype != torch.float32]
     if factor is not None and flag is None and gradients:
         flag = torch.zeros_like(factor)
@@ -116,8 +121,12 @@ def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None, flag: Ten
     widened = iter(fused or _copies(low))
     if factor is None:
         return [gradient if gradient.dtype == torch.float32 else next(widened) for gradient in gradients]
-    fresh = iter(_copies([gradient for gradient in gradients if gradient.dtype == torch.float32]))
-    made = [next(fresh if gradient.dtype == torch.float32 else widened) for gradient in gradients]
+    high = [gradient.dtype == torch.float32 for gradient in gradients]
+    fresh = iter(_copies([g for g, is_high, is_free in zip(gradients, high, free, strict=True) if is_high and not is_free]))
+    made = [
+        next(widened) if not is_high else gradient if is_free else next(fresh)
+        for gradient, is_high, is_free in zip(gradients, high, free, strict=True)
+    ]
     left = made if fused is None else [copy for copy, gradient in zip(made, gradients, strict=True) if gradient.dtype == torch.float32]
     if left and flag is not None:
         torch._amp_foreach_non_finite_check_and_unscale_(left, flag, factor)

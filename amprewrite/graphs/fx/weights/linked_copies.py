@@ -2,20 +2,25 @@
 
 1. All copies of a graph are made before it runs, from the weights as they are then.
 2. A block of them is linked to its weights by one autograd node. In backward it gives the gradients of the block in fp32, unscaled, in
-   one multi-tensor launch for the casts and one for the scale.
+   one multi-tensor launch for the casts and one for the scale. What comes in fp32 is multiplied where it lies, if nothing else refers
+   to it, as PyTorch keeps a gradient without a copy then.
 3. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
 4. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
+from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import leaving_many, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import uncaptured
@@ -65,7 +70,7 @@ class LinkedCopies:
         dtypes, layouts = [self.dtypes[place] for place in made], [self.layouts[place] for place in made]
         for place, copy in zip(made, self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts), strict=True):
             copies[place] = copy
-        check = None if inverse is None else _Check(inverse)
+        check = None if inverse is None else _Check(inverse, _one_alone())
         for block in self.blocks:
             chosen = [place for place in block if weights[place].requires_grad]
             if chosen:
@@ -83,12 +88,18 @@ def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor |
     return pad_cast(weight, dtype, layout, inverse)
 
 
+Counts = tuple[int, int, int, int]
+"""How many Python objects and C++ objects refer to a gradient, and how many to its memory."""
+
+
 class _Check:
     """What the gradients of one forward are multiplied by, and a flag for each backward: whether all that it gave were finite."""
 
-    def __init__(self, inverse: Tensor) -> None:
-        self.inverse = inverse
+    def __init__(self, inverse: Tensor, one: Counts | None) -> None:
+        self.inverse, self.one = inverse, one
         self._backward: int | None = None
+        self.counted: Counts = (0, 0, 0, 0)
+        """Of the gradient that came last, while that is tried out: `one` is None."""
 
     def flag(self) -> Tensor:
         """The flag of the backward that runs now, which all blocks share."""
@@ -111,18 +122,52 @@ class _Link(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        alone = _alone_among(gradients, ctx.check)
         inner = list(gradients)
         for place, (layout, _) in enumerate(ctx.padded):
             gradient = inner[place]
             if layout and gradient is not None:
                 inner[place] = logical_part(gradient, layout)
         factor, flag = (None, None) if ctx.check is None else (ctx.check.inverse, ctx.check.flag())
-        left = list(leaving_many(inner, factor, ctx.dtypes, ctx.needs_input_grad[3:], flag))
+        left = list(leaving_many(inner, factor, ctx.dtypes, ctx.needs_input_grad[3:], flag, alone))
         for place, (layout, shape) in enumerate(ctx.padded):
             gradient = left[place]
             if layout and gradient is not None:
                 left[place] = gradient.reshape(shape)
         return None, None, None, *left
+
+
+# -- gradients that nothing else refers to ----------------------------------------------------------
+def _alone_among(gradients: Sequence[Tensor | None], check: _Check | None) -> frozenset[int]:
+    """Places of the fp32 gradients that may be written: nothing else refers to them, and they are the whole of memory that torch owns.
+
+    A gradient can be another's view, be saved, be captured by `torch.autograd.grad`, or lie in an array of NumPy's.
+    """
+    if check is None:
+        return frozenset()
+    found: list[int] = []
+    for place, gradient in enumerate(gradients):
+        if gradient is None or gradient.dtype != torch.float32 or not is_plain(gradient):
+            continue
+        storage = gradient.untyped_storage()
+        held = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+        counts = sys.getrefcount(gradient), gradient._use_count(), sys.getrefcount(storage), held
+        if check.one is None:
+            check.counted = counts
+        elif counts == check.one and storage.resizable() and gradient.is_contiguous() and storage.nbytes() == gradient.nbytes:
+            found.append(place)
+    return frozenset(found)
+
+
+@functools.cache
+def _one_alone() -> Counts:
+    """What is counted of a gradient that nothing else refers to, tried out: it depends on versions of Python and torch."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        weight, factor = torch.zeros(2, requires_grad=True), torch.ones(2)
+        check = _Check(torch.ones(()), None)
+        (linked,) = _Link.apply([weight.detach()], [()], check, weight)
+        torch.autograd.grad((linked * factor).sum(), weight)
+    return check.counted
 
 
 __all__ = ["LinkedCopies", "block_size"]
