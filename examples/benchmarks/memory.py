@@ -7,6 +7,8 @@ on every run. What a kernel takes for itself, and memory that an allocator keeps
 fused AdamW; fp16 is trained with a loss scale and its checks. fp32 weights, the optimizer's state and the inputs are left out, for
 every way has them. What a way keeps between steps besides those, such as low weights, counts.
 
+With `--full` nets have their published size, and products are not computed: storages need no values.
+
 `backward` is the peak from the first op to the last gradient. `--where` lists what lives at that peak, by the op that made it.
 """
 
@@ -28,12 +30,13 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import amprewrite
 from amprewrite.tables.formats import FORMATS
 
 sys.path.insert(0, str(Path(__file__).parent))
+from launches import PRODUCTS
 from nets import MORE, NETS, console
 
 EVERY = NETS | MORE
@@ -43,20 +46,32 @@ WAYS = ("autocast", "ours", "o2")
 class Live(TorchDispatchMode):
     """Bytes of the storages that ops have made and that something still refers to, and the most there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, computes: bool = True) -> None:
         super().__init__()
+        self.computes = computes
         self.bytes = self.peak = 0
         self.seen: dict[int, tuple[str, int]] = {}
         """Name of the op and bytes, by the address of the storage's handle."""
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.at_peak: Counter[str] = Counter()
         self.where = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs) if self.computes or func not in PRODUCTS else self.zeros(func, args, kwargs)
         for made in tree_leaves(out):
             if isinstance(made, Tensor):
                 self.add(made, func._schema.name.partition("::")[2])
         return out
+
+    @staticmethod
+    def zeros(func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` would give, in shape; values of zero take no memory of the machine until they are written."""
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if not all(type(each) in (Tensor, nn.Parameter) and each.is_cpu for each in given):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        return tree_map_only(Tensor, lambda t: torch.zeros_like(t, device="cpu"), func(*args, **kwargs))
 
     def add(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
@@ -66,6 +81,9 @@ class Live(TorchDispatchMode):
         self.seen[key] = (f"{name} {str(tensor.dtype).partition('.')[2]} {tuple(tensor.shape)}", storage.nbytes())
         self.bytes += storage.nbytes()
         weakref.finalize(storage, self.gone, key).atexit = False
+        self.storages[key] = weakref.ref(storage)
+        if self.bytes > self.peak:
+            self.look_again()
         if self.bytes > self.peak:
             self.peak = self.bytes
             if self.where:
@@ -73,8 +91,17 @@ class Live(TorchDispatchMode):
                 for what, size in self.seen.values():
                     self.at_peak[what] += size
 
+    def look_again(self) -> None:
+        """Sizes as they are now: a storage can be let go of while something refers to it."""
+        for key, (name, size) in self.seen.items():
+            storage = self.storages[key]() if size else None
+            if storage is not None and storage.nbytes() < size:
+                self.seen[key] = name, storage.nbytes()
+                self.bytes += storage.nbytes() - size
+
     def gone(self, key: int) -> None:
         self.bytes -= self.seen.pop(key)[1]
+        del self.storages[key]
 
 
 @dataclass(frozen=True)
@@ -92,7 +119,7 @@ def known(*groups: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tree_leaves(groups) if isinstance(tensor, Tensor)}
 
 
-def peak(model: nn.Module, feed: dict[str, Tensor], way: str, dtype: str, where: bool = False) -> Peak:
+def peak(model: nn.Module, feed: dict[str, Tensor], way: str, dtype: str, where: bool = False, computes: bool = True) -> Peak:
     """One AdamW step of a copy of `model`, after two that captured and warmed up."""
     low, fp16 = FORMATS[dtype].dtype, dtype == "fp16"
     model = copy.deepcopy(model)
@@ -106,7 +133,7 @@ def peak(model: nn.Module, feed: dict[str, Tensor], way: str, dtype: str, where:
     own = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler("cpu", enabled=fp16 and way == "autocast")
-    live = Live()
+    live = Live(computes)
 
     def backward() -> None:
         with torch.autocast("cpu", low, enabled=way == "autocast"):
@@ -172,7 +199,7 @@ def main() -> None:
             found: dict[str, Peak] = {}
             for way in WAYS:
                 with suppress(RuntimeError):  # what a CPU cannot run wholly in half has no figure
-                    found[way] = peak(model.train(), feed, way, dtype, options.where)
+                    found[way] = peak(model.train(), feed, way, dtype, options.where, not options.full)
                 torch._dynamo.reset()
             cells = [f"{size / 1e6:.2f}" for way in WAYS for size in _sizes(found.get(way))]
             ratios = [f"{found['ours'].backward / found[way].backward:.3f}" if way in found else "" for way in ("autocast", "o2")]

@@ -58,7 +58,9 @@ def emit(
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
     if cache is None or not hoisted:
         return run
-    return with_linked_weights(run, hoisted, cache, module, blocks) if training else with_cached_weights(run, hoisted, cache)
+    if training:
+        return with_linked_weights(run, hoisted, cache, module, blocks, eager=backend is None)
+    return with_cached_weights(run, hoisted, cache)
 
 
 def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

@@ -167,11 +167,13 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
 
 
 def with_linked_weights(
-    run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule, blocks: Sequence[Sequence[str]]
-) -> CompiledFn:
+    run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule, blocks: Sequence[Sequence[str]],
+    eager: bool,
+) -> CompiledFn:  # fmt: skip
     """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient.
 
-    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own.
+    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own. Through a
+    compiler, which may keep the memory of gradients, low ones are not let go before backward is over (`eager` False).
     """
     inputs = module.graph.find_nodes(op="placeholder")
     names = [node.target for node in inputs]
@@ -184,9 +186,28 @@ def with_linked_weights(
     linked = LinkedCopies(dtypes, layouts, cache, tuple(shared.values()))
 
     def call(*inputs: Any) -> Any:
+        if eager and linked.rooms is None:
+            linked.rooms = _rooms(inputs, hoisted, linked.blocks)
         return run(*inputs, *linked.take([inputs[place] for place in places], None if inverse is None else inputs[inverse]))
 
     return call
+
+
+def _rooms(inputs: Sequence[Any], hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[int]]) -> list[int]:
+    """The bytes that a backward adds after each block: weights before its last one in the graph get their gradients later.
+
+    A gradient takes four bytes an element, and a low copy that is not needed any more gives two back.
+    """
+    low = {place for place, dtype, _ in hoisted if dtype.itemsize == 2}
+    adds: dict[int, int] = {}
+    for place, each in enumerate(inputs):
+        if isinstance(each, torch.nn.Parameter):
+            adds[place] = ((4 if each.requires_grad else 0) - (2 if place in low else 0)) * each.numel()
+    rooms = []
+    for block in blocks:
+        own = {hoisted[at][0] for at in block}
+        rooms.append(max(0, sum(added for place, added in adds.items() if place < max(own) and place not in own)))
+    return rooms
 
 
 __all__ = ["HoistWeightCasts", "copies_read", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_linked_weights"]

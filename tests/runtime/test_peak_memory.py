@@ -10,6 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the transformers package for its models")
+SCALE = 128
+"""Bytes that the state of a loss scale takes at most."""
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
@@ -25,8 +27,8 @@ def test_the_peak_of_a_step_is_below_autocasts(memory: ModuleType, name: str, dt
     torch.manual_seed(0)
     model, feed = memory.EVERY[name].make(False, 4)
     ours, theirs = (memory.peak(model.train(), feed, way, dtype) for way in ("ours", "autocast"))
-    assert ours.step <= theirs.step and ours.backward <= theirs.backward
-    assert ours.kept <= theirs.kept, "nothing stays between steps"
+    assert ours.kept < SCALE, "the state of the loss scale alone stays between steps"
+    assert ours.step <= theirs.step + SCALE and ours.backward <= theirs.backward + SCALE
 
 
 def test_storages_are_counted_once_and_until_they_are_gone(memory: ModuleType) -> None:

@@ -23,6 +23,7 @@ Old-style `forward(ctx, ...)` functions, on purpose: measured on CPU a cast of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,54 +84,94 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return _times(gradient, factor, dtype)
 
 
+@dataclass(frozen=True)
+class Widening:
+    """How the gradients of a block may be brought to fp32."""
+
+    alone: Set[int] = frozenset()
+    """Places of those that nothing else refers to: fp32 ones may be multiplied where they lie, low ones let go as soon as they are cast."""
+    room: int | None = None
+    """Bytes that a backward adds after this; None: the low gradients are cast at once."""
+    least: int = 0
+    """Bytes of low gradients that may be cast at once anyhow."""
+
+    def pieces(self, sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Which low gradients of so many bytes to cast at once, so that these and their copies stay below what backward ends with.
+
+        With b bytes to cast, r left, and a room of s, memory grows by 2b before b are let go, and by r + s until the end. Large ones
+        come first: in the end small ones are left, many at once.
+        """
+        order = range(len(sizes)) if self.room is None else sorted(range(len(sizes)), key=lambda place: -sizes[place])
+        start, left = 0, sum(sizes)
+        while start < len(order):
+            most = left if self.room is None else (left + self.room + self.least) // 2
+            end = start + 1
+            taken = sizes[order[start]]
+            while end < len(order) and taken + sizes[order[end]] <= most:
+                taken += sizes[order[end]]
+                end += 1
+            yield order[start:end]
+            start, left = end, left - taken
+
+
+AT_ONCE = Widening()
+
+
 def leaving_many(
     gradients: Sequence[Tensor | None],
     factor: Tensor | None,
     dtypes: Sequence[torch.dtype],
     needs: Sequence[bool],
     flag: Tensor | None = None,
-    alone: Set[int] = frozenset(),
+    how: Widening = AT_ONCE,
 ) -> Iterator[Tensor | None]:
     """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts.
 
-    Those at the places `alone` nothing else refers to: they may be multiplied where they lie. Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor on their device, or one of its own, becomes 1 if one
+    Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor on their device, or one of its own, becomes 1 if one
     is not finite, and they are vouched for (`finite_flags.py`).
     """
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
-    free = [place in alone for place, (g, _, need) in enumerate(wanted) if need and g is not None]
     if torch.is_grad_enabled():
         products = [g.to(dtype) if factor is None else _applied(_Times, g, factor, dtype) for g, dtype in present]
     elif all(dtype == torch.float32 and is_plain(g) for g, dtype in present):
-        products = _leaving_plain([g for g, _ in present], factor, flag, free)
+        free = [place in how.alone for place, (g, _, need) in enumerate(wanted) if need and g is not None]
+        products = _leaving_plain([g for g, _ in present], factor, flag, free, how)
     else:
         products = [g.to(dtype) if factor is None else _times(g, factor, dtype) for g, dtype in present]
     rest = iter(products)
     return (next(rest) if need and g is not None else None for g, _, need in wanted)
 
 
-def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None, flag: Tensor | None, free: Sequence[bool]) -> list[Tensor]:
+def _leaving_plain(
+    gradients: Sequence[Tensor], factor: Tensor | None, flag: Tensor | None, free: Sequence[bool], how: Widening
+) -> list[Tensor]:
     """`gradients` in fp32, times `factor`: a launch casts those that are low, and one multiplies and checks all.
 
     What is fp32 already is copied first, unless it is `free` to be written.
     """
-    low = [gradient for gradient in gradients if gradient.dtype != torch.float32]
+    low = [place for place, gradient in enumerate(gradients) if gradient.dtype != torch.float32]
     if factor is not None and flag is None and gradients:
         flag = torch.zeros_like(factor)
-    fused = unscale_many(low, factor, flag) if factor is not None and flag is not None else None
-    widened = iter(fused or _copies(low))
-    if factor is None:
-        return [gradient if gradient.dtype == torch.float32 else next(widened) for gradient in gradients]
-    high = [gradient.dtype == torch.float32 for gradient in gradients]
-    fresh = iter(_copies([g for g, is_high, is_free in zip(gradients, high, free, strict=True) if is_high and not is_free]))
-    made = [
-        next(widened) if not is_high else gradient if is_free else next(fresh)
-        for gradient, is_high, is_free in zip(gradients, high, free, strict=True)
-    ]
-    left = made if fused is None else [copy for copy, gradient in zip(made, gradients, strict=True) if gradient.dtype == torch.float32]
-    if left and flag is not None:
-        torch._amp_foreach_non_finite_check_and_unscale_(left, flag, factor)
-        record_finite_flag(left, flag)
+    made, left = list(gradients), set(range(len(gradients)))
+    for piece in how.pieces([gradients[place].nbytes for place in low]):
+        places = [low[at] for at in piece]
+        members = [gradients[place] for place in places]
+        fused = unscale_many(members, factor, flag) if factor is not None and flag is not None else None
+        for place, widened in zip(places, fused or _copies(members), strict=True):
+            made[place] = widened
+            if free[place] and how.room is not None:
+                gradients[place].untyped_storage().resize_(0)
+        left -= set(places) if fused else set()
+    if factor is None or flag is None:
+        return made
+    shared = [place for place in sorted(left.difference(low)) if not free[place]]
+    for place, copy in zip(shared, _copies([gradients[place] for place in shared]), strict=True):
+        made[place] = copy
+    if left:
+        unscaled = [made[place] for place in sorted(left)]
+        torch._amp_foreach_non_finite_check_and_unscale_(unscaled, flag, factor)
+        record_finite_flag(unscaled, flag)
     return made
 
 

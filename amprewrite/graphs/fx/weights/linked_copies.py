@@ -3,7 +3,8 @@
 1. All copies of a graph are made before it runs, from the weights as they are then.
 2. A block of them is linked to its weights by one autograd node. In backward it gives the gradients of the block in fp32, unscaled, in
    one multi-tensor launch for the casts and one for the scale. What comes in fp32 is multiplied where it lies, if nothing else refers
-   to it, as PyTorch keeps a gradient without a copy then.
+   to it, as PyTorch keeps a gradient without a copy then. What comes low is let go as it is cast, towards the end of a backward in
+   several launches: so the peak of the backward stays what it is without blocks.
 3. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
 4. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,16 +24,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
-from amprewrite.graphs.fx.ops.scale_ops import leaving_many, unscale_gradient
+from amprewrite.graphs.fx.ops.scale_ops import AT_ONCE, Widening, leaving_many, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.copy_memory import PLAIN
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
 
-ELEMENTS = 1 << 25
-"""Elements of a block, 64 MB of low gradients that wait for the last of them. A weight of so many is a block by itself."""
+ELEMENTS = 1 << 27
+"""Elements of a block, 256 MB of low gradients that wait for the last of them. A weight of so many is a block by itself."""
 ELEMENTS_APART = 1 << 22
 """The same where several ranks train: 16 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
+
+FEW = 1 << 19
+"""Bytes of low gradients that may be cast at once anywhere, and a SHARE of all: else ever smaller launches would end a backward."""
+SHARE = 1 / 64
 
 
 def block_size() -> int:
@@ -44,11 +50,16 @@ class LinkedCopies:
     """The copies that one training graph takes of its weights; a `dtype` that is the weight's own only unscales its gradient."""
 
     def __init__(
-        self, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], cache: WeightCache, blocks: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        """`blocks` are the places of the weights that share an autograd node; None: all share one."""
+        self, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], cache: WeightCache, blocks: Sequence[Sequence[int]] | None = None,
+        rooms: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """`blocks` are the places of the weights that share an autograd node; None: all share one.
+
+        `rooms` are the bytes that a backward adds after each block; None: low gradients may not be let go.
+        """
         self.dtypes, self.layouts, self.cache = dtypes, layouts, cache
         self.blocks = (range(len(dtypes)),) if blocks is None else blocks
+        self.rooms = rooms
         self._made: tuple[int, ...] | None = None
         """Places of the weights that are copied; the graph is guarded on their dtypes."""
 
@@ -70,12 +81,15 @@ class LinkedCopies:
         dtypes, layouts = [self.dtypes[place] for place in made], [self.layouts[place] for place in made]
         for place, copy in zip(made, self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts), strict=True):
             copies[place] = copy
-        check = None if inverse is None else _Check(inverse, _one_alone())
-        for block in self.blocks:
+        check = _Check(inverse, _one_alone())
+        least = max(FEW, int(SHARE * sum(copies[place].nbytes for place in made)))
+        for number, block in enumerate(self.blocks):
             chosen = [place for place in block if weights[place].requires_grad]
             if chosen:
                 layouts = [self.layouts[place] for place in chosen]
-                linked = _Link.apply([copies[p] for p in chosen], layouts, check, *[weights[p] for p in chosen])
+                room = None if self.rooms is None else self.rooms[number]
+                how = Widening(room=room, least=least)
+                linked = _Link.apply([copies[p] for p in chosen], layouts, check, how, *[weights[p] for p in chosen])
                 for place, copy in zip(chosen, linked, strict=True):
                     copies[place] = copy
         return copies
@@ -88,21 +102,23 @@ def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor |
     return pad_cast(weight, dtype, layout, inverse)
 
 
-Counts = tuple[int, int, int, int]
-"""How many Python objects and C++ objects refer to a gradient, and how many to its memory."""
+Counts = tuple[int, ...]
+"""How many Python objects and C++ objects refer to a gradient, and how many to its memory; if it is a view, the same of its base."""
 
 
 class _Check:
     """What the gradients of one forward are multiplied by, and a flag for each backward: whether all that it gave were finite."""
 
-    def __init__(self, inverse: Tensor, one: Counts | None) -> None:
+    def __init__(self, inverse: Tensor | None, one: frozenset[Counts] | None) -> None:
         self.inverse, self.one = inverse, one
         self._backward: int | None = None
-        self.counted: Counts = (0, 0, 0, 0)
+        self.counted: Counts = ()
         """Of the gradient that came last, while that is tried out: `one` is None."""
 
-    def flag(self) -> Tensor:
+    def flag(self) -> Tensor | None:
         """The flag of the backward that runs now, which all blocks share."""
+        if self.inverse is None:
+            return None
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward, self._flag = backward, torch.zeros_like(self.inverse)
@@ -113,9 +129,9 @@ class _Link(torch.autograd.Function):
     """Copies of weights that were made before, as if they were cast now; absent gradients stay absent."""
 
     @staticmethod
-    def forward(ctx: Any, copies: list[Tensor], layouts: list[Layout], check: _Check | None, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, copies: list[Tensor], layouts: list[Layout], check: _Check, how: Widening, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.check, ctx.dtypes = check, [weight.dtype for weight in weights]
+        ctx.check, ctx.how, ctx.dtypes = check, how, [weight.dtype for weight in weights]
         ctx.padded = [(layout, weight.shape) for layout, weight in zip(layouts, weights, strict=True)] if any(layouts) else ()
         return tuple(copy.detach() for copy in copies)
 
@@ -128,46 +144,52 @@ class _Link(torch.autograd.Function):
             gradient = inner[place]
             if layout and gradient is not None:
                 inner[place] = logical_part(gradient, layout)
-        factor, flag = (None, None) if ctx.check is None else (ctx.check.inverse, ctx.check.flag())
-        left = list(leaving_many(inner, factor, ctx.dtypes, ctx.needs_input_grad[3:], flag, alone))
+        how = replace(ctx.how, alone=alone)
+        left = list(leaving_many(inner, ctx.check.inverse, ctx.dtypes, ctx.needs_input_grad[4:], ctx.check.flag(), how))
         for place, (layout, shape) in enumerate(ctx.padded):
             gradient = left[place]
             if layout and gradient is not None:
                 left[place] = gradient.reshape(shape)
-        return None, None, None, *left
+        return None, None, None, None, *left
 
 
 # -- gradients that nothing else refers to ----------------------------------------------------------
-def _alone_among(gradients: Sequence[Tensor | None], check: _Check | None) -> frozenset[int]:
-    """Places of the fp32 gradients that may be written: nothing else refers to them, and they are the whole of memory that torch owns.
+def _alone_among(gradients: Sequence[Tensor | None], check: _Check) -> frozenset[int]:
+    """Places of the gradients that may be written or let go: nothing else refers to them, and they are the whole of memory that torch owns.
 
     A gradient can be another's view, be saved, be captured by `torch.autograd.grad`, or lie in an array of NumPy's.
     """
-    if check is None:
-        return frozenset()
     found: list[int] = []
     for place, gradient in enumerate(gradients):
-        if gradient is None or gradient.dtype != torch.float32 or not is_plain(gradient):
+        if gradient is None or not is_plain(gradient):
             continue
         storage = gradient.untyped_storage()
         held = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-        counts = sys.getrefcount(gradient), gradient._use_count(), sys.getrefcount(storage), held
+        counts: Counts = (sys.getrefcount(gradient), gradient._use_count(), sys.getrefcount(storage), held)
+        if gradient._is_view():
+            base: Any = gradient._base
+            counts += (sys.getrefcount(base), base._use_count())
         if check.one is None:
             check.counted = counts
-        elif counts == check.one and storage.resizable() and gradient.is_contiguous() and storage.nbytes() == gradient.nbytes:
+        elif counts in check.one and storage.resizable() and gradient.is_contiguous() and storage.nbytes() == gradient.nbytes:
             found.append(place)
     return frozenset(found)
 
 
 @functools.cache
-def _one_alone() -> Counts:
-    """What is counted of a gradient that nothing else refers to, tried out: it depends on versions of Python and torch."""
+def _one_alone() -> frozenset[Counts]:
+    """What is counted of a gradient that nothing else refers to, tried out: it depends on versions of Python and torch.
+
+    Once for a tensor by itself, once for a transposed one, as products of matrices give.
+    """
+    found = set()
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        weight, factor = torch.zeros(2, requires_grad=True), torch.ones(2)
-        check = _Check(torch.ones(()), None)
-        (linked,) = _Link.apply([weight.detach()], [()], check, weight)
-        torch.autograd.grad((linked * factor).sum(), weight)
-    return check.counted
+        for transposed in (False, True):
+            weight, factor, check = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3), _Check(torch.ones(()), None)
+            (linked,) = _Link.apply([weight.detach()], [()], check, AT_ONCE, weight)
+            torch.autograd.grad((linked.t() * factor.t() if transposed else linked * factor).sum(), weight)
+            found.add(check.counted)
+    return frozenset(found)
 
 
 __all__ = ["LinkedCopies", "block_size"]
