@@ -20,7 +20,6 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path

@@ -129,7 +129,9 @@ class _Link(torch.autograd.Function):
     """Copies of weights that were made before, as if they were cast now; absent gradients stay absent."""
 
     @staticmethod
-    def forward(ctx: Any, copies: list[Tensor], layouts: list[Layout], check: _Check, how: Widening, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, copies: list[Tensor], layouts: list[Layout], check: _Check, how: Widening, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.check, ctx.how, ctx.dtypes = check, how, [weight.dtype for weight in weights]
         ctx.padded = [(layout, weight.shape) for layout, weight in zip(layouts, weights, strict=True)] if any(layouts) else ()
