@@ -209,6 +209,7 @@ def main() -> None:
     for name in options.only:
         for dtype in options.dtypes:
             torch.manual_seed(0)
+            torch._dynamo.reset()  # else sizes of the net before this one make those of this one dynamic
             model, feed = EVERY[name].make(not options.small, options.batch)
             steps = {}
             for way in options.ways:

@@ -22,6 +22,7 @@ FAST = {
     "policy_gradient.py": ["--steps", "4"],
     "benchmarks/accuracy.py": ["--layers", "2", "--only", "bert", "--batches", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
+    "benchmarks/memory.py": ["--only", "lstm", "--batch", "2", "--where"],
     "benchmarks/launches.py": ["--only", "vit", "--small", "--dtypes", "fp16"],
     "benchmarks/parity.py": ["--only", "gpt2,vit", "--dtype", "bf16"],
     "benchmarks/passes_scale.py": ["500"],

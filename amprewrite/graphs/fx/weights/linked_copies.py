@@ -37,7 +37,7 @@ ELEMENTS_APART = 1 << 22
 
 FEW = 1 << 19
 """Bytes of low gradients that may be cast at once anywhere, and a SHARE of all: else ever smaller launches would end a backward."""
-SHARE = 1 / 64
+SHARE = 1 / 32
 
 
 def block_size() -> int:
