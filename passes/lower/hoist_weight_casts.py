@@ -184,29 +184,44 @@ def with_linked_weights(
     for at, place in enumerate(places):
         shared[of.get(inputs[place].meta.get(NODE), (at,))].append(at)
     linked = LinkedCopies(dtypes, layouts, cache, tuple(shared.values()))
+    saved = _saved(inputs)
 
     def call(*inputs: Any) -> Any:
         if eager and linked.rooms is None:
-            linked.rooms = _rooms(inputs, hoisted, linked.blocks)
+            linked.rooms = _rooms(inputs, hoisted, linked.blocks, saved)
         return run(*inputs, *linked.take([inputs[place] for place in places], None if inverse is None else inputs[inverse]))
 
     return call
 
 
-def _rooms(inputs: Sequence[Any], hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[int]]) -> list[int]:
-    """The bytes that a backward adds after each block: weights before its last one in the graph get their gradients later.
+def _saved(inputs: Sequence[torch.fx.Node]) -> int:
+    """Bytes that forward keeps for backward at least: what ops read beside low copies of weights."""
+    beside: dict[torch.fx.Node, int] = {}
+    for copy in inputs:
+        if copy.meta.get("tensor_dict") is _STAYS:
+            for operand in (operand for user in copy.users for operand in user.all_input_nodes if operand.op != "placeholder"):
+                value = example_value(operand)
+                fixed = isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape)
+                beside[operand] = value.nbytes if fixed else 0
+    return sum(beside.values())
 
-    A gradient takes four bytes an element, and a low copy that is not needed any more gives two back.
+
+def _rooms(inputs: Sequence[Any], hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[int]], saved: int) -> list[int]:
+    """The bytes that may be had after each block: weights before its last one in the graph get their gradients later.
+
+    A gradient takes four bytes an element, and a low copy that is not needed any more gives two back. If forward ends with more than
+    backward does, for all that is `saved`, the difference may be had as well.
     """
     low = {place for place, dtype, _ in hoisted if dtype.itemsize == 2}
     adds: dict[int, int] = {}
     for place, each in enumerate(inputs):
         if isinstance(each, torch.nn.Parameter):
             adds[place] = ((4 if each.requires_grad else 0) - (2 if place in low else 0)) * each.numel()
+    spare = max(0, saved - sum(adds.values()))
     rooms = []
     for block in blocks:
         own = {hoisted[at][0] for at in block}
-        rooms.append(max(0, sum(added for place, added in adds.items() if place < max(own) and place not in own)))
+        rooms.append(spare + max(0, sum(added for place, added in adds.items() if place < max(own) and place not in own)))
     return rooms
 
 

@@ -35,6 +35,7 @@ ELEMENTS = 1 << 27
 ELEMENTS_APART = 1 << 22
 """The same where several ranks train: 16 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
 
+_USES = torch.Tensor._use_count  # type: ignore[attr-defined]
 FEW = 1 << 19
 """Bytes of low gradients that may be cast at once anywhere, and a SHARE of all: else ever smaller launches would end a backward."""
 SHARE = 1 / 32
@@ -167,10 +168,10 @@ def _alone_among(gradients: Sequence[Tensor | None], check: _Check) -> frozenset
             continue
         storage = gradient.untyped_storage()
         held = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-        counts: Counts = (sys.getrefcount(gradient), gradient._use_count(), sys.getrefcount(storage), held)
+        counts: Counts = (sys.getrefcount(gradient), _USES(gradient), sys.getrefcount(storage), held)
         if gradient._is_view():
             base: Any = gradient._base
-            counts += (sys.getrefcount(base), base._use_count())
+            counts += (sys.getrefcount(base), _USES(base))
         if check.one is None:
             check.counted = counts
         elif counts in check.one and storage.resizable() and gradient.is_contiguous() and storage.nbytes() == gradient.nbytes:
