@@ -241,7 +241,7 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     part.match_given = captured.match_given
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)
-    elif part.problem.inside_scaled:
+    elif part.problem.training and part.problem.policy.low.narrow:
         unread = leads_nowhere(node, part.module)
         _pin_high(part, Reason.UNREAD, op_name(node.target), {inside[inner] for inner in unread if inner in inside})
     return part
