@@ -15,7 +15,6 @@ import torch.fx
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
-from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import magnitudes
@@ -74,8 +73,6 @@ def read_problem(
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
-    if policy.low is not FP32:
-        note_memory(module.graph)
     normalised = EditedGraph(module, {})
     alike = policy.parity is not None
     grad = torch.is_grad_enabled() or (alike and not turns_grad_on(module.graph))

@@ -33,22 +33,22 @@ from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
-from amprewrite.passes.lower.emit import emit
+from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
-from amprewrite.runtime.captured.region import Emitted, Region, scale_device
-from amprewrite.runtime.captured.weight_reads import weight_reads
+from amprewrite.runtime.captured.region import Region, Running, scale_device
+from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, FUNCTORCH, own_autocast
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
-from amprewrite.runtime.model.weights.freezing import copies_of, refuse_training
+from amprewrite.runtime.model.weights.freezing import lost_values, refuse_training
 from amprewrite.runtime.model.weights.half_parameters import frozen_note, lost_masters
 from amprewrite.runtime.options import Options, policy_on
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
@@ -369,7 +369,6 @@ class Session:
             captured.note("its gradients are not scaled: it takes gradients itself")
         if captured.problem.training and self._cache_of(entry, True) is not None:
             captured.know(block_size=block_size())
-        graphs.weights += known_weights(captured, example_inputs, self.root)
         return captured
 
     def read(
@@ -407,17 +406,19 @@ class Session:
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
             self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
-            reads = weight_reads(module, example_inputs, self.root, None), copies_of(self, entry, module, example_inputs, False)
-            return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
+            unedited = emit(module, example_inputs, backend, None)
+            return Region(entry, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
         problem, grad = captured.problem, captured.problem.training
         cache = self._cache_of(entry, grad)
 
-        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Emitted:
-            scales = self._scales(rewritten) if problem.scale_loss else ()
-            reads = weight_reads(rewritten, inputs, self.root, problem.policy.low), copies_of(self, entry, rewritten, inputs, grad)
-            return emit(rewritten, [*inputs, *scales], backend, cache, grad, plan.gradient_blocks), rewritten if scales else None, *reads
+        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Running:
+            device = scale_device(rewritten.graph) if problem.scale_loss else None
+            scales = () if device is None else self.forward_scale(device).on(device)
+            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks)
+            return made.run, rewritten if scales else None, self._reads(entry, made, inputs)
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
+        graphs.weights += known_weights(captured, example_inputs, self.root)
         if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
@@ -430,9 +431,10 @@ class Session:
             region.overflow_retry = OverflowRetry(captured, self.learn, again, self.warn_fp32)
         return region
 
-    def _scales(self, scaled: torch.fx.GraphModule) -> tuple[torch.Tensor, torch.Tensor]:
-        device = scale_device(scaled.graph)
-        return self.forward_scale(device).on(device)
+    def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
+        reads = weight_reads(made, inputs, self.root)
+        self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
+        return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
         """Add the ranges of a call that overflowed to what calibration says."""
@@ -450,10 +452,6 @@ class Session:
         if found := any(map(is_sharded, self.root.modules())):
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found
-
-    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
-        """Guard the steps of `optimizer`."""
-        self.gate.attach(optimizer, copies, group)
 
     def weight_names(self) -> dict[int, str]:
         """Names of the weights by id."""

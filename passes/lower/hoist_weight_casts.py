@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target
-from amprewrite.graphs.fx.node_facts import NODE, example_value, memory_of, written
+from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_checkpoint, memory_of, written
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
@@ -28,8 +28,11 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import INVERSE
+from amprewrite.tables.formats import Format
 
 CompiledFn = Callable[..., Any]
+Copy = tuple[torch.dtype, Layout]
+"""The dtype of a copy of a weight, and its padded layout."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
 """What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
 _READ = ("torch", "amprewrite")
@@ -82,17 +85,43 @@ def hoist_weight_casts(
     return hoisted
 
 
-def _made(node: torch.fx.Node, source: torch.fx.Node) -> tuple[torch.dtype, Layout]:
+def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
     """The dtype and the padded layout that `node` gives the weight `source`."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
     layout: Any = node.args[2] if node.target is pad_cast else ()
     return dtype, layout
 
 
-def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[tuple[torch.dtype, Layout] | None]]:
+def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
+    """Places of the inputs that an edited graph casts to `low` and reads in no other way.
+
+    So it is in the body of a checkpoint. What a view, an op or a function does with an input is not looked into: it counts as another way.
+    """
+    return frozenset(place for place, source in enumerate(module.graph.find_nodes(op="placeholder")) if _reads_low(source, low.dtype))
+
+
+def _reads_low(source: torch.fx.Node, low: torch.dtype) -> bool:
+    """Whether all that is done with `source` is to cast it to `low`."""
+    return all(_casts(user, source, low) or _casts_in_body(user, source, low) for user in source.users)
+
+
+def _casts(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
+    return CAST in user.meta and user.target in ("to", pad_cast, cast_in) and user.args[0] is source and user.args[1] == low
+
+
+def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
+    """Whether `user` is a checkpoint whose body reads `source` low alone."""
+    if not is_checkpoint(user):
+        return False
+    places = [place for place, operand in enumerate(user.args[1:]) if operand is source]
+    inputs = [body.graph.find_nodes(op="placeholder") for body in bodies(user)]
+    return bool(places and inputs) and all(place < len(each) and _reads_low(each[place], low) for each in inputs for place in places)
+
+
+def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
     """How an edited graph reads each input that it casts as a weight, or may: the copies of it, and None if it is read as it is."""
     changing = written_storages(module)
-    found: dict[int, frozenset[tuple[torch.dtype, Layout] | None]] = {}
+    found: dict[int, frozenset[Copy | None]] = {}
     source: torch.fx.Node
     for place, source in enumerate(module.graph.find_nodes(op="placeholder")):
         moves = changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source)
@@ -189,4 +218,7 @@ def with_linked_weights(
     return call
 
 
-__all__ = ["HoistWeightCasts", "copies_read", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_linked_weights"]
+__all__ = [
+    "Copy", "HoistWeightCasts", "copies_read", "copy_of", "hoist_weight_casts", "read_low_alone", "with_cached_weights",
+    "with_linked_weights",
+]  # fmt: skip
