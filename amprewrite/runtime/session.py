@@ -256,10 +256,10 @@ class Session:
         """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
         if self.options.given is not None:
             return False
-        low, entries = self.policy_for(self._device()).low, list(self.entries.values())
-        if found := self.agreement.follow_weights(lambda: look(entries, self.root, low, self.note), entries):
+        low, every = self.policy_for(self._device()).low, [entry.graphs for entry in list(self.entries.values())]
+        if found := self.agreement.follow_weights(lambda: look(every, self.root, low, self.note), every):
             warnings.warn(found, AmpRewriteWarning, stacklevel=2)
-        return any(entry.graphs.outdated for entry in entries)
+        return any(graphs.outdated for graphs in every)
 
     def _overflowed(self) -> str | None:
         """Where the step that is being skipped left the finite."""
@@ -391,7 +391,7 @@ class Session:
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
-            self.agreement.join(plan, self.entries.values(), self.note)
+            self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
             self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
             for left in plan.left:
                 graphs.left_out[left] = Skipped(plan.name, left)
@@ -425,7 +425,7 @@ class Session:
                 with self.lock:
                     rewritten, plan = rewrite_graph(captured)
                     region.become(plan, *emitted(rewritten, inputs, plan))
-                    self.agreement.join(plan, self.entries.values(), self.note)
+                    self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
 
             read_parts(captured)
             region.overflow_retry = OverflowRetry(captured, self.learn, again, self.warn_fp32)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target
+from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_checkpoint, memory_of, written
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
@@ -45,7 +45,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if target.weight_cache:
             if target.training:
-                edited.module = copy_of(edited.module)  # the graph that users look into keeps its casts
+                edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
             edited.hoisted = hoist_weight_casts(edited.module, target.training, lambda place: place not in target.frozen)
         return bool(edited.hoisted)
 
@@ -145,38 +145,20 @@ def written_storages(module: torch.fx.GraphModule) -> set[int]:
     for node in module.graph.nodes:
         for target in written(node):
             found |= memory_of(target)
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_writes, _bodies(module, node))):
+        if any(map(_writes, bodies(node))):
             for source in node.all_input_nodes:
                 found |= memory_of(source)
     return found
 
 
-def _bodies(module: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.GraphModule]:
-    """The graphs that a higher-order op is given."""
-    held = [getattr(module, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
-    return [body for body in held if isinstance(body, torch.fx.GraphModule)]
-
-
 def _writes(body: torch.fx.GraphModule) -> bool:
     """Whether a body writes anything in place, or calls one that does."""
-    return any(written(node) or any(map(_writes, _bodies(body, node))) for node in body.graph.nodes)
+    return any(written(node) or any(map(_writes, bodies(node))) for node in body.graph.nodes)
 
 
 def _goes_elsewhere(source: torch.fx.Node) -> bool:
     """Whether a weight is handed to a Python function that Dynamo was told not to read: it may write it unseen."""
     return any(isinstance(user.target, FunctionType) and user.target.__module__.partition(".")[0] not in _READ for user in source.users)
-
-
-def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph once more, to be edited; tensors and bodies are shared."""
-    graph = torch.fx.Graph()
-    made: dict[torch.fx.Node, torch.fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, made))
-    copied = torch.fx.GraphModule(module, graph)
-    copied.meta.update(module.meta)
-    if hasattr(module, "_param_name_to_source"):  # with it, AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are
-        copied._param_name_to_source = module._param_name_to_source
-    return copied
 
 
 class _Graph:
@@ -219,6 +201,6 @@ def with_linked_weights(
 
 
 __all__ = [
-    "Copy", "HoistWeightCasts", "copies_read", "copy_of", "hoist_weight_casts", "read_low_alone", "with_cached_weights",
+    "Copy", "HoistWeightCasts", "copies_read", "hoist_weight_casts", "read_low_alone", "with_cached_weights",
     "with_linked_weights",
 ]  # fmt: skip

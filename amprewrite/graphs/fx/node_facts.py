@@ -59,7 +59,6 @@ class Fact:
     transformed: bool = False
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
-    free_source: bool = False
     may_be_idle: bool = False
     """Whether a conversion may give its operand itself, if that has the dtype it converts to."""
     kind: OpKind | None = None

@@ -170,7 +170,3 @@ def format_of(value: ir.Value | None) -> str:
     if value is None or not isinstance(value.type, ir.TensorType):
         return ""
     return FLOATS.get(value.type.dtype, value.type.dtype.name.lower())
-
-
-def low_dtype(fmt: Format) -> ir.DataType:
-    return DTYPES[FORMATS[fmt.name].name]

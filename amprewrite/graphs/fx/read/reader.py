@@ -284,7 +284,6 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
     first = fact.node.args[0] if fact.node.args else None
     exact = isinstance(first, torch.fx.Node) and value_dtype(example_value(first)) == "bool"
     if fact.op in CONVERSIONS and fact.relative and exact and torch.float32 in tree_leaves((fact.node.args, fact.node.kwargs)):
-        fact.free_source = True
         return None
     return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
 

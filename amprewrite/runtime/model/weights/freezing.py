@@ -104,9 +104,9 @@ def _frozen(weight: Tensor, copy: Copy, high: bool) -> FrozenWeight:
         return FrozenWeight(stored, weight.size(), weight.stride(), copy[1], kept, weight.requires_grad)
 
 
-def _constant(weight: Tensor, trains: bool = False) -> Tensor:
-    """Another parameter over the same memory."""
-    made = nn.Parameter(weight.detach(), requires_grad=trains)
+def _constant(weight: Tensor) -> Tensor:
+    """Another parameter over the same memory, which takes no gradient."""
+    made = nn.Parameter(weight.detach(), requires_grad=False)
     made.__dict__.update(weight.__dict__)
     return made
 
