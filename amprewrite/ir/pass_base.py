@@ -79,8 +79,10 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Leave Python's cycle collector off: a pass makes no garbage cycles, and scanning a large graph again and again would
-    make it slower than linear."""
+    """Leave Python's cycle collector off inside the block.
+
+    A pass makes no garbage cycles, and scanning a large graph again and again would make it slower than linear.
+    """
     on = gc.isenabled()
     gc.disable()
     try:

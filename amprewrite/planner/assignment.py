@@ -147,7 +147,7 @@ class _Search:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """None if an operand is sure to be high when the op is, or the op never is."""
+        """The mixer of a promoting op; None if an operand is sure to be high when the op is, or the op never is."""
         ends = [self._end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
             return None

@@ -247,7 +247,7 @@ class Session:
         return state.depth > 1 or graphs.in_parts
 
     def _end_forward(self) -> None:
-        """A gradient that enters a result from now on is that of a loss."""
+        """End a forward. A gradient that enters a result from now on is that of a loss."""
         if self.state.scale is not None:
             self.state.scale.under_way = False
         self.state.scale = self.state.entry = None
@@ -262,7 +262,7 @@ class Session:
         return any(graphs.outdated for graphs in every)
 
     def _overflowed(self) -> str | None:
-        """Where the step that is being skipped left the finite."""
+        """The place where the step that is being skipped overflowed first; None if it is not found."""
         self.schedule.due = True
         found = self.probe.find(self.last, self.last[0].latest if len(self.last) == 1 else None)
         if found is None:
@@ -296,7 +296,7 @@ class Session:
             self.warn_fp32(message, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Dynamo ran original code. Say so, and give the next call a fresh start if that may help."""
+        """Say that Dynamo ran original code, and give the next call a fresh start if that may help."""
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if own and not (switched_off or said):
@@ -444,7 +444,7 @@ class Session:
             return self.calibration
 
     def _cache_of(self, entry: Entry, training: bool) -> WeightCache | None:
-        """Where the graphs of an entry find copies of weights; None if they cast them themselves."""
+        """The cache that makes low copies of weights for an entry's graphs; None if the graphs cast them themselves."""
         return self.cache if self.options.casts_outside(entry.compiles, training) and not self._sharded() else None
 
     def _sharded(self) -> bool:

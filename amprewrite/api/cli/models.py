@@ -45,7 +45,7 @@ class TorchModel:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> TorchModel:
-        """The same on a device."""
+        """This model and its inputs on `device`. UsageError if they cannot be moved there."""
 
         def move(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf

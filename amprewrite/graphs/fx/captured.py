@@ -50,7 +50,7 @@ class Captured:
             self.know(notes=(*self.problem.notes, text))
 
     def with_parts(self) -> Iterator[Captured]:
-        """This graph, the bodies of its checkpoints, and those of the checkpoints in them."""
+        """Yield this graph, the bodies of its checkpoints, and those of the checkpoints in them."""
         yield self
         for part in self.parts.values():
             yield from part.with_parts()

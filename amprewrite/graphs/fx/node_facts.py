@@ -259,7 +259,7 @@ def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
-    """The graphs that a higher-order op runs."""
+    """The graphs that a higher-order op runs; [] for any other node."""
     owner = node.graph.owning_module
     if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []

@@ -457,7 +457,7 @@ def _ticks(seconds: float) -> int:
 
 
 def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
-    """Gain that comes only if all of `ends` are padded."""
+    """Add a gain to the network that comes only if all of `ends` are padded."""
     if not ends:
         return
     wish = network.vertex()
@@ -467,7 +467,7 @@ def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
 
 
 def _once(network: Network, readers: list[int], maker: int, cost: float, into: bool) -> None:
-    """One change of size, however many read it. `into`: pads for padded readers; else slices for logical ones."""
+    """Add the cost of one change of size, however many read it. `into`: pads for padded readers; else slices for logical ones."""
     ends = list(dict.fromkeys(v for v in readers if v != maker))
     if not ends:
         return

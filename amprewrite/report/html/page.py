@@ -101,7 +101,7 @@ def _node(node: NodePlan, flips: list[str], row: Any, weights: int) -> dict[str,
 
 
 def _number(value: Any) -> float | str | None:
-    """JSON knows no infinity: it goes as a word; what was not measured is left out."""
+    """`value` as JSON takes it: infinity as a word, None for what was not measured."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else "inf"

@@ -29,7 +29,7 @@ class Agreement:
         return any(self.colours.contradicts(part.nodes) for part in plan.flat(""))
 
     def follow_weights(self, look: Callable[[], str], every: Sequence[Graphs]) -> str:
-        """What `look` says of the weights. If it finds graphs outdated, all are: what was agreed on rests on weights as they were."""
+        """Give what `look` says of the weights. If it finds one graph outdated, all are: they agreed on weights as they were."""
         before = [graphs.outdated for graphs in every]
         said = look()
         if self.on and before != [graphs.outdated for graphs in every]:

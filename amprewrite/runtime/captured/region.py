@@ -74,7 +74,7 @@ class Region:
         self.overflow_retry: OverflowRetry | None = None
 
     def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads) -> None:
-        """Run this from now on; recomputations of earlier forwards go on with what those ran."""
+        """Run another rewrite of the graph from now on. Recomputations of earlier forwards go on with what those ran."""
         self._past.keep((self.run, self.reads))
         self.plan, self.run, self.module, self.reads = plan, run, module, reads
 

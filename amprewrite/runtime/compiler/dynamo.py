@@ -215,7 +215,7 @@ def rounding_of(backend: str | Callable[..., Any]) -> str:
 
 
 def frame_id() -> int | None:
-    """The frame that Dynamo is capturing."""
+    """The number of the frame that Dynamo is capturing; None if it captures none."""
     compiling = torch._guards.CompileContext.current_compile_id()
     return None if compiling is None else compiling.frame_id
 

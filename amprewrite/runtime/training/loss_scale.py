@@ -344,7 +344,7 @@ class DynamicLossScale(LossScale):
         return cls(**PRESETS[name])
 
     def _check(self) -> None:
-        """Refuse what would stand still, run away, or never be scaled at all."""
+        """Raise PolicyError for a schedule that would stand still, run away, or never scale at all."""
         where = "DynamicLossScale"
         if not 1.0 < self.growth_factor < math.inf:
             raise PolicyError(f"{where}: growth_factor={self.growth_factor:g} would not grow the scale; use one above 1, say 2")

@@ -228,7 +228,7 @@ class StepGate:
             note.began(self._share(note))
 
     def _backward_began(self) -> None:
-        """The same for a backward. Parameters outside this model, as those of a head, may have their new gradients already."""
+        """Forget what was in gradients that were thrown away, as a backward begins. Parameters of a head may have new gradients already."""
         for note in self._notes:
             if note:
                 share = self._share(note)
@@ -347,7 +347,7 @@ class StepGate:
             raise self._stuck(optimizer, skips)
 
     def _learn(self, overflow: bool) -> None:
-        """The host knows how the latest step went."""
+        """Note whether the latest step overflowed, now that the host knows."""
         self.loss_scale.ask = None
         if overflow:
             self._overflowed = True
@@ -360,7 +360,7 @@ class StepGate:
                 self.on_clean()
 
     def _locate(self) -> None:
-        """The loss scale is being read, and the latest step overflowed."""
+        """Find where the latest step overflowed: the loss scale is being read."""
         self._learn(True)
 
     def _stuck(self, optimizer: Optimizer, skips: int) -> LossScaleError:
@@ -441,7 +441,7 @@ def _gone(number: int, ref: weakref.ref[StepGate]) -> None:
 
 @torch.compiler.disable
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook added here to the optimizer itself still runs before this very step."""
+    """Let every gate adopt `optimizer`, which is about to step. A hook that is added to it here still runs before this very step."""
     for ref in tuple(_LISTENERS.values()):
         gate = ref()
         if gate is not None:

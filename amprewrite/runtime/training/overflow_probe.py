@@ -53,7 +53,7 @@ class Finding:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """What is known of inputs, parameters, outputs and loss, for `StepGate.note`."""
+        """Whether inputs, parameters, outputs and loss were finite, as far as that is known, for `StepGate.note`."""
         return _KNOWN[self.kind]
 
 
@@ -239,7 +239,7 @@ def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, Nod
 
 
 def _place(node: NodePlan) -> str:
-    """"linear_3 in encoder.layer.0 (model.py:17)"."""
+    """A node in words: "linear_3 in encoder.layer.0 (model.py:17)"."""
     where = f" in {node.module}" if node.module else ""
     return f"node {node.name}{where}" + (f" ({node.source})" if node.source else "")
 

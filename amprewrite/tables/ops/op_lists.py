@@ -162,7 +162,7 @@ def _schema_name(qualified: str) -> str:
 
 @cache
 def is_inplace(target: Any) -> bool:
-    """Does calling `target` write to its first argument, or to `out`?
+    """Whether calling `target` writes to its first argument, or to `out`.
 
     True for add_, operator.iadd, setitem and ATen overloads whose schema says so; relu(inplace=True) is an argument of
     the call and not seen here.

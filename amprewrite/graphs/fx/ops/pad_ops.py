@@ -62,7 +62,7 @@ def logical_part(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _closed(x: Tensor, rank: int, layout: Layout) -> Tensor:
-    """Composed dims joined again."""
+    """`x` with the dims joined again that `_opened` split."""
     for dim, factors in layout:
         if len(factors) > 1:
             x = x.flatten(dim, dim + len(factors) - 1)

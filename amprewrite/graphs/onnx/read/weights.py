@@ -84,7 +84,7 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """Only values below the normal range lose more than a rounding."""
+    """Whether low copies may lose more than a rounding: some values lie below the normal range."""
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 

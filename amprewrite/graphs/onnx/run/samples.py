@@ -77,7 +77,7 @@ class Samples:
 
 # -- the caller's samples --------------------------------------------------------------
 def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
-    """The caller's samples one after another, each checked against the model's inputs as it is taken.
+    """Yield the caller's samples, each checked against the model's inputs as it is taken.
 
     Args:
         calibration: a mapping of input names to arrays is one sample, and so is an .npz file; any iterable of these is many.
