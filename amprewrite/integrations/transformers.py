@@ -70,7 +70,7 @@ class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return {**self.options, **({} if plan is None else {"plan": CastPlan.from_json(plan)})}
 
     def to_dict(self) -> dict[str, Any]:
-        """What stands in config.json."""
+        """The options as they are written into config.json."""
         return {"quant_method": self.quant_method, **self.options}
 
 

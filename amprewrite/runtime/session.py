@@ -356,7 +356,7 @@ class Session:
             return self._rewritten(graphs, module, example_inputs)
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
-        """The problem of a captured graph, nothing decided yet."""
+        """Read the problem of a captured graph; nothing is decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.loss_scale.enabled
         path = entry.path if path is None else path
@@ -375,7 +375,7 @@ class Session:
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """The problem of a graph that was captured of this model, by this model's options."""
+        """Read the problem of a graph that was captured of this model, by this model's options."""
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
         return read_problem(

@@ -69,7 +69,7 @@ class Fact:
 
 
 def example_value(node: torch.fx.Node) -> Any:
-    """What capture says the node gives: a fake tensor, a structure of them, or None."""
+    """The example value that capture left on a node: a fake tensor, a structure of them, or None."""
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
@@ -181,7 +181,7 @@ def _role(node: torch.fx.Node, value: Any) -> str:
 
 
 def held_value(node: torch.fx.Node) -> Any:
-    """What a get_attr node reads."""
+    """The value that a get_attr node reads off its module."""
     held: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         held = getattr(held, part, None)
@@ -202,7 +202,7 @@ class InputSource:
 
 
 def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """What a copy of a captured node keeps of what Dynamo noted on it."""
+    """Metadata for a copy of a captured node: in place of the graph input that Dynamo noted, which must not be kept alive, its source."""
     found = meta.get("grapharg")
     return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
 

@@ -51,7 +51,7 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """What the page needs, short names throughout: there are thousands of nodes."""
+    """The data of the page, under short names throughout: there are thousands of nodes."""
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     flips = _flips(plan, drawing, seconds)

@@ -210,7 +210,7 @@ _ROUNDINGS: dict[Any, str] = {
 
 
 def rounding_of(backend: str | Callable[..., Any]) -> str:
-    """What a compiler does with the plan's rounding, for the plan's notes; "" if nothing is to be said, or nothing known."""
+    """A note on what a compiler does with the plan's rounding; "" if nothing is to be said, or nothing known."""
     return _ROUNDINGS.get(backend, "") if isinstance(backend, str) else ""
 
 

@@ -265,7 +265,7 @@ class StepGate:
         return [p for p in params if id(p) in own] or params
 
     def noted(self, optimizer: Optimizer) -> Noted:
-        """What backwards of this model left in gradients of `optimizer`. Of a new one: all that is noted now, for it may own any."""
+        """The notes on what backwards left in gradients of `optimizer`. Those on a new one take over all others: it may own any."""
         if optimizer in self._copies:
             return self._rest
         found = next((note for note in self._notes if note.optimizer is optimizer), None)

@@ -79,7 +79,7 @@ class OverflowProbe:
         self.forward = self.backward = None
 
     def find(self, graphs: Sequence[Graph], latest: LatestInputs | None) -> Finding | None:
-        """What the step that was just skipped overflowed at; the next forwards will be watched."""
+        """Find what the step that was just skipped overflowed at; None if unknown. The next forwards will be watched."""
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
             found = self._run_again(graphs[0], latest)
@@ -89,7 +89,7 @@ class OverflowProbe:
         return found
 
     def run(self, graph: Graph, inputs: tuple[Any, ...]) -> Any:
-        """Run `graph` node by node, watched."""
+        """Run `graph` node by node, and note the first result or gradient that is not finite."""
         assert graph.module is not None
         watched = _Watched(graph.module, _names(graph.plan), self)
         result = watched.run(*inputs)

@@ -92,7 +92,7 @@ def fits(copy: Tensor, like: Tensor, layout: Layout) -> bool:
 
 
 def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """What is read and what is written where `w` is copied into `copy`, which is padded as `layout`."""
+    """(source, target) of a plain copy of `w` into `copy`, which is padded as `layout`."""
     return (_opened(w, layout, 0)[0], logical_part(copy, layout)) if layout else (w, copy)
 
 

@@ -53,7 +53,7 @@ Node = torch.fx.Node
 
 
 def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without_grad: set[Node] | None) -> torch.fx.GraphModule:
-    """`module`, or if anything leaves as itself a copy with the nodes above. `copy` gives (copy, {node: its copy}).
+    """Mark in a copy of `module` what leaves as itself; `module` itself if nothing does. `copy` gives (copy, {node: its copy}).
 
     `without_grad` are the nodes that run without gradients; None says that all do.
     """

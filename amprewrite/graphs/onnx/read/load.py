@@ -49,7 +49,7 @@ def load(source: Source) -> ir.Model:
 
 
 def _version(source: Source) -> tuple[int, ...]:
-    """What changes whenever a file is replaced; nothing for models in memory."""
+    """A key that changes whenever a file is replaced; nothing for models in memory."""
     if not isinstance(source, str | Path):
         return ()
     try:

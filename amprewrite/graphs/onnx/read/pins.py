@@ -164,7 +164,7 @@ class RangeFacts:
         return self.pin_far(operands)
 
     def kind(self, op: str, node: ir.Node) -> OpKind | None:
-        """What the lists say of the op; in fp16 what they say in bf16 if ranges were the reason and are seen to be kept."""
+        """The kind of the op by the lists; in fp16 that for bf16 if ranges were the reason and are seen to be kept."""
         row = find_op(op)
         assert row is not None
         kind = self.lists.kind(row.name)
