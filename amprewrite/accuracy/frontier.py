@@ -80,9 +80,8 @@ class Frontier:
 
     def table(self) -> Table:
         """The plans that were tried, as a rich table."""
-        title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g}"
+        title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g} ({self.unit})"
         table = Table(title=title, caption="* the plan that was taken")
-        title += f" ({self.unit})"
         for column in ("plan", "error", "predicted time", "activation casts", "low ops"):
             table.add_column(column, justify="left" if column == "plan" else "right")
         for each in self.candidates:
