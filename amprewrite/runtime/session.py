@@ -385,6 +385,7 @@ class Session:
         )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        """Decide and edit a captured graph and emit what runs. If that fails the graph is emitted as it is, in fp32."""
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
         backend = dynamo.backward_apart(dynamo.lookup_backend(self.options.backend)) if compiled else None
