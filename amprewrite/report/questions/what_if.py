@@ -49,7 +49,7 @@ class Change:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The same as an option of `rewrite`."""
+        """This change as the `overrides` of `rewrite`: {"node:linear_3": "fp32"}."""
         word = "low" if self.colour is Colour.LOW else "fp32"
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
