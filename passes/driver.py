@@ -15,7 +15,6 @@ import torch.fx
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
-from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import magnitudes
@@ -74,8 +73,6 @@ def read_problem(
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
-    if policy.low is not FP32:
-        note_memory(module.graph)
     normalised = EditedGraph(module, {})
     alike = policy.parity is not None
     grad = torch.is_grad_enabled() or (alike and not turns_grad_on(module.graph))
@@ -213,7 +210,7 @@ def _all_high(problem: Problem, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """Where an op that holds graphs fails with them rewritten, they stay as they are."""
+    """Leave the graphs inside an op as they are if it failed with them rewritten. True if there are such graphs."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -241,7 +238,7 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     part.match_given = captured.match_given
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)
-    elif part.problem.inside_scaled:
+    elif part.problem.training and part.problem.policy.low.narrow:
         unread = leads_nowhere(node, part.module)
         _pin_high(part, Reason.UNREAD, op_name(node.target), {inside[inner] for inner in unread if inner in inside})
     return part
@@ -296,7 +293,7 @@ def _written_outside(captured: Captured, results: list[OpNode]) -> bool:
 
 
 def read_parts(captured: Captured) -> None:
-    """Read the bodies in a graph while capture's facts are at hand: names come from them."""
+    """Read the checkpoint bodies of a graph into `captured.parts` while Dynamo's facts are at hand: names come from them."""
     for node in captured.module.graph.nodes:
         if is_checkpoint(node):
             captured.parts[node] = read_body(captured, node)
@@ -322,7 +319,7 @@ def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
 
 
 def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, decisions: Decisions) -> None:
-    """Whatever was padded inside: results have the shapes they had."""
+    """Raise Refused if a result of the edited graph has another shape than it had: padding must stay inside."""
     if not decisions.pads:
         return
     before, after = (next(n for n in each.graph.nodes if n.op == "output") for each in (original, edited))
@@ -332,7 +329,7 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Where a graph with pads failed, take pads for the cause: none through this op, and none at all if that was done before."""
+    """Blame pads for a failure: pad nothing through this op, or nothing at all if that was tried. False if nothing is padded."""
     problem = captured.problem
     if not decisions.pads or problem.given is not None:
         return False

@@ -18,7 +18,7 @@ from __future__ import annotations
 import glob
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Row
 from amprewrite.accuracy.strict.run import Loss, Outcome, StrictRun
-from amprewrite.accuracy.verify import percentage, place_of
+from amprewrite.accuracy.verify import percentage, table_of
 from amprewrite.ir.policies.policy import Override
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.report.counts import amount, op_dtypes
@@ -47,7 +47,6 @@ TOLERANCE = 8.0
 """Output error that `suggest_overrides` aims at by default, in eps of the low format."""
 MOST_CHECKED = 10
 """Suggested nodes that are tried without, one by one, for real: each takes a capture."""
-WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -107,19 +106,13 @@ class DebugReport:
         rows = self.gradient_rows if backward else self.rows
         shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]
         shown.sort(key=lambda row: -(math.inf if row.overflow else 0.0 if math.isnan(row.accumulated) else row.accumulated))
-        titles = ("inherit", "own", "total", "min", "max", "over", "under")
-        widths = (7, 7, 7, 7, 7, 6, 6)
-        left = WIDTH - sum(widths) - len(widths)
-        lines = [f"{'gradient' if backward else 'node':{left}}" + "".join(f" {t:>{w}}" for t, w in zip(titles, widths, strict=True))]
-        for row in shown[:n]:
-            values = (
-                *(_figure(x) for x in (row.inherited, row.introduced, row.accumulated, row.smallest, row.largest)),
-                percentage(row.overflow), percentage(row.underflow),
-            )  # fmt: skip
-            lines.append(place_of(row, left) + "".join(f" {text:>{w}}" for text, w in zip(values, widths, strict=True)))
-        if len(shown) > n:
-            lines.append(f"and {len(shown) - n} more")
-        return "\n".join(lines)
+        columns = {"inherit": 7, "own": 7, "total": 7, "min": 7, "max": 7, "over": 6, "under": 6}
+
+        def figures(row: Row) -> Sequence[str]:
+            errors = map(_figure, (row.inherited, row.introduced, row.accumulated, row.smallest, row.largest))
+            return *errors, percentage(row.overflow), percentage(row.underflow)
+
+        return table_of("gradient" if backward else "node", columns, shown, n, figures)
 
     def suggest_overrides(self, max_rel_err: float | None = None, most_runs: int = 300) -> dict[str, str]:
         """The smallest set of nodes found that, kept in fp32, brings the output error to `max_rel_err`: for `overrides=`.

@@ -218,7 +218,7 @@ class Chain:
             before = price, kept
 
     def _prices(self, typical: int) -> list[float]:
-        """λ from where nothing is worth what is `typical` to where everything is."""
+        """Prices a unit of squared error to try, from one at which no error is worth `typical` to one at which every error is."""
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:
             return []
@@ -226,7 +226,7 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Of a set only what the planner would run low counts; a set like the one before it is left out."""
+        """Add a set of nodes to the chain, without those that the planner keeps high anyway. A set like the one before is left out."""
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
         fresh = sorted(kept - last, key=lambda each: self._rank[each])
@@ -240,7 +240,7 @@ class Chain:
         return len(self._sets)
 
     def words(self, index: int) -> str:
-        """What the plan is, in words."""
+        """What the plan at `index` of the chain is, in words."""
         kept, raised = len(self._sets[index][0]), self.raised[index]
         if index == 0:
             return "the planner's own choice"

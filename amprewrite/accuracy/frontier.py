@@ -25,7 +25,7 @@ from amprewrite.accuracy.error_cut import Chain
 from amprewrite.accuracy.sensitivity import measure_edges
 from amprewrite.accuracy.strict.metric import Judged, Metric, parse_metric
 from amprewrite.accuracy.strict.score import RoundedRunner, planned, reference, run_fp32, strict_error
-from amprewrite.accuracy.trial import Forward, Trial
+from amprewrite.accuracy.trial import Trial
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import TICK, price
 from amprewrite.ir.evidence.keep_high import KeepHigh
@@ -80,9 +80,8 @@ class Frontier:
 
     def table(self) -> Table:
         """The plans that were tried, as a rich table."""
-        title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g}"
+        title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g} ({self.unit})"
         table = Table(title=title, caption="* the plan that was taken")
-        title += f" ({self.unit})"
         for column in ("plan", "error", "predicted time", "activation casts", "low ops"):
             table.add_column(column, justify="left" if column == "plan" else "right")
         for each in self.candidates:
@@ -118,7 +117,6 @@ def search(
     options: Options,
     tolerance: float | None = None,
     accuracy: str | None = None,
-    forward: Forward | None = None,
     metric: Any = None,
 ) -> Frontier:
     """The cheapest plan of the chain whose strict error is within the target, as `rewrite` takes it.
@@ -133,9 +131,9 @@ def search(
     asked = f"tolerance={tolerance:g}" if tolerance is not None else f"accuracy={shown(accuracy)}"
     if not batches:
         raise AccuracyError(f"{asked} is measured on data: pass calibration=batches, or example_inputs=")
-    trial = Trial(module, options, forward)
+    trial = Trial(module, options)
     low = options.low or _low_of(trial)
-    trial = Trial(module, replace(options, low=low), forward)
+    trial = Trial(module, replace(options, low=low))
     exact = reference(trial, batches, measure)
     tried: list[Candidate] = []
 

@@ -8,7 +8,7 @@ stands. Each op's result before rounding gives the error that the op itself intr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,20 +52,14 @@ class Report:
     def table(self, n: int = 20, by: Measure = "accumulated") -> str:
         """The `n` worst rows as text, at most 80 columns wide: each row's own error, that in total, the largest value,
         over- and underflow; low ops that only hand values on are left out."""
-        numbers = ("colour", "own", "total", "largest", "over", "under")
-        widths = (6, 8, 8, 8, 6, 6)
-        left = WIDTH - sum(widths) - len(widths)
-        lines = [f"{'node':{left}}" + "".join(f" {title:>{width}}" for title, width in zip(numbers, widths, strict=True))]
+        columns = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
         shown = [row for row in self.worst(len(self.rows), by) if row.colour is Colour.HIGH or row.introduced or row.overflow]
-        for row in shown[:n]:
-            values = (
-                row.colour.value, f"{row.introduced:.2e}", f"{row.accumulated:.2e}", f"{row.largest:.2e}",
-                percentage(row.overflow), percentage(row.underflow),
-            )  # fmt: skip
-            lines.append(place_of(row, left) + "".join(f" {text:>{width}}" for text, width in zip(values, widths, strict=True)))
-        if len(shown) > n:
-            lines.append(f"and {len(shown) - n} more")
-        return "\n".join(lines)
+
+        def figures(row: Row) -> Sequence[str]:
+            errors = (f"{figure:.2e}" for figure in (row.introduced, row.accumulated, row.largest))
+            return row.colour.value, *errors, percentage(row.overflow), percentage(row.underflow)
+
+        return table_of("node", columns, shown, n, figures)
 
     def __str__(self) -> str:
         bad = self.overflows
@@ -90,6 +84,16 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
 
 
 # -- text -----------------------------------------------------------------------------------
+def table_of(first: str, columns: Mapping[str, int], rows: Sequence[Row], most: int, figures: Callable[[Row], Sequence[str]]) -> str:
+    """A text table of `most` of the rows: where each is, under the title `first`, and its figures in `columns` of so many characters."""
+    left = WIDTH - sum(columns.values()) - len(columns)
+    lines = [f"{first:{left}}" + "".join(f" {title:>{width}}" for title, width in columns.items())]
+    for row in rows[:most]:
+        cells = zip(figures(row), columns.values(), strict=True)
+        lines.append(place_of(row, left) + "".join(f" {text:>{width}}" for text, width in cells))
+    return "\n".join([*lines, *[f"and {len(rows) - most} more"] * (len(rows) > most)])
+
+
 def percentage(share: float) -> str:
     return f"{100 * share:.3g} %" if share else "-"
 

@@ -76,7 +76,7 @@ class Compiled:
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
         """Guard the steps of `optimizer`, as `attach` of a rewritten model does. Others are found by themselves."""
-        self._session.attach(optimizer_inside(optimizer), copies)
+        self._session.gate.attach(optimizer_inside(optimizer), copies)
 
     def check_patterns(self) -> None:
         """Raise PolicyError if a pattern of `overrides` or `pad` matches no module; call it once all parts were captured."""

@@ -48,7 +48,7 @@ def export_with_plan(
     edited, region = rewrite_graph(captured)
     if session.options.low is not None:  # else graphs that run here may stay fp32, whatever is exported
         with session.lock:
-            session.agreement.join(region, session.entries.values(), session.note)
+            session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)
     if region.left and session.options.strict:
         raise CaptureError(region.left[0])
     _keep_out_of_state(edited, plain)

@@ -62,7 +62,7 @@ class Rewritten(RewrittenBase):
         """
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
             raise PolicyError(f"group= takes a torch.distributed process group, such as dist.group.WORLD, not {type(group).__name__}")
-        session_of(self).attach(optimizer_inside(optimizer), copies, group)
+        session_of(self).gate.attach(optimizer_inside(optimizer), copies, group)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
         """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
@@ -103,7 +103,7 @@ class Rewritten(RewrittenBase):
             regions = [region for entry in list(session.entries.values()) for region in entry.graphs.regions]
             if not regions:
                 raise PlanError("freeze() goes by captured graphs, and there are none: call the model first, or amp.freeze(inputs)")
-            recapture_all(self, session, freeze_weights(self, [region.copies for region in regions]))
+            recapture_all(self, session, freeze_weights(self, [region.reads.copies for region in regions]))
             if called:
                 capture_now(self, args, kwargs)
 

@@ -180,7 +180,7 @@ def measured_options(
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What sample batches say of the model: the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
+    """Run the model on sample batches for the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
     if calibration is None and all(each is None for each in target):
         return {}
     from amprewrite.accuracy.calibrate import calibrate
@@ -311,7 +311,7 @@ def _checked_device(device: Any, measure: bool) -> str:
 
 
 def _checked_memory(memory: Any) -> float:
-    """Seconds a byte."""
+    """`memory` in seconds a byte; PolicyError if it is no price a gigabyte."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9

@@ -79,7 +79,7 @@ class TrainingLog:
 
 
 def _opened(path: str | Path) -> io.FileIO:
-    """The file to append to. A line that a killed process left unfinished is ended first."""
+    """Open the file to append to. A line that a killed process left unfinished is ended first."""
     try:
         file = io.FileIO(path, "a+")
     except (OSError, ValueError) as error:

@@ -70,7 +70,7 @@ class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return {**self.options, **({} if plan is None else {"plan": CastPlan.from_json(plan)})}
 
     def to_dict(self) -> dict[str, Any]:
-        """What stands in config.json."""
+        """The options as they are written into config.json."""
         return {"quant_method": self.quant_method, **self.options}
 
 
@@ -83,11 +83,11 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
     is_compileable = False
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """The weights are saved as they are: in fp32, under their own names."""
+        """True: weights are saved in fp32, under their own names."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Weights are loaded in fp32: they are the master weights."""
+        """The dtype to load weights in: fp32, for they are the master weights. Warns if another was asked for."""
         if dtype in LOW_DTYPES:
             warnings.warn(
                 f"this model would be loaded in {dtype_name(dtype)}; with AmpRewriteConfig its weights are loaded in fp32, as master "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
@@ -53,14 +53,8 @@ class Pass(Generic[Read, Edited]):
         return PassResult(self.name, modified, time.perf_counter() - started)
 
 
-def run_passes(
-    passes: Sequence[Pass[Read, Edited]],
-    read: Read,
-    edited: Edited,
-    where: str = "graph",
-    after: Callable[[PassResult], None] | None = None,
-) -> tuple[PassResult, ...]:
-    """Run passes in order on the graph called `where`; `after` is called after each.
+def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited, where: str = "graph") -> tuple[PassResult, ...]:
+    """Run passes in order on the graph called `where`, and give the result of each.
 
     An unexpected failure becomes a PassError that names the pass and those that ran before it.
     """
@@ -69,8 +63,6 @@ def run_passes(
         before = ", ".join(result.name for result in results) or "nothing"
         with failing_as_pass(f"pass {each.name}", f" on {where} after {before}"), no_collection():
             results.append(each(read, edited))
-        if after is not None:
-            after(results[-1])
     return tuple(results)
 
 
@@ -87,8 +79,10 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Leave Python's cycle collector off: a pass makes no garbage cycles, and scanning a large graph again and again would
-    make it slower than linear."""
+    """Leave Python's cycle collector off inside the block.
+
+    A pass makes no garbage cycles, and scanning a large graph again and again would make it slower than linear.
+    """
     on = gc.isenabled()
     gc.disable()
     try:

@@ -67,15 +67,15 @@ class Assignment:
     """Ticks by which a cheaper assignment may still exist; 0: there is none."""
 
 
-def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel, cuts: int = 0) -> Assignment:
+def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> Assignment:
     """The cheapest colours of `open_nodes` beside those in `colours`.
 
-    `cuts` bounds the cuts that the search may take, by default by the size of the graph; beyond it the best assignment
-    found so far is returned with the gap that is left. Raises Contradiction where ties and colours cannot be kept.
+    The search takes at most 500 cuts, and fewer of a large graph; if that is not enough, the best assignment found so far is
+    returned with the gap that is left. Raises Contradiction if ties and colours cannot be kept.
     """
     search = _Search(graph, colours, open_nodes, model)
     try:
-        side, gap = search.run(cuts or max(4, min(500, 1_000_000 // search.network.size)))
+        side, gap = search.run(max(4, min(500, 1_000_000 // search.network.size)))
     except Contradiction as error:
         raise Contradiction(error.chain, [name for name, vertex in search.vertices.items() if vertex in error.chain]) from error
     return Assignment(frozenset(name for name, vertex in search.vertices.items() if side[vertex]), gap)
@@ -147,7 +147,7 @@ class _Search:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """None if an operand is sure to be high when the op is, or the op never is."""
+        """The mixer of a promoting op; None if an operand is sure to be high when the op is, or the op never is."""
         ends = [self._end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
             return None

@@ -103,7 +103,7 @@ def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
-    """What the arcs that leave `side` can still carry together: more than that is missing from no flow."""
+    """The capacity that is left on the arcs out of `side`: more than that is missing from no flow."""
     arcs = residual.tocoo()
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 

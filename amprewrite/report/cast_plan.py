@@ -28,7 +28,7 @@ class CastPlan(ModelPlan):
 
     @classmethod
     def of(cls, plan: ModelPlan) -> Self:
-        """The same plan, for users."""
+        """A CastPlan with the content of `plan`."""
         return cls(**{each.name: getattr(plan, each.name) for each in fields(ModelPlan)})
 
     def explain(self, name: str = "") -> str:
@@ -115,7 +115,7 @@ class CastPlan(ModelPlan):
         return to_svg(self, path, depth)
 
     def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-        """The same picture as a PNG file. EmitError if the png extra is not installed."""
+        """Draw the plan as `to_svg` does, into a PNG file. EmitError if the png extra is not installed."""
         from amprewrite.report.pictures.svg import to_png
 
         return to_png(self, path, depth, scale)
@@ -133,7 +133,7 @@ class CastPlan(ModelPlan):
         return to_model_explorer(self, path, graph)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The plan as a notebook shows it: an HTML fragment."""
         from amprewrite.report.html.notebook import to_notebook
 
         return to_notebook(self, self.summary())

@@ -29,7 +29,7 @@ class Line:
 
 
 def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
-    """The plan as code, or folded to a table of modules."""
+    """The plan as code, or folded to a table of modules: text whose lines are cut to `width` if one is given."""
     found = fold_table(plan) if fold else laid_out(list(code_lines(plan)))
     return "\n".join(line if not width or len(line) <= width else f"{line[: width - 1]}…" for _, line in found)
 
@@ -99,7 +99,7 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
 
 
 def fold_table(plan: ModelPlan, most: int = SCREEN, width: int = 80) -> list[tuple[str, str]]:
-    """(kind, text) of a table with a row a module, in at most `most` rows and `width` columns."""
+    """A table with a row a module, as a (kind, text) a line, in at most `most` rows and `width` columns."""
     root = module_tree(plan)
     rows = folded(root, most - 1)
     titles = ("ops", "low", "high", "casts", "weights", "FLOPs", "low", "bytes")

@@ -62,8 +62,8 @@ def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: 
     elif low is not FP32 and low.name not in row.low_formats:
         note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
     return Policy(
-        low or FP32, options.lists, options.overrides, options.cache_weights and kept, options.strict, options.device, options.measure,
-        memory=options.memory, parity=options.parity,
+        low or FP32, options.lists, options.overrides, cache_weights=options.cache_weights and kept, device=options.device,
+        measure=options.measure, memory=options.memory, parity=options.parity,
         may_decline=options.low is None and options.backend == "eager" and not options.overrides,
     )  # fmt: skip
 

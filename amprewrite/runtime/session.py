@@ -33,22 +33,22 @@ from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
-from amprewrite.passes.lower.emit import emit
+from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
-from amprewrite.runtime.captured.region import Emitted, Region, scale_device
-from amprewrite.runtime.captured.weight_reads import weight_reads
+from amprewrite.runtime.captured.region import Region, Running, scale_device
+from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, FUNCTORCH, own_autocast
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
-from amprewrite.runtime.model.weights.freezing import copies_of, refuse_training
+from amprewrite.runtime.model.weights.freezing import lost_values, refuse_training
 from amprewrite.runtime.model.weights.half_parameters import frozen_note, lost_masters
 from amprewrite.runtime.options import Options, policy_on
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
@@ -247,7 +247,7 @@ class Session:
         return state.depth > 1 or graphs.in_parts
 
     def _end_forward(self) -> None:
-        """A gradient that enters a result from now on is that of a loss."""
+        """End a forward. A gradient that enters a result from now on is that of a loss."""
         if self.state.scale is not None:
             self.state.scale.under_way = False
         self.state.scale = self.state.entry = None
@@ -256,13 +256,13 @@ class Session:
         """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
         if self.options.given is not None:
             return False
-        low, entries = self.policy_for(self._device()).low, list(self.entries.values())
-        if found := self.agreement.follow_weights(lambda: look(entries, self.root, low, self.note), entries):
+        low, every = self.policy_for(self._device()).low, [entry.graphs for entry in list(self.entries.values())]
+        if found := self.agreement.follow_weights(lambda: look(every, self.root, low, self.note), every):
             warnings.warn(found, AmpRewriteWarning, stacklevel=2)
-        return any(entry.graphs.outdated for entry in entries)
+        return any(graphs.outdated for graphs in every)
 
     def _overflowed(self) -> str | None:
-        """Where the step that is being skipped left the finite."""
+        """The place where the step that is being skipped overflowed first; None if it is not found."""
         self.schedule.due = True
         found = self.probe.find(self.last, self.last[0].latest if len(self.last) == 1 else None)
         if found is None:
@@ -296,7 +296,7 @@ class Session:
             self.warn_fp32(message, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
-        """Dynamo ran original code. Say so, and give the next call a fresh start if that may help."""
+        """Say that Dynamo ran original code, and give the next call a fresh start if that may help."""
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
         if own and not (switched_off or said):
@@ -356,7 +356,7 @@ class Session:
             return self._rewritten(graphs, module, example_inputs)
 
     def read_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Captured:
-        """The problem of a captured graph, nothing decided yet."""
+        """Read the problem of a captured graph; nothing is decided yet."""
         entry, name = graphs.entry, f"graph{len(graphs.regions)}"
         path, scale = frame_path(module.graph, example_inputs, self.root), torch.is_grad_enabled() and self.loss_scale.enabled
         path = entry.path if path is None else path
@@ -369,14 +369,13 @@ class Session:
             captured.note("its gradients are not scaled: it takes gradients itself")
         if captured.problem.training and self._cache_of(entry, True) is not None:
             captured.know(block_size=block_size())
-        graphs.weights += known_weights(captured, example_inputs, self.root)
         return captured
 
     def read(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """The problem of a graph that was captured of this model, by this model's options."""
+        """Read the problem of a graph that was captured of this model, by this model's options."""
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
         return read_problem(
@@ -386,13 +385,14 @@ class Session:
         )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
+        """Decide and edit a captured graph and emit what runs. If that fails the graph is emitted as it is, in fp32."""
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
         backend = dynamo.backward_apart(dynamo.lookup_backend(self.options.backend)) if compiled else None
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)
-            self.agreement.join(plan, self.entries.values(), self.note)
+            self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
             self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
             for left in plan.left:
                 graphs.left_out[left] = Skipped(plan.name, left)
@@ -407,32 +407,35 @@ class Session:
             self.warn_fp32(f"{name} of {entry.place} stays fp32: {why}")
             plan = RegionPlan(name, (), (), torch.is_grad_enabled(), (f"left in fp32: {why}",), entry.path)
             self.caches.check(self.state.low_caches, plan, not self.state.ran and not under_way(entry.function))
-            reads = weight_reads(module, example_inputs, self.root, None), copies_of(self, entry, module, example_inputs, False)
-            return Region(entry, plan, emit(module, example_inputs, backend, None), None, *reads)
+            unedited = emit(module, example_inputs, backend, None)
+            return Region(entry, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
         problem, grad = captured.problem, captured.problem.training
         cache = self._cache_of(entry, grad)
 
-        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Emitted:
-            scales = self._scales(rewritten) if problem.scale_loss else ()
-            reads = weight_reads(rewritten, inputs, self.root, problem.policy.low), copies_of(self, entry, rewritten, inputs, grad)
-            return emit(rewritten, [*inputs, *scales], backend, cache, grad, plan.gradient_blocks), rewritten if scales else None, *reads
+        def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Running:
+            device = scale_device(rewritten.graph) if problem.scale_loss else None
+            scales = () if device is None else self.forward_scale(device).on(device)
+            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks)
+            return made.run, rewritten if scales else None, self._reads(entry, made, inputs)
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
+        graphs.weights += known_weights(captured, example_inputs, self.root)
         if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(captured)
                     region.become(plan, *emitted(rewritten, inputs, plan))
-                    self.agreement.join(plan, self.entries.values(), self.note)
+                    self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
 
             read_parts(captured)
             region.overflow_retry = OverflowRetry(captured, self.learn, again, self.warn_fp32)
         return region
 
-    def _scales(self, scaled: torch.fx.GraphModule) -> tuple[torch.Tensor, torch.Tensor]:
-        device = scale_device(scaled.graph)
-        return self.forward_scale(device).on(device)
+    def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
+        reads = weight_reads(made, inputs, self.root)
+        self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
+        return reads
 
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
         """Add the ranges of a call that overflowed to what calibration says."""
@@ -442,7 +445,7 @@ class Session:
             return self.calibration
 
     def _cache_of(self, entry: Entry, training: bool) -> WeightCache | None:
-        """Where the graphs of an entry find copies of weights; None if they cast them themselves."""
+        """The cache that makes low copies of weights for an entry's graphs; None if the graphs cast them themselves."""
         return self.cache if self.options.casts_outside(entry.compiles, training) and not self._sharded() else None
 
     def _sharded(self) -> bool:
@@ -450,10 +453,6 @@ class Session:
         if found := any(map(is_sharded, self.root.modules())):
             self.note("cache_weights does nothing here: FSDP gathers the weights anew for every forward")
         return found
-
-    def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
-        """Guard the steps of `optimizer`."""
-        self.gate.attach(optimizer, copies, group)
 
     def weight_names(self) -> dict[int, str]:
         """Names of the weights by id."""

@@ -64,11 +64,11 @@ class _Insertion:
             self.insert(copy, order)
 
     def layout(self, call: Call, i: int = 0) -> Layout:
-        """Of a result."""
+        """The padded layout of result `i` of a call; () if it is not padded."""
         return self.have.get(f"{call.name}#{i}" if call.several else call.name, ())
 
     def use(self, value: str, reader: str) -> Layout:
-        """Of an operand as it arrives."""
+        """The padded layout in which `reader` takes `value`; () if it is not padded."""
         return self.uses.get((value, reader), self.have.get(value, ()))
 
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int]) -> None:
@@ -130,38 +130,29 @@ def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
     node.meta[PAD] = "sizes"
 
 
-def _sizes(run: _Insertion, call: Call, node: torch.fx.Node, name: str) -> None:
-    """Sizes after the input, spread or as one tuple: physical if a dim is padded. -1 keeps its meaning elsewhere."""
+def _sizes(run: _Insertion, call: Call, node: torch.fx.Node, first: int, name: str) -> None:
+    """Tell an op its sizes, physical if a dim is padded: from argument `first` on, or as one tuple there. -1 keeps its meaning."""
     grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
     if not grown:
         return
-    spread = len(node.args) > 1 and not isinstance(node.args[1], tuple | list)
-    given = list(node.args[1:]) if spread else list(node.args[1] if len(node.args) > 1 else node.kwargs[name])  # type: ignore[arg-type]
-    told = tuple(grown.get(dim, size) for dim, size in enumerate(given))
+    given: Any = node.args[first] if len(node.args) > first else node.kwargs[name]
+    spread = not isinstance(given, tuple | list)
+    told = tuple(grown.get(dim, size) for dim, size in enumerate(node.args[first:] if spread else given))
     if spread:
-        node.args = (node.args[0], *told)
+        node.args = (*node.args[:first], *told)
         node.meta[PAD] = "sizes"
     else:
-        _tell(node, 1, name if name in node.kwargs or len(node.args) > 1 else "size", told)
+        _tell(node, first, name, told)
 
 
 def _view(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    _sizes(run, call, node, "shape" if "shape" in node.kwargs else "size")
+    _sizes(run, call, node, 1, "shape" if "shape" in node.kwargs else "size")
 
 
 def _zeros(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Sizes from the first argument on; after a tensor if it is `new_zeros`."""
-    grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
-    if not grown:
-        return
-    first = int(bool(node.args) and isinstance(node.args[0], torch.fx.Node) and isinstance(example_value(node.args[0]), torch.Tensor))
-    if len(node.args) > first and isinstance(node.args[first], tuple | list):
-        _tell(node, first, "size", tuple(grown.get(dim, size) for dim, size in enumerate(node.args[first])))  # type: ignore[arg-type]
-    elif "size" in node.kwargs:
-        _tell(node, first, "size", tuple(grown.get(dim, size) for dim, size in enumerate(node.kwargs["size"])))  # type: ignore[arg-type]
-    else:
-        node.args = (*node.args[:first], *(grown.get(dim, size) for dim, size in enumerate(node.args[first:])))
-        node.meta[PAD] = "sizes"
+    """Tell `zeros` its sizes, which `new_zeros` takes after a tensor."""
+    after_tensor = bool(node.args) and isinstance(node.args[0], torch.fx.Node) and isinstance(example_value(node.args[0]), torch.Tensor)
+    _sizes(run, call, node, int(after_tensor), "size")
 
 
 def _unflatten(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
@@ -176,7 +167,7 @@ def _unflatten(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _split(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """The dim that is cut has pieces of physical size."""
+    """Tell a split the physical sizes of its pieces."""
     dim = call.get(2, "dim", 0) % len(call.shapes[0])
     sizes = [physical(shape, run.layout(call, i))[dim] for i, shape in enumerate(call.shapes)]
     if sizes == [shape[dim] for shape in call.shapes]:

@@ -98,7 +98,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
 
 def _always_run(node: torch.fx.Node) -> bool:
-    """Switches of global state, and calls of graphs that may have been rewritten."""
+    """Whether a node is run though its operands have not changed: it switches global state, or calls a graph that may be rewritten."""
     return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST) or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 

@@ -5,7 +5,8 @@ With a weight cache the weight casts move out of the graph, and one launch makes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,23 @@ from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.passes import LOWER
-from amprewrite.passes.lower.hoist_weight_casts import with_cached_weights, with_linked_weights
+from amprewrite.passes.lower.hoist_weight_casts import Copy, copies_read, read_low_alone, with_cached_weights, with_linked_weights
 from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
+from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
 
 CompiledFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What Dynamo runs, and how it reads the inputs that were captured, by their places."""
+
+    run: CompiledFn
+    copies: Mapping[int, frozenset[Copy | None]]
+    """The low copies that are read of an input, and None if it is read as it is."""
+    low_alone: frozenset[int]
+    """Inputs that are cast to the low format and read in no other way."""
 
 
 def emit(
@@ -32,14 +45,29 @@ def emit(
     example_inputs: Sequence[Any],
     backend: CompiledFn | None,
     cache: WeightCache | None,
+    low: Format | None = None,
     training: bool = False,
     blocks: Sequence[Sequence[str]] = (),
-) -> CompiledFn:
-    """The callable for an edited graph: its own generated code, or what `backend` makes of it.
+) -> Emitted:
+    """Make an edited graph callable: by its own generated code, or by what `backend` makes of it.
 
     `example_inputs` are those of the captured graph and of what passes added to it. Copies from `cache` replace the weight
-    casts; `training` says that the graph was captured with gradients, `blocks` which weights share an autograd node then.
+    casts; `low` is the format of those casts, None if there are none; `training` says that the graph was captured with gradients,
+    `blocks` which weights share an autograd node then.
     """
+    copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
+    return Emitted(_lower(module, example_inputs, backend, cache, training, blocks), copies, low_alone)
+
+
+def _lower(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    backend: CompiledFn | None,
+    cache: WeightCache | None,
+    training: bool,
+    blocks: Sequence[Sequence[str]],
+) -> CompiledFn:
+    """Run the lowering passes on `module`, in place, and wrap what it has become so that it takes the captured inputs."""
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
     target = Target(eager=backend is None, training=training, weight_cache=cache is not None, frozen=frozen)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target
-from amprewrite.graphs.fx.node_facts import NODE, example_value, memory_of, written
+from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
+from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_checkpoint, memory_of, written
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
@@ -28,8 +28,11 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import INVERSE
+from amprewrite.tables.formats import Format
 
 CompiledFn = Callable[..., Any]
+Copy = tuple[torch.dtype, Layout]
+"""The dtype of a copy of a weight, and its padded layout."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
 """What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
 _READ = ("torch", "amprewrite")
@@ -42,7 +45,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if target.weight_cache:
             if target.training:
-                edited.module = copy_of(edited.module)  # the graph that users look into keeps its casts
+                edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
             edited.hoisted = hoist_weight_casts(edited.module, target.training, lambda place: place not in target.frozen)
         return bool(edited.hoisted)
 
@@ -82,17 +85,43 @@ def hoist_weight_casts(
     return hoisted
 
 
-def _made(node: torch.fx.Node, source: torch.fx.Node) -> tuple[torch.dtype, Layout]:
+def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
     """The dtype and the padded layout that `node` gives the weight `source`."""
     dtype: Any = example_value(source).dtype if node.target is unscale_gradient else node.args[1]
     layout: Any = node.args[2] if node.target is pad_cast else ()
     return dtype, layout
 
 
-def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[tuple[torch.dtype, Layout] | None]]:
+def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
+    """Places of the inputs that an edited graph casts to `low` and reads in no other way.
+
+    So it is in the body of a checkpoint. What a view, an op or a function does with an input is not looked into: it counts as another way.
+    """
+    return frozenset(place for place, source in enumerate(module.graph.find_nodes(op="placeholder")) if _reads_low(source, low.dtype))
+
+
+def _reads_low(source: torch.fx.Node, low: torch.dtype) -> bool:
+    """Whether all that is done with `source` is to cast it to `low`."""
+    return all(_casts(user, source, low) or _casts_in_body(user, source, low) for user in source.users)
+
+
+def _casts(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
+    return CAST in user.meta and user.target in ("to", pad_cast, cast_in) and user.args[0] is source and user.args[1] == low
+
+
+def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
+    """Whether `user` is a checkpoint whose body reads `source` low alone."""
+    if not is_checkpoint(user):
+        return False
+    places = [place for place, operand in enumerate(user.args[1:]) if operand is source]
+    inputs = [body.graph.find_nodes(op="placeholder") for body in bodies(user)]
+    return bool(places and inputs) and all(place < len(each) and _reads_low(each[place], low) for each in inputs for place in places)
+
+
+def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
     """How an edited graph reads each input that it casts as a weight, or may: the copies of it, and None if it is read as it is."""
     changing = written_storages(module)
-    found: dict[int, frozenset[tuple[torch.dtype, Layout] | None]] = {}
+    found: dict[int, frozenset[Copy | None]] = {}
     source: torch.fx.Node
     for place, source in enumerate(module.graph.find_nodes(op="placeholder")):
         moves = changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source)
@@ -116,38 +145,20 @@ def written_storages(module: torch.fx.GraphModule) -> set[int]:
     for node in module.graph.nodes:
         for target in written(node):
             found |= memory_of(target)
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_writes, _bodies(module, node))):
+        if any(map(_writes, bodies(node))):
             for source in node.all_input_nodes:
                 found |= memory_of(source)
     return found
 
 
-def _bodies(module: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.GraphModule]:
-    """The graphs that a higher-order op is given."""
-    held = [getattr(module, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
-    return [body for body in held if isinstance(body, torch.fx.GraphModule)]
-
-
 def _writes(body: torch.fx.GraphModule) -> bool:
     """Whether a body writes anything in place, or calls one that does."""
-    return any(written(node) or any(map(_writes, _bodies(body, node))) for node in body.graph.nodes)
+    return any(written(node) or any(map(_writes, bodies(node))) for node in body.graph.nodes)
 
 
 def _goes_elsewhere(source: torch.fx.Node) -> bool:
     """Whether a weight is handed to a Python function that Dynamo was told not to read: it may write it unseen."""
     return any(isinstance(user.target, FunctionType) and user.target.__module__.partition(".")[0] not in _READ for user in source.users)
-
-
-def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph once more, to be edited; tensors and bodies are shared."""
-    graph = torch.fx.Graph()
-    made: dict[torch.fx.Node, torch.fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, made))
-    copied = torch.fx.GraphModule(module, graph)
-    copied.meta.update(module.meta)
-    if hasattr(module, "_param_name_to_source"):  # with it, AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are
-        copied._param_name_to_source = module._param_name_to_source
-    return copied
 
 
 class _Graph:
@@ -225,4 +236,7 @@ def _rooms(inputs: Sequence[Any], hoisted: Sequence[Hoisted], blocks: Sequence[S
     return rooms
 
 
-__all__ = ["HoistWeightCasts", "copies_read", "copy_of", "hoist_weight_casts", "with_cached_weights", "with_linked_weights"]
+__all__ = [
+    "Copy", "HoistWeightCasts", "copies_read", "hoist_weight_casts", "read_low_alone", "with_cached_weights",
+    "with_linked_weights",
+]  # fmt: skip

@@ -19,12 +19,12 @@ from types import FunctionType
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import example_value, memory_of, transformed_nodes
 from amprewrite.graphs.fx.ops.attention_masks import PURE
 from amprewrite.graphs.fx.run.constants import Constants, take_constants
 from amprewrite.ir.pass_base import Pass
-from amprewrite.passes.lower.hoist_weight_casts import copy_of, written_storages
+from amprewrite.passes.lower.hoist_weight_casts import written_storages
 from amprewrite.tables.ops.op_lists import is_inplace, op_name
 
 MOST_BYTES = 1 << 16
@@ -38,7 +38,7 @@ class KeepConstants(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if not target.eager or not _results(edited.module):
             return False
-        edited.module = copy_of(edited.module)  # the graph that users look into keeps what its code says
+        edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps what its code says
         keep_constants(edited.module)
         return True
 

@@ -14,13 +14,13 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import example_value, memory_of
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
-from amprewrite.passes.lower.hoist_weight_casts import copy_of, hoist_weight_casts, written_storages
+from amprewrite.passes.lower.hoist_weight_casts import hoist_weight_casts, written_storages
 from amprewrite.tables.errors import CaptureError
 
 CompiledFn = Callable[..., Any]
@@ -34,7 +34,7 @@ class ReadFrozenWeights(Pass[Target, EditedGraph]):
             return False
         _refuse_writes(edited.module, target.frozen)
         if target.training and not target.weight_cache:
-            edited.module = copy_of(edited.module)  # the graph that users look into keeps its casts
+            edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
         edited.stored = hoist_weight_casts(edited.module, target.training, target.frozen.__contains__)
         edited.cast_up = cast_up(edited.module, target.frozen)
         edited.module.recompile()

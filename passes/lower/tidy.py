@@ -41,7 +41,7 @@ def remove_idle_conversions(graph: torch.fx.Graph) -> int:
 
 
 def _is_idle(node: torch.fx.Node) -> bool:
-    """Only a dtype is asked for, and it is there already: PyTorch would hand back the same tensor."""
+    """Whether a conversion only asks for a dtype that is there already: PyTorch would hand back the same tensor."""
     source = node.args[0]
     if node.kwargs or len(node.args) != 2 or not isinstance(node.args[1], torch.dtype) or not isinstance(source, torch.fx.Node):
         return False

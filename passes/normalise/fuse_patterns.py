@@ -171,7 +171,7 @@ def _nodes(factors: list[Any]) -> list[Any]:
 
 
 def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
-    """A number plus a node."""
+    """(number, node) of a sum of the two; None for any other node."""
     pair = _two(_bare(node, inside), "add")
     if pair is None:
         return None
@@ -217,7 +217,7 @@ def _gelu(end: Node) -> Pattern | None:
 
 
 def _is_tanh_argument(node: Any, x: Node, inside: set[Node]) -> bool:
-    """√(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
+    """Whether `node` is √(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
     factors = _factors(node, inside)
     nodes = _nodes(factors)
     if not _number(factors, math.sqrt(2 / math.pi)):

@@ -3,12 +3,14 @@
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-`amprewrite.graphs.fx.read.leaving` has the rules: which values those are, and which memory they share.
+`amprewrite.graphs.fx.read.leaving` has the rules: which values those are, and which memory they share. The pass first notes where
+each result really lies, for itself and for what is read after it.
 """
 
 from __future__ import annotations
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
+from amprewrite.graphs.fx.read.aliasing import note_memory
 from amprewrite.graphs.fx.read.leaving import mark_leaving
 from amprewrite.graphs.fx.read.reader import without_grad
 from amprewrite.ir.pass_base import Pass
@@ -22,5 +24,6 @@ class MarkLeaving(Pass[Reading, EditedGraph]):
         if reading.low is FP32:
             return False
         before = edited.module
+        note_memory(before.graph)
         edited.module = mark_leaving(before, copy_graph, without_grad(before.graph, reading.grad) if reading.training else None)
         return edited.module is not before

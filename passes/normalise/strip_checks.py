@@ -27,7 +27,7 @@ class StripChecks(Pass[Reading, EditedGraph]):
 
 
 def strip_checks(module: torch.fx.GraphModule) -> int:
-    """Remove recorded dtype checks and guards, in sub-graphs too; number of nodes removed. Users of nodes are put right."""
+    """Remove recorded dtype checks and guards, in sub-graphs too, and mend the users of nodes. Gives the number of nodes removed."""
     removed = 0
     for graph_module in module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):

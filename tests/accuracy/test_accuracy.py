@@ -285,6 +285,7 @@ def test_the_frontier_is_a_table_and_a_plot(tmp_path: Path) -> None:
     text = str(found)
     assert f"{found.evaluations} of {found.plans} nested plans tried" in text
     assert f"* {found.chosen.name}" in text
+    assert "(relative L2)" in " ".join(text.split())
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, from the extra amprewrite[plot]")
     found.plot(tmp_path / "frontier.svg")
     assert "<svg" in (tmp_path / "frontier.svg").read_text()

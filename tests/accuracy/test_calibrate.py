@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,6 +156,7 @@ def test_memory_does_not_grow_with_the_batches() -> None:
             for _ in range(n):
                 yield torch.randn(16, 32)
 
+        gc.collect()
         tracemalloc.start()
         amprewrite.calibrate(model, each(), progress=False)
         found = tracemalloc.get_traced_memory()[1]
@@ -162,7 +164,8 @@ def test_memory_does_not_grow_with_the_batches() -> None:
         return found
 
     peak(1)
-    assert peak(60) <= 1.2 * peak(1)
+    rounds = 3  # when cycles are collected moves a peak by a quarter
+    assert min(peak(60) for _ in range(rounds)) <= 1.2 * min(peak(1) for _ in range(rounds))
 
 
 def test_calibrations_of_halves_merge_into_that_of_the_whole() -> None:

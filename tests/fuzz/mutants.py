@@ -141,6 +141,10 @@ MUTANTS = (
         (("amprewrite/graphs/fx/run/observer.py", "vertex.pinned[1] is Reason.TRANSFORMED", "vertex.pinned[1] in (Reason.OPAQUE, Reason.TRANSFORMED)"),),
     ),
     Mutant(
+        "unread-result-low", "what nobody reads overflows in a body, and gradients are zero times infinity", ("programs",), ("_ = scan(", "'fp16'"),
+        (("amprewrite/graphs/fx/read/bodies.py", "    return {inner for inner in body.graph.nodes if inner not in reached and inner.op.startswith(\"call\")}", "    return set()"),),
+    ),
+    Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
         (("passes/driver.py", "    if not apart and not _written_outside(captured, _results_of(captured, node)):\n", "    if not apart:\n"),
          ("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves")),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
-from torch._higher_order_ops import while_loop
+from torch._higher_order_ops import scan, while_loop
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import amprewrite
@@ -281,6 +281,16 @@ def _() -> bool:
 
     plain, amp = pair(twice, dtype="fp16", lists="o2")
     return near(amp(batch()).detach(), plain(batch()).detach())
+
+
+@proof("unread-result-low")
+def _() -> bool:
+    def summed(self: Any, x: Tensor) -> Any:
+        return scan(lambda c, row: (c + row, self.a(row * 2.0**17) * 2.0**-17), torch.zeros(4), x * self.w)[0]
+
+    _, amp = pair(summed, dtype="fp16")
+    amp(batch()).sum().backward()
+    return bool(amp.a.weight.grad.isfinite().all())
 
 
 @proof("checkpoint-result-written")

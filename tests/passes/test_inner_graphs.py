@@ -312,8 +312,9 @@ def unread_map(x, w):
     return map_op(lambda row, w: (torch.tanh(w @ row), (w @ (row * 2.0**17)) * 2.0**-17), x, w)[0]
 
 
+@pytest.mark.parametrize("scale", ["dynamic", None])
 @pytest.mark.parametrize("function", [unread_scan, unread_cond, unread_map])
-def test_a_result_that_nobody_reads_spoils_no_gradient(function):
+def test_a_result_that_nobody_reads_spoils_no_gradient(function, scale):
     """Autograd gives it a gradient of zeros, and zero times an infinity in a body is NaN."""
     torch.manual_seed(0)
     linear = nn.Linear(8, 8)
@@ -327,7 +328,7 @@ def test_a_result_that_nobody_reads_spoils_no_gradient(function):
             return function(self.linear(x), self.linear.weight)
 
     x = data(6, 8)
-    amp = amprewrite.rewrite(Model(), dtype="fp16")
+    amp = amprewrite.rewrite(Model(), dtype="fp16", loss_scale=scale)
     amp(x).sum().backward()
     assert linear.weight.grad.isfinite().all()
     assert any(node.reason is Reason.UNREAD for region in amp.plan.regions for node in region.nodes)

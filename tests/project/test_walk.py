@@ -22,7 +22,7 @@ import amprewrite
 
 MOST_FILES = 8
 """Files before the first call."""
-MOST_RETURNS = 12
+MOST_RETURNS = 7
 """Of the whole walk. Reading, deciding and applying each go down to `graphs` or `planner` and come back."""
 NAMES = {str(path): name for name, path in MODULES.items()}
 

@@ -38,7 +38,7 @@ class EdgeProbe:
         return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
-        """What no gradient would reach, or only of a parameter: a leaf of its own. What is written in place is no leaf."""
+        """A leaf to hang the gradients of `value` on; `value` itself if gradients reach it anyway, or if it is written in place."""
         plain = isinstance(value, torch.Tensor) and value.is_floating_point() and (value.is_leaf or not value.requires_grad)
         if not plain or touched:
             return value
@@ -119,7 +119,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         return tree_unflatten(kept, spec)
 
     def _unweighed(self, node: torch.fx.Node) -> bool:
-        """Masks saturate, and what they hide causes no error; what is inside a torch.func transform is never rounded."""
+        """Whether rounding a value costs nothing: masks saturate and hide errors, and nothing inside a torch.func transform is rounded."""
         vertex = self.captured.problem.graph.nodes.get(self.names.get(node, ""))
         return vertex is not None and (vertex.may_saturate or inside_transform(vertex))
 

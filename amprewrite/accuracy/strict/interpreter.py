@@ -134,7 +134,7 @@ class StrictRegion:
 
     @classmethod
     def of(cls, captured: Captured, plan: RegionPlan) -> StrictRegion:
-        """Nodes are matched by their place, for the reader's order is canonical. `captured.parts` has the bodies of checkpoints."""
+        """A captured graph with its plan, whose nodes are matched by place: the reader's order is canonical."""
         pairs = list(zip(captured.problem.graph, plan.nodes, strict=True))
         nodes = {captured.nodes[vertex.name]: planned for vertex, planned in pairs}
         may_saturate = frozenset(planned.name for vertex, planned in pairs if vertex.may_saturate)
@@ -308,7 +308,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
-        """The body of a rewritten activation checkpoint, by its own plan."""
+        """Run the body of a rewritten activation checkpoint by its own plan."""
         name = str(n.args[0].target)  # type: ignore[union-attr]
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:

@@ -31,6 +31,7 @@ from amprewrite.report.listing import code_lines, fold_table, laid_out
 from amprewrite.report.questions.decided_by import decided_after, progress_rows
 from amprewrite.report.questions.explain import region_of
 from amprewrite.report.questions.what_if import WhatIf
+from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import resolved, write_text
 from amprewrite.tables.devices import DEVICES, device_row
 from amprewrite.tables.errors import AccuracyError
@@ -270,10 +271,7 @@ def lists(options: Options) -> int:
     fmt = parse_format(options.dtype or DEFAULT_LOW)
     held = op_lists(options.lists, fmt, options.device or "cuda")
     if options.op and find_op(options.op) is None:
-        import difflib
-
-        near = difflib.get_close_matches(options.op, sorted(OPS), 3, 0.5)
-        raise UsageError(f"there is no op {options.op!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        raise UsageError(f"there is no op {options.op!r}{did_you_mean(options.op, sorted(OPS), likeness=0.5)}")
     rows = [OPS[find_op(options.op).name]] if options.op else [OPS[name] for name in sorted(OPS)]  # type: ignore[union-attr]
     kinds = [(row, kind.value if (kind := held.kind(row.name)) else "-") for row in rows]
     if options.json:

@@ -120,7 +120,7 @@ def _gains(device: str) -> Iterator[Gain]:
 
 
 def _seconds_of_product(device: str, row: Format) -> float:
-    """The best of three."""
+    """Seconds that a matrix product takes in a format: the best of three runs."""
     side = _SIDE[torch.device(device).type]
     x = torch.randn(side, side, device=device).to(row.dtype)
     return min(_seconds(lambda: x @ x, device) for _ in range(3))

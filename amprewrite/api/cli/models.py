@@ -6,7 +6,6 @@ torch.export.load runs: it is loaded if it provably holds none, or if the user t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from amprewrite.api.cli.pt2 import NotPlain, plain_copy
 from amprewrite.report.cast_plan import CastPlan
+from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import read_text
 from amprewrite.tables.errors import AmpRewriteError
 
@@ -45,7 +45,7 @@ class TorchModel:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> TorchModel:
-        """The same on a device."""
+        """This model and its inputs on `device`. UsageError if they cannot be moved there."""
 
         def move(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
@@ -175,8 +175,8 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], 3, 0.5)
-            raise UsageError(f"{place} has no {name}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+            public = [n for n in dir(found) if not n.startswith("_")]
+            raise UsageError(f"{place} has no {name}{did_you_mean(part, public, likeness=0.5)}")
         found = getattr(found, part)
     return found
 

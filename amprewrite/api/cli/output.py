@@ -37,7 +37,7 @@ def text(found: str) -> None:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """(kind, text) of rows in columns; the last column is left ragged."""
+    """Lay rows out in columns: a (kind, text) pair for each line. The last column is left ragged."""
     held = [list(map(str, row)) for row in rows]
     widths = [max([len(title), *(len(row[column]) for row in held)]) for column, title in enumerate(titles)]
     named = [*kinds] or [""] * len(held)

@@ -321,7 +321,7 @@ def constant_reads(reading: Reading) -> tuple[ConstantRead, ...]:
 
 def _saturates(reading: Reading, constant: str) -> bool:
     loss = reading.losses.get(str(reading.values[constant].name))
-    return loss is not None and loss.clamped > 0
+    return loss is not None and loss.saturated
 
 
 def constant_bytes(model: ir.Model) -> int:

@@ -50,7 +50,7 @@ class Captured:
             self.know(notes=(*self.problem.notes, text))
 
     def with_parts(self) -> Iterator[Captured]:
-        """This graph, the bodies of its checkpoints, and those of the checkpoints in them."""
+        """Yield this graph, the bodies of its checkpoints, and those of the checkpoints in them."""
         yield self
         for part in self.parts.values():
             yield from part.with_parts()
@@ -126,7 +126,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     copied = torch.fx.GraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(module, attribute):
+        if hasattr(module, attribute):  # by the first AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are
             setattr(copied, attribute, getattr(module, attribute))
     return copied, copies
 

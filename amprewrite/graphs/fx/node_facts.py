@@ -59,7 +59,6 @@ class Fact:
     transformed: bool = False
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
-    free_source: bool = False
     may_be_idle: bool = False
     """Whether a conversion may give its operand itself, if that has the dtype it converts to."""
     kind: OpKind | None = None
@@ -70,7 +69,7 @@ class Fact:
 
 
 def example_value(node: torch.fx.Node) -> Any:
-    """What capture says the node gives: a fake tensor, a structure of them, or None."""
+    """The example value that capture left on a node: a fake tensor, a structure of them, or None."""
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
@@ -182,7 +181,7 @@ def _role(node: torch.fx.Node, value: Any) -> str:
 
 
 def held_value(node: torch.fx.Node) -> Any:
-    """What a get_attr node reads."""
+    """The value that a get_attr node reads off its module."""
     held: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         held = getattr(held, part, None)
@@ -203,7 +202,7 @@ class InputSource:
 
 
 def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """What a copy of a captured node keeps of what Dynamo noted on it."""
+    """Metadata for a copy of a captured node: in place of the graph input that Dynamo noted, which must not be kept alive, its source."""
     found = meta.get("grapharg")
     return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
 
@@ -260,7 +259,7 @@ def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
-    """The graphs that a higher-order op runs."""
+    """The graphs that a higher-order op runs; [] for any other node."""
     owner = node.graph.owning_module
     if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []

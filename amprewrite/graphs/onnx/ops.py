@@ -147,7 +147,7 @@ _CONSTANTS = {
 
 
 def _fill_constant(node: ir.Node) -> None:
-    """The type of a Constant's result is that of the tensor or numbers it holds."""
+    """Give the result of a Constant the type of the tensor or numbers that it holds."""
     held = node.attributes.get("value")
     kinds = [_CONSTANTS[name] for name in node.attributes if name in _CONSTANTS]
     if held is not None and held.type == ir.AttributeType.TENSOR:
@@ -170,7 +170,3 @@ def format_of(value: ir.Value | None) -> str:
     if value is None or not isinstance(value.type, ir.TensorType):
         return ""
     return FLOATS.get(value.type.dtype, value.type.dtype.name.lower())
-
-
-def low_dtype(fmt: Format) -> ir.DataType:
-    return DTYPES[FORMATS[fmt.name].name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from amprewrite.ir.plans.pad_plan import PadPlan
 from amprewrite.ir.plans.versions import SCHEMA, migrate
-from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.arguments import did_you_mean, shown
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
@@ -231,8 +230,7 @@ class ModelPlan:
         if hits:
             return tuple(hits)
         known = {node.name for _, node in named} | {node.module for _, node in named}
-        close = difflib.get_close_matches(name, sorted(known), 4, 0.4)
-        hint = f"; did you mean {', '.join(close)}?" if close else "; print(plan) lists all nodes"
+        hint = did_you_mean(name, sorted(known), "; print(plan) lists all nodes", most=4)
         raise PlanError(f"no node and no module of the plan is called {shown(name)}{hint}")
 
     # -- JSON -----------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from amprewrite.tables.boundary.arguments import is_flag, shown
+from amprewrite.tables.boundary.arguments import did_you_mean, is_flag, names_module, shown
 from amprewrite.tables.errors import PolicyError
 
 MODES = ("auto", "always", "never", "measure")
@@ -27,8 +25,7 @@ class PadRule:
 
     def matches(self, module: str) -> bool:
         """Whether a module, or one of the modules around it, is meant."""
-        parts = module.split(".")
-        return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), self.pattern) for i in range(len(parts)))
+        return names_module(self.pattern, module)
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,7 @@ class PadPolicy:
         known = [path for path in paths if path]
         for rule in self.modules:
             if not any(rule.matches(path) for path in known):
-                near = difflib.get_close_matches(rule.pattern, known, 3, 0.4)
-                hint = f"; did you mean {', '.join('module:' + n for n in near)}?" if near else ""
+                hint = did_you_mean(rule.pattern, known, scope="module:")
                 raise PolicyError(f"pad[{shown('module:' + rule.pattern)}] matches no module of the model{hint}")
 
 

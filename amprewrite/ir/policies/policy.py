@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.arguments import did_you_mean, names_module, shown
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import FP32, LOW_FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OPS, OpLists, find_op
@@ -35,10 +34,7 @@ class Override:
 
     def matches_module(self, path: str) -> bool:
         """Whether a module, or one of the modules around it, is meant."""
-        if self.scope != "module":
-            return False
-        parts = path.split(".")
-        return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), self.pattern) for i in range(len(parts)))
+        return self.scope == "module" and names_module(self.pattern, path)
 
 
 def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override, ...]:
@@ -64,8 +60,7 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
         if scope == "op":
             op = find_op(pattern)
             if op is None:
-                near = difflib.get_close_matches(pattern, sorted(OPS), 3, 0.5)
-                hint = f"; did you mean {', '.join(near)}?" if near else "; `amprewrite.tables.ops.op_lists.OPS` lists all ops"
+                hint = did_you_mean(pattern, sorted(OPS), "; `amprewrite.tables.ops.op_lists.OPS` lists all ops", likeness=0.5)
                 raise PolicyError(f"overrides[{shown(key)}]: there is no op {shown(pattern)}{hint}")
             pattern, word = op.name, {"high": "deny", "low": "allow"}.get(word, word)
             for other in parsed:
@@ -83,7 +78,6 @@ class Policy:
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
     cache_weights: bool | str = True
-    strict: bool = False
     device: str = ""
     """The device to plan for, by a name of `amprewrite.tables.devices.NAMED`; "": the one at hand."""
     measure: bool = False
@@ -140,8 +134,7 @@ class Policy:
         known = [path for path in paths if path]
         for override in self.overrides:
             if override.scope == "module" and not any(override.matches_module(path) for path in known):
-                near = difflib.get_close_matches(override.pattern, known, 3, 0.4)
-                hint = f"; did you mean {', '.join('module:' + n for n in near)}?" if near else ""
+                hint = did_you_mean(override.pattern, known, scope="module:")
                 raise PolicyError(f"overrides[{shown(override.key)}] matches no module of the model{hint}")
 
     def check_nodes(self, names: Iterable[str]) -> None:
@@ -149,6 +142,5 @@ class Policy:
         known = sorted(set(names))
         for override in self.overrides:
             if override.scope == "node" and not any(override.matches_node(name) for name in known):
-                near = difflib.get_close_matches(override.pattern, known, 3, 0.4)
-                hint = f"; did you mean {', '.join('node:' + n for n in near)}?" if near else "; print(amp.plan) lists them"
+                hint = did_you_mean(override.pattern, known, "; print(amp.plan) lists them", scope="node:")
                 raise PolicyError(f"overrides[{shown(override.key)}] matches no node of the captured graphs{hint}")

@@ -178,7 +178,7 @@ class Regions:
         self.group[self._root(one)] = self._root(other)
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """What the cut decides about this dim: its group and axis; None if it stays logical."""
+        """(group, axis) of the cut's decision about this dim; None if it stays logical."""
         if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -452,12 +452,12 @@ def _merged(factors: Factors) -> Factors:
 
 
 def _ticks(seconds: float) -> int:
-    """As a capacity: picoseconds, so that no price above zero is none."""
+    """Seconds as a capacity: picoseconds, so that no price above zero is none."""
     return round(seconds * 1e12)
 
 
 def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
-    """Gain that comes only if all of `ends` are padded."""
+    """Add a gain to the network that comes only if all of `ends` are padded."""
     if not ends:
         return
     wish = network.vertex()
@@ -467,7 +467,7 @@ def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
 
 
 def _once(network: Network, readers: list[int], maker: int, cost: float, into: bool) -> None:
-    """One change of size, however many read it. `into`: pads for padded readers; else slices for logical ones."""
+    """Add the cost of one change of size, however many read it. `into`: pads for padded readers; else slices for logical ones."""
     ends = list(dict.fromkeys(v for v in readers if v != maker))
     if not ends:
         return

@@ -87,19 +87,19 @@ class View:
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """Numbers are only moved."""
+    """What padding holds behind an op that only moves numbers."""
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 
 
 def zero_keeping(contents: Contents) -> Content:
-    """Sums and averages of padding alone, weights of zero."""
+    """What padding holds behind an op that gives zero for zeros: sums and averages of padding alone, weights of zero."""
     found = [c for c in contents.values() if c != BROADCAST]
     return 0.0 if all(c == 0 for c in found) else MIXED
 
 
 def all_zero(why: str) -> Callable[[Contents], Content]:
-    """Every padded operand must be zero there."""
+    """A rule of content: every padded operand must be zero in its padding, else it is blamed with `why`."""
 
     def content(contents: Contents) -> Content:
         blamed = [name for name, c in contents.items() if c not in (0, BROADCAST)]

@@ -51,7 +51,7 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """What the page needs, short names throughout: there are thousands of nodes."""
+    """The data of the page, under short names throughout: there are thousands of nodes."""
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     flips = _flips(plan, drawing, seconds)
@@ -101,7 +101,7 @@ def _node(node: NodePlan, flips: list[str], row: Any, weights: int) -> dict[str,
 
 
 def _number(value: Any) -> float | str | None:
-    """JSON knows no infinity: it goes as a word; what was not measured is left out."""
+    """`value` as JSON takes it: infinity as a word, None for what was not measured."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else "inf"

@@ -24,7 +24,7 @@ def to_model_explorer(plan: ModelPlan, path: Any, graph: str = "main") -> Path:
 
 
 def node_data(plan: ModelPlan, graph: str = "main") -> dict[str, Any]:
-    """The same as plain data, by graph name."""
+    """Node data for the graph called `graph` as plain data, by graph name."""
     results: dict[str, Any] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

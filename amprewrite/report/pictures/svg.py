@@ -51,7 +51,7 @@ def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
 
 
 def to_png(plan: ModelPlan, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-    """The same as a PNG file, `scale` pixels a unit. EmitError if the png extra is missing or the file cannot be written."""
+    """Write the drawing as a PNG file, `scale` pixels a unit. EmitError if the png extra is missing or the file cannot be written."""
     try:
         import resvg_py
     except ImportError as error:
@@ -199,7 +199,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """A mark on every edge that reads a copy."""
+    """A mark, as SVG text, on every edge that reads a copy."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}

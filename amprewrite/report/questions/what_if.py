@@ -49,7 +49,7 @@ class Change:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The same as an option of `rewrite`."""
+        """This change as the `overrides` of `rewrite`: {"node:linear_3": "fp32"}."""
         word = "low" if self.colour is Colour.LOW else "fp32"
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
@@ -208,7 +208,7 @@ _CONDITIONS = {
     Reason.TRANSFORMED: "without the torch.func transform around it",
     Reason.UNSCALED: "in bf16, or with loss_scale=None; code of the user ({detail}) sees its gradients unscaled",
     Reason.UNSEEN: "in bf16, or with loss_scale=None; or if {detail} computed in half precision itself",
-    Reason.UNREAD: "in bf16, or with loss_scale=None; or if what {detail} gives there were read",
+    Reason.UNREAD: "in bf16, or in inference; or if what {detail} gives there were read",
     Reason.BODY: "with another plan for the graph {detail}",
     Reason.NO_KERNEL: "on a device that has the kernel: there is no {detail}",
     Reason.LOW_BACKWARD: "in inference, or on a device that adds gradients up in fp32 ({detail})",

@@ -85,7 +85,10 @@ class Graphs:
 
     @property
     def compiled(self) -> Callable[..., Any]:
-        """What to call now. Guards against hooks on all modules would capture anew for every `with FlopCounterMode():`."""
+        """The function to call now: one of two, with and without hooks on all modules of the process.
+
+        Guards against such hooks would capture anew for every `with FlopCounterMode():`.
+        """
         return self._beside_hooks if any_global_hook() else self._alone
 
     @property
@@ -170,7 +173,7 @@ class Entry:
 
     @property
     def place(self) -> str:
-        """What messages call it: "Bert" or "Bert.encoder"."""
+        """The name of this entry in messages: "Bert" or "Bert.encoder"."""
         return f"{type(self.session.root).__name__}{'.' * bool(self.path)}{self.path}"
 
 

@@ -37,7 +37,7 @@ class ForwardScale:
         self._pairs = {scale.device: pair}
 
     def on(self, device: torch.device) -> Pair:
-        """Both on `device`."""
+        """The scale and its inverse on `device`."""
         pair = self._pairs.get(device)
         if pair is None:
             scale, inverse = self._first

@@ -84,7 +84,7 @@ class OverflowRetry:
         return self._looked_at(run(inputs), exact)
 
     def _looked_at(self, result: Any, exact: Any) -> Any:
-        """The result of a graph that was decided anew; `exact` is fp32's, None if the graph is as it was."""
+        """`result`, after a warning if it overflows where fp32's `exact` does not; `exact` is None if the graph was not decided anew."""
         if exact is not None and _broken(result, exact):
             self.left = 0
             self.warn(
@@ -106,7 +106,7 @@ class OverflowRetry:
         return exact
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
-        """The gradient mode of a run that is looked at and thrown away; what it saves for backward no hook of the call sees."""
+        """A context for a run that is looked at and thrown away. What it saves for backward reaches no hook of the call."""
         return unhooked() if self.differentiates else torch.no_grad()
 
     @property
@@ -151,7 +151,7 @@ class _Before:
         return tuple(self._copy(place) if place in self.clones else self._parameter(value) for place, value in enumerate(self.inputs))
 
     def _parameter(self, value: Any) -> Any:
-        """A parameter, or what is no tensor; if gradients are taken with respect to it, without its hooks."""
+        """A parameter, or an input that is no tensor, as a run on copies takes it: without hooks if gradients are taken of it."""
         value = thawed(value)
         return value.detach().requires_grad_() if self.differentiable and isinstance(value, torch.Tensor) and value.requires_grad else value
 
@@ -165,7 +165,7 @@ class _Before:
         return [place for place, clone in self.clones.items() if not _same(inputs[place], clone)]
 
     def can_undo(self, inputs: tuple[Any, ...]) -> bool:
-        """What carries a gradient cannot be written back."""
+        """Whether what the call changed can be written back: nothing of it carries a gradient."""
         return not any(inputs[place].requires_grad for place in self._changed(inputs))
 
     def undo(self, inputs: tuple[Any, ...]) -> None:

@@ -32,7 +32,7 @@ class Past(Generic[T]):
         self._before = [*self._before[1 - _KEPT :], (torch.autograd._get_sequence_nr(), value)]
 
     def of_forward(self, now: T) -> T:
-        """What stood in the place when the node was made whose saved tensors are recomputed; `now` in any other call."""
+        """The value at the time of the forward whose saved tensors are being recomputed; `now` in any other call."""
         if not self._before or torch._C._current_graph_task_id() < 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             return now
         node = torch._C._current_autograd_node()

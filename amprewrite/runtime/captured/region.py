@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.fx
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.suspend_modes import pushed, suspend_dispatch_modes
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry
@@ -19,10 +18,7 @@ from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
 
-CompiledFn = Callable[..., Any]
-Copies = dict[str, frozenset[tuple[torch.dtype, Layout] | None]]
-"""How a graph reads the weights of the model, by name: the low copies of it, and None if it is read as it is."""
-Emitted = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Copies]
+Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads]
 """What runs, the edited graph of one that scales gradients, and how weights are read."""
 
 
@@ -68,22 +64,19 @@ class Region:
     """Whether the graph is all of its entry's forward."""
 
     def __init__(
-        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None,
-        copies: Copies | None = None,
-    ) -> None:  # fmt: skip
+        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None
+    ) -> None:
         self.entry, self.session, self.state = entry, entry.session, entry.session.state
-        self.plan, self.run, self.module, self.reads, self.copies = plan, run, module, reads or WeightReads(), copies or {}
+        self.plan, self.run, self.module, self.reads = plan, run, module, reads or WeightReads()
         self.device = torch.device("cpu") if module is None else scale_device(module.graph)
         self._past = Past[tuple[CompiledFn, WeightReads]]()
         self.latest = None if module is None else LatestInputs(self)
         self.overflow_retry: OverflowRetry | None = None
 
-    def become(
-        self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, copies: Copies
-    ) -> None:
-        """Run this from now on; recomputations of earlier forwards go on with what those ran."""
+    def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads) -> None:
+        """Run another rewrite of the graph from now on. Recomputations of earlier forwards go on with what those ran."""
         self._past.keep((self.run, self.reads))
-        self.plan, self.run, self.module, self.reads, self.copies = plan, run, module, reads, copies
+        self.plan, self.run, self.module, self.reads = plan, run, module, reads
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
@@ -120,4 +113,4 @@ class Region:
         return self.session.probe.run(self, inputs)
 
 
-__all__ = ["Copies", "Emitted", "Region", "scale_device"]
+__all__ = ["Region", "Running", "scale_device"]

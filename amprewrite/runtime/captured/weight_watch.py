@@ -65,18 +65,11 @@ class Graphs(Protocol):
     outdated: bool
 
 
-class Entry(Protocol):
-    """What is needed of an entry."""
-
-    @property
-    def graphs(self) -> Graphs: ...
-
-
-def look(entries: Iterable[Entry], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
+def look(every: Iterable[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
     """Mark graphs whose weights changed sides as outdated and note it; a warning if a weight does not fit any more, else ""."""
     worse: list[str] = []
     weights: dict[str, Tensor] = _weights(root)
-    for graphs in [entry.graphs for entry in list(entries)]:
+    for graphs in every:
         for weight in () if graphs.outdated else moved(graphs.weights, weights, low):
             graphs.outdated = True
             note(weight.says(low))

@@ -210,12 +210,12 @@ _ROUNDINGS: dict[Any, str] = {
 
 
 def rounding_of(backend: str | Callable[..., Any]) -> str:
-    """What a compiler does with the plan's rounding, for the plan's notes; "" if nothing is to be said, or nothing known."""
+    """A note on what a compiler does with the plan's rounding; "" if nothing is to be said, or nothing known."""
     return _ROUNDINGS.get(backend, "") if isinstance(backend, str) else ""
 
 
 def frame_id() -> int | None:
-    """The frame that Dynamo is capturing."""
+    """The number of the frame that Dynamo is capturing; None if it captures none."""
     compiling = torch._guards.CompileContext.current_compile_id()
     return None if compiling is None else compiling.frame_id
 

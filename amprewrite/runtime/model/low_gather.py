@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amprewrite.runtime.captured.entries import Entry
+from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.model.parts import fsdp_groups
 from amprewrite.tables.errors import CaptureError
@@ -28,33 +30,6 @@ from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
 _SENT_LOW = ("FORWARD", "PRE_BACKWARD")
 """What FSDP's training state is called while it gathers weights for the graphs, which it frees again."""
 AGAIN = "call amprewrite.gather_low(amp) on all ranks and repeat the call: the ranks agree anew, and what is read in fp32 travels so"
-
-
-class Graphs(Protocol):
-    """What is asked of what an entry has captured."""
-
-    left_out: Any
-
-
-class Entry(Protocol):
-    """What is asked of an entry."""
-
-    path: str
-
-    @property
-    def graphs_of_forward(self) -> Graphs: ...
-
-    @property
-    def place(self) -> str: ...
-
-
-class Region(Protocol):
-    """What is asked of a graph that ran."""
-
-    whole: bool
-
-    @property
-    def entry(self) -> Any: ...
 
 
 class RoundedRead(CaptureError):

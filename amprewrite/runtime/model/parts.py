@@ -39,7 +39,7 @@ def fsdp_groups(state: Any) -> list[Any]:
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """What to do if FSDP2 gathers weights inside the captured module at `path`, which breaks its graph there."""
+    """Advice for a model in which FSDP2 gathers weights inside the captured module at `path`; "" if it does not."""
     found = [name for name, module in root.get_submodule(path).named_modules() if name and is_sharded(module)]
     return f"; {found[0]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 

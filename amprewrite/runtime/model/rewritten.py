@@ -386,7 +386,7 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
 
 
 def _take_forward(module: nn.Module, cls: type[nn.Module]) -> Callable[..., Any]:
-    """What `module` runs as its forward; one set on the instance, by hooks of accelerate and the like, is put aside."""
+    """The forward of `module`. One that was set on the instance, by hooks of accelerate and the like, is put aside."""
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:
         return cls.forward.__get__(module)  # type: ignore[no-any-return]

@@ -169,7 +169,7 @@ class LossScale:
         return known + 1 if found > 0 else 0
 
     def _waiting(self) -> float:
-        """What the set under way has found so far; -1 if there is none (a host read)."""
+        """The overflow flag of the set of steps under way; -1 if there is none (a host read)."""
         waiting = self._pending if self._recorded is None else self._recorded.mailbox
         return EMPTY if waiting is None else waiting.item()
 
@@ -187,7 +187,7 @@ class LossScale:
         return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.overflow_at)
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch.amp.GradScaler.state_dict() gives, and our own state under a key that GradScaler ignores."""
+        """The state as torch.amp.GradScaler.state_dict() gives it, and our own under a key that GradScaler ignores."""
         self.settle()
         return {
             "scale": self.value,
@@ -344,7 +344,7 @@ class DynamicLossScale(LossScale):
         return cls(**PRESETS[name])
 
     def _check(self) -> None:
-        """Refuse what would stand still, run away, or never be scaled at all."""
+        """Raise PolicyError for a schedule that would stand still, run away, or never scale at all."""
         where = "DynamicLossScale"
         if not 1.0 < self.growth_factor < math.inf:
             raise PolicyError(f"{where}: growth_factor={self.growth_factor:g} would not grow the scale; use one above 1, say 2")

@@ -61,7 +61,7 @@ def find_nonfinite(params: Iterable[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Iterable[Tensor]) -> Tensor | None:
-    """A flag for the gradients of `params` on this rank, None if there is none to keep; see the top of this file."""
+    """A flag, above 0 if gradients of `params` on this rank are not finite; None if no flag has to be kept."""
     apart = several_ranks()
     dense: list[Tensor] = []
     kept: list[Tensor] = []

@@ -13,8 +13,7 @@ Optimizers are known
    scaled, so it does not move the scale; it is skipped if they overflowed.
 
 To every other optimizer the hook does nothing; without it an optimizer that was copied, unpickled or made by a trainer would
-step on infinities in silence. It goes with the last gate. `StepGate(adopt=False)` knows attached optimizers only, and warns
-at the first backward that nothing guards.
+step on infinities in silence. It goes with the last gate.
 
 Training cannot get stuck: after `max_consecutive_skips` an error says what the skips are a sign of.
 
@@ -23,7 +22,6 @@ One file because every method reads or writes the state of one gate.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, Los
 from amprewrite.runtime.training.nonfinite import local_values
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
 from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of, params_of
-from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
+from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 
 MAX_CONSECUTIVE_SKIPS = 50
@@ -48,7 +46,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 
 @dataclass(frozen=True)
 class Stuck:
-    """What is known when step after step overflowed; `StepGate.diagnose` may make more of it."""
+    """What is known when step after step overflowed."""
 
     skips: int
     scale: float
@@ -105,21 +103,16 @@ class StepGate:
         loss_scale: LossScale,
         parameters: Callable[[], Iterable[Tensor]],
         *,
-        max_consecutive_skips: int | None = MAX_CONSECUTIVE_SKIPS,
-        adopt: bool = True,
-        diagnose: Callable[[Stuck], str | None] | None = None,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_overflow: Callable[[], str | None] | None = None,
         on_clean: Callable[[], None] | None = None,
         on_stuck: Callable[[], bool] | None = None,
     ) -> None:
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise PolicyError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1; None never gives up")
         self.loss_scale = loss_scale
         self.parameters = parameters
         self.max_consecutive_skips = max_consecutive_skips
-        self.adopt = adopt
-        self.diagnose = diagnose
-        """Asked first when training is stuck; what it returns, if anything, is the diagnosis."""
+        self.adopt = True
+        """Whether optimizers are looked for; not once the gate is retired."""
         self.on_overflow = on_overflow
         """Called when the host learns of an overflow: at once, but for a fused optimizer's; gives the place where it began."""
         self.on_clean = on_clean
@@ -128,7 +121,6 @@ class StepGate:
         """Called before training is given up; true if it changed something that may help, and training goes on."""
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
-        self._warned = False
         self._first = {id(p) for p in self.parameters()}
         """The parameters from the start, by id."""
         self._unscaled = self._stepped = False
@@ -236,7 +228,7 @@ class StepGate:
             note.began(self._share(note))
 
     def _backward_began(self) -> None:
-        """The same for a backward. Parameters outside this model, as those of a head, may have their new gradients already."""
+        """Forget what was in gradients that were thrown away, as a backward begins. Parameters of a head may have new gradients already."""
         for note in self._notes:
             if note:
                 share = self._share(note)
@@ -273,7 +265,7 @@ class StepGate:
         return [p for p in params if id(p) in own] or params
 
     def noted(self, optimizer: Optimizer) -> Noted:
-        """What backwards of this model left in gradients of `optimizer`. Of a new one: all that is noted now, for it may own any."""
+        """The notes on what backwards left in gradients of `optimizer`. Those on a new one take over all others: it may own any."""
         if optimizer in self._copies:
             return self._rest
         found = next((note for note in self._notes if note.optimizer is optimizer), None)
@@ -283,12 +275,6 @@ class StepGate:
             found.inherit(self._notes)
             self._notes = [note for note in self._notes if note is self._rest or note.optimizer is not None] + [found]
         return found
-
-    def watch(self, output: Tensor) -> None:
-        """Warn, once, when a backward reaches `output` while no step is guarded (and none will be adopted)."""
-        if self.adopt or self._warned or self._guarded or not output.requires_grad or not self.loss_scale.enabled:
-            return
-        output.register_hook(self._warn_unguarded)
 
     def note(self, **finite: bool | Tensor) -> None:
         """Note whether the last `inputs`, `parameters`, `outputs` and `loss` were finite; tensors are read if training gets stuck."""
@@ -335,17 +321,6 @@ class StepGate:
         else:
             self._foreign[optimizer] = signature
 
-    def _warn_unguarded(self, gradient: Tensor) -> None:
-        if self._warned or self._guarded:
-            return
-        self._warned = True
-        warnings.warn(
-            "this backward is loss-scaled, but no optimizer is attached, so nothing will skip a step that overflowed; "
-            "call amp.attach(optimizer), or give rewrite(..., optimizer=optimizer)",
-            AmpRewriteWarning,
-            stacklevel=2,
-        )
-
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Raise if training is stuck.  `overflow` is None if only the device knows: then look every so often."""
         self._stepped = True
@@ -353,8 +328,8 @@ class StepGate:
             self.loss_scale.ask = self._locate
         else:
             self._learn(overflow)
-        if overflow is False or self.max_consecutive_skips is None:
-            self._until_look = self.max_consecutive_skips or 0
+        if overflow is False:
+            self._until_look = self.max_consecutive_skips
             return
         self._until_look -= 1
         if self._until_look > 0 and not (overflow and self.loss_scale.stuck()):
@@ -372,7 +347,7 @@ class StepGate:
             raise self._stuck(optimizer, skips)
 
     def _learn(self, overflow: bool) -> None:
-        """The host knows how the latest step went."""
+        """Note whether the latest step overflowed, now that the host knows."""
         self.loss_scale.ask = None
         if overflow:
             self._overflowed = True
@@ -385,7 +360,7 @@ class StepGate:
                 self.on_clean()
 
     def _locate(self) -> None:
-        """The loss scale is being read, and the latest step overflowed."""
+        """Find where the latest step overflowed: the loss scale is being read."""
         self._learn(True)
 
     def _stuck(self, optimizer: Optimizer, skips: int) -> LossScaleError:
@@ -401,19 +376,18 @@ class StepGate:
             len(gradients),
             **finite,
         )
-        diagnosis = (self.diagnose(stuck) if self.diagnose is not None else None) or stuck.diagnosis()
         overflow_at = f"; the last overflow began at {self.loss_scale.overflow_at}" if self.loss_scale.overflow_at else ""
         return LossScaleError(
             f"{skips} optimizer steps in a row were skipped for non-finite gradients "
             f"({stuck.nonfinite} of {stuck.gradients} now), with the loss scale at {stuck.scale:g} (floor {floor:g}). "
-            f"Diagnosis: {diagnosis}{overflow_at}"
+            f"Diagnosis: {stuck.diagnosis()}{overflow_at}"
         )
 
     def _forget_optimizers(self) -> None:
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-        self._until_look = self.max_consecutive_skips or 0
+        self._until_look = self.max_consecutive_skips
         self._unguarded = 0
         """Forwards since an optimizer was known."""
         self._unscaled = False
@@ -467,7 +441,7 @@ def _gone(number: int, ref: weakref.ref[StepGate]) -> None:
 
 @torch.compiler.disable
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook added here to the optimizer itself still runs before this very step."""
+    """Let every gate adopt `optimizer`, which is about to step. A hook that is added to it here still runs before this very step."""
     for ref in tuple(_LISTENERS.values()):
         gate = ref()
         if gate is not None:

@@ -53,7 +53,7 @@ class Finding:
 
     @property
     def finite(self) -> dict[str, bool]:
-        """What is known of inputs, parameters, outputs and loss, for `StepGate.note`."""
+        """Whether inputs, parameters, outputs and loss were finite, as far as that is known, for `StepGate.note`."""
         return _KNOWN[self.kind]
 
 
@@ -79,7 +79,7 @@ class OverflowProbe:
         self.forward = self.backward = None
 
     def find(self, graphs: Sequence[Graph], latest: LatestInputs | None) -> Finding | None:
-        """What the step that was just skipped overflowed at; the next forwards will be watched."""
+        """Find what the step that was just skipped overflowed at; None if unknown. The next forwards will be watched."""
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
             found = self._run_again(graphs[0], latest)
@@ -89,7 +89,7 @@ class OverflowProbe:
         return found
 
     def run(self, graph: Graph, inputs: tuple[Any, ...]) -> Any:
-        """Run `graph` node by node, watched."""
+        """Run `graph` node by node, and note the first result or gradient that is not finite."""
         assert graph.module is not None
         watched = _Watched(graph.module, _names(graph.plan), self)
         result = watched.run(*inputs)
@@ -239,7 +239,7 @@ def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, Nod
 
 
 def _place(node: NodePlan) -> str:
-    """"linear_3 in encoder.layer.0 (model.py:17)"."""
+    """A node in words: "linear_3 in encoder.layer.0 (model.py:17)"."""
     where = f" in {node.module}" if node.module else ""
     return f"node {node.name}{where}" + (f" ({node.source})" if node.source else "")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from amprewrite.tables.errors import PolicyError
@@ -25,6 +27,26 @@ def shown(value: object, most: int = 80) -> str:
         text = f"<{type(value).__name__}>"
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.4, most: int = 3, scope: str = "") -> str:
+    """How an error on an unknown word ends: the words nearest to it, each with `scope` in front, or `otherwise` if none is near.
+
+    >>> did_you_mean("relo", ["relu", "gelu", "tanh"], likeness=0.6)
+    '; did you mean relu?'
+    """
+    near = difflib.get_close_matches(word, list(known), most, likeness)
+    return f"; did you mean {', '.join(scope + each for each in near)}?" if near else otherwise
+
+
+def names_module(pattern: str, path: str) -> bool:
+    """Whether a pattern means a module, or one of the modules around it.
+
+    >>> names_module("encoder.*", "encoder.layer.0"), names_module("layer", "encoder.layer.0")
+    (True, False)
+    """
+    parts = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 def is_flag(value: object) -> bool:
@@ -53,4 +75,4 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-__all__ = ["flag", "is_flag", "is_word", "keywords", "shown"]
+__all__ = ["did_you_mean", "flag", "is_flag", "is_word", "keywords", "names_module", "shown"]

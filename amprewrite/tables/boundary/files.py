@@ -152,15 +152,8 @@ def take_mode(scratch: Path, target: Path) -> None:
     scratch.chmod(stat.S_IMODE(old.st_mode))
 
 
-def settle(scratch: Path, target: Path) -> None:
-    """Sync a finished scratch file and put it in the place of `target`, whose mode it takes. OSError if that fails."""
-    take_mode(scratch, target)
-    sync_file(scratch)
-    scratch.replace(target)
-
-
 def write_scratch(path: Path, content: bytes) -> None:
-    """Write a scratch file, which is not read before `settle` or a move. OSError if that fails."""
+    """Write a scratch file, which is not read before a move. OSError if that fails."""
     with path.open("wb") as file:
         file.write(content)
 
@@ -288,6 +281,6 @@ def _started(pid: int) -> str:
 
 
 __all__ = [
-    "alone_in", "cannot_write", "read_text", "replacing", "resolved", "scratch_folder", "scratch_path", "settle", "sweep", "sync_file",
+    "alone_in", "cannot_write", "read_text", "replacing", "resolved", "scratch_folder", "scratch_path", "sweep", "sync_file",
     "sync_folder", "take_mode", "write_bytes", "write_scratch", "write_text",
 ]  # fmt: skip

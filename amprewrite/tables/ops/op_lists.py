@@ -6,7 +6,6 @@ holds a row for every name of it, and `op_lists` gives the lists of a preset for
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.arguments import did_you_mean, shown
 from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops import list_presets
@@ -163,7 +162,7 @@ def _schema_name(qualified: str) -> str:
 
 @cache
 def is_inplace(target: Any) -> bool:
-    """Does calling `target` write to its first argument, or to `out`?
+    """Whether calling `target` writes to its first argument, or to `out`.
 
     True for add_, operator.iadd, setitem and ATen overloads whose schema says so; relu(inplace=True) is an argument of
     the call and not seen here.
@@ -197,9 +196,8 @@ def _known(op: str) -> str:
     row = _BY_WORD.get(op)
     if row is not None:
         return row.name
-    near = difflib.get_close_matches(op, _BY_WORD, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else "amprewrite.tables.ops.op_lists.OPS names all ops"
-    raise OpListError(f"there is no op named {shown(op)}; {hint}")
+    hint = did_you_mean(op, _BY_WORD, "; amprewrite.tables.ops.op_lists.OPS names all ops", likeness=0.6)
+    raise OpListError(f"there is no op named {shown(op)}{hint}")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from amprewrite.runtime.training.optimizers.carried_scale import KEY
 from amprewrite.runtime.training.optimizers.find_optimizers import sharded_parameters
 from amprewrite.runtime.training.optimizers.optimizer_hooks import params_of
 from amprewrite.runtime.training.overflow_control import StepGate, Stuck
-from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
+from amprewrite.tables.errors import PolicyError
 
 LOW = torch.float16
 HUGE = 2.0**14
@@ -494,26 +494,6 @@ def test_a_gate_holds_neither_optimizer_nor_model():
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
-def test_without_adoption_the_first_unguarded_backward_warns_once():
-    model = tiny(adopt=False)
-    x, target = batch(0)
-
-    def step() -> None:
-        out = model(x)
-        model.gate.watch(out)
-        (out - target).square().mean().backward()
-
-    with pytest.warns(AmpRewriteWarning, match=r"attach\(optimizer\)"):
-        step()
-    step()
-    guarded = tiny(adopt=False)
-    optimizer = OPTIMIZERS["sgd"](guarded.parameters())
-    guarded.gate.attach(optimizer)
-    out = guarded(x)
-    guarded.gate.watch(out)
-    out.sum().backward()
-
-
 def test_no_loss_scale_checks_nothing():
     model = tiny(NoLossScale())
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -544,8 +524,6 @@ def test_bad_optimizers_are_refused():
     half = tiny().half()
     with pytest.raises(PolicyError, match="fp16"):
         half.gate.attach(OPTIMIZERS["sgd"](half.parameters()))
-    with pytest.raises(PolicyError, match="max_consecutive_skips"):
-        tiny(max_consecutive_skips=0)
 
 
 def test_fp16_gradients_are_refused():
@@ -631,14 +609,9 @@ def test_notes_and_callbacks_reach_the_error():
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     model.gate.note(inputs=torch.tensor(True), outputs=False)
     backward(model, 0, math.nan)
-    with pytest.raises(LossScaleError, match=r"activation overflow .*layer a \(matmul\)"):
+    with pytest.raises(LossScaleError, match=r"\(4 of 4 now\).*activation overflow .*layer a \(matmul\)"):
         optimizer.step()
     assert model.scale.report().overflow_at == "layer a (matmul)"
-    seen: list[Stuck] = []
-    model.gate.diagnose = lambda stuck: seen.append(stuck) or "the moon"
-    with pytest.raises(LossScaleError, match="Diagnosis: the moon"):
-        optimizer.step()
-    assert (seen[0].nonfinite, seen[0].gradients, seen[0].outputs_finite) == (4, 4, False)
     with pytest.raises(TypeError):
         model.gate.note(weather=True)
 

@@ -73,7 +73,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Tensor | None = None, flag: Tensor | None = None) -> bool:
-    """Whether the kernel has done it; if it has not, targets may be written in part."""
+    """Copy by the Triton kernel; False if it cannot be used. Some targets may be written then."""
     where, kinds = targets[0].device, (sources[0].dtype, targets[0].dtype)
     kernels = _kernels(where)
     if kernels is None or not kernels.DTYPES.issuperset(kinds) or recording(where):

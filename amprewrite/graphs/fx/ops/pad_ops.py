@@ -62,7 +62,7 @@ def logical_part(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _closed(x: Tensor, rank: int, layout: Layout) -> Tensor:
-    """Composed dims joined again."""
+    """`x` with the dims joined again that `_opened` split."""
     for dim, factors in layout:
         if len(factors) > 1:
             x = x.flatten(dim, dim + len(factors) - 1)
@@ -92,7 +92,7 @@ def fits(copy: Tensor, like: Tensor, layout: Layout) -> bool:
 
 
 def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """What is read and what is written where `w` is copied into `copy`, which is padded as `layout`."""
+    """(source, target) of a plain copy of `w` into `copy`, which is padded as `layout`."""
     return (_opened(w, layout, 0)[0], logical_part(copy, layout)) if layout else (w, copy)
 
 

@@ -213,6 +213,7 @@ def _lies_in(fact: Fact) -> set[int]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
+    """Which nodes share memory that is written in place, and a function that counts the writes to a value before a reader."""
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():
         for target in fact.writes:

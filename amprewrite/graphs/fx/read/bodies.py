@@ -133,8 +133,8 @@ def leads_nowhere(node: torch.fx.Node, body: torch.fx.GraphModule) -> set[torch.
 def _carried(node: torch.fx.Node, results: int) -> int:
     """How many of the first results of a loop are inputs of its next turn."""
     name = op_name(node.target)
-    if name == "scan":
-        return len(node.args[1]) if isinstance(node.args[1], tuple | list) else results
+    if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
+        return len(node.args[1])
     return 0 if name in ("cond", "map_impl", "tag_activation_checkpoint") else results
 
 

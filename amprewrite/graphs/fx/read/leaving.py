@@ -53,7 +53,7 @@ Node = torch.fx.Node
 
 
 def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without_grad: set[Node] | None) -> torch.fx.GraphModule:
-    """`module`, or if anything leaves as itself a copy with the nodes above. `copy` gives (copy, {node: its copy}).
+    """Mark in a copy of `module` what leaves as itself; `module` itself if nothing does. `copy` gives (copy, {node: its copy}).
 
     `without_grad` are the nodes that run without gradients; None says that all do.
     """
@@ -246,7 +246,7 @@ class Memory:
         self.same = {storage for result in found if _read_as_another(result) for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """Memory that leaves as itself."""
+        """The storages that leave as themselves: two results share them, or a result and an input, or they are written."""
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
             found |= (self.results & self.written) | (self.inputs & self.written) | self.same

@@ -97,7 +97,7 @@ def _becomes_end(fact: Fact, constant: float, low: Format) -> bool:
 
 
 def _bounds(fact: Fact) -> Iterator[tuple[Any, bool]]:
-    """What an op of `_BOUNDS` is given as bounds, each with whether it is a lower one."""
+    """The bounds that an op of `_BOUNDS` is given, each with whether it is a lower one."""
     args, named = fact.node.args, fact.node.kwargs
     yield from zip(args[1:3], (False,) if fact.op == "clamp_max" else (True, False), strict=False)
     yield from ((named.get(name), name.startswith("min")) for name in ("min", "min_val", "max", "max_val"))

@@ -41,7 +41,7 @@ def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Modu
 
 
 def clean_path(text: str) -> str:
-    """"L['self']._modules['net']._modules['0']", "L['self'].net.0" and "L__self___net_0" style roots removed: "net.0"."""
+    """A module path without Dynamo's roots: "L['self']._modules['net']._modules['0']" and "L['self'].net.0" become "net.0"."""
     text = re.sub(r"^(?:L|G)\['[^']*'\]", "", text)
     if not text.startswith((".", "[")):
         return text

@@ -244,7 +244,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
 
 
 def _pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> tuple[Colour, Reason, str] | None:
-    """The op keeps fp32 if its low kernel rounds by position, unless the user moved it or other rules than ours decide."""
+    """Pin an op high whose low kernel rounds by position; None if the user moved it or other rules than ours decide."""
     device = device_of(fact.value)
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None
@@ -254,7 +254,7 @@ def _pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> tuple[Colour
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """A dtype argument spelled out in the source keeps fp32; one taken from another tensor makes the node relative."""
+    """Pin an op high if its source spells out a dtype of fp32. One taken from another tensor makes the fact relative."""
     node = fact.node
     if fact.op in ABSOLUTE:
         return Colour.HIGH, Reason.EXPLICIT_DTYPE, "float()"
@@ -272,19 +272,18 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """An op told its result's dtype converts its input itself; one that reads bits does not, and one of several wants them alike."""
+    """Let an op that is told its result's dtype read any format, unless it reads bits or several tensors that must be alike."""
     if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """An op that makes fp32 from no fp32 operand stays as it is, but for masks and low values: those convert exactly."""
+    """Pin an op high that makes fp32 from no fp32 operand; None for masks and low values, which convert exactly."""
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None
     first = fact.node.args[0] if fact.node.args else None
     exact = isinstance(first, torch.fx.Node) and value_dtype(example_value(first)) == "bool"
     if fact.op in CONVERSIONS and fact.relative and exact and torch.float32 in tree_leaves((fact.node.args, fact.node.kwargs)):
-        fact.free_source = True
         return None
     return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
 

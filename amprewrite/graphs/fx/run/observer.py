@@ -69,6 +69,6 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             tensor.register_hook(look)
 
     def _run_body(self, n: torch.fx.Node) -> Any:
-        """The body of an activation checkpoint is a graph of its own; here it runs without being recomputed."""
+        """Run the body of an activation checkpoint, a graph of its own, without recomputing it later."""
         args = self.fetch_args_kwargs_from_env(n)[0]
         return self.watch(self.captured.parts[n], args[1:])

@@ -28,7 +28,7 @@ def cache_file() -> Path | None:
 
 
 def read_prices() -> Prices:
-    """What was measured before. A damaged file counts as empty, and a warning names it; the next write replaces it."""
+    """The prices measured before. A damaged file counts as empty, and a warning names it; the next write replaces it."""
     path = cache_file()
     if path is None:
         return {}

@@ -97,7 +97,7 @@ class FrozenWeight(Tensor):
         return self.stored.dtype == dtype and self.padded == layout
 
     def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
-        """The same weight with its values elsewhere."""
+        """A frozen weight like this one around other tensors of values."""
         return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
 
     def held(self) -> tuple[Tensor, ...]:

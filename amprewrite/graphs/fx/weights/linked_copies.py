@@ -42,7 +42,7 @@ SHARE = 1 / 32
 
 
 def block_size() -> int:
-    """Elements of weights whose gradients may come back together, in this process as it is now."""
+    """How many elements of weights may share one autograd node, in this process as it is now."""
     apart = torch.distributed.is_available() and torch.distributed.is_initialized()
     return ELEMENTS_APART if apart else ELEMENTS
 

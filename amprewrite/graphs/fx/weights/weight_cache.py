@@ -449,7 +449,7 @@ def _made_alone(weight: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 
 
 def _state(weight: Tensor) -> tuple[int, int] | None:
-    """What PyTorch counts of a weight; None for one made in inference mode, whose writes it never counts."""
+    """PyTorch's count of writes to a weight, and its address; None for one made in inference mode, whose writes are not counted."""
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
 
 

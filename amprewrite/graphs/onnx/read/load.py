@@ -49,7 +49,7 @@ def load(source: Source) -> ir.Model:
 
 
 def _version(source: Source) -> tuple[int, ...]:
-    """What changes whenever a file is replaced; nothing for models in memory."""
+    """A key that changes whenever a file is replaced; nothing for models in memory."""
     if not isinstance(source, str | Path):
         return ()
     try:
@@ -195,7 +195,7 @@ def infer_types(model: ir.Model) -> list[str]:
 
 
 def _hollow(model: ir.Model) -> onnx.ModelProto:
-    """The model as a protobuf whose larger weights are inputs: type inference would copy them."""
+    """A protobuf of the model in which larger weights are inputs, for type inference, which would copy them."""
     proto = ir.to_proto(model)
     graph = proto.graph
     small = []

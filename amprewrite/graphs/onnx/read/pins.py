@@ -141,7 +141,7 @@ class RangeFacts:
         return seen.largest
 
     def _keep_exact(self, value: ir.Value | None, text: str) -> None:
-        """Pin a value, and what it is a view of."""
+        """Keep a value in fp32 for the reason `text`, and the value that it is a view of."""
         while value is not None and value not in self.cancels and constant_tensor(value) is None:
             self.cancels[value] = text
             maker = value.producer()
@@ -164,7 +164,7 @@ class RangeFacts:
         return self.pin_far(operands)
 
     def kind(self, op: str, node: ir.Node) -> OpKind | None:
-        """What the lists say of the op; in fp16 what they say in bf16 if ranges were the reason and are seen to be kept."""
+        """The kind of the op by the lists; in fp16 that for bf16 if ranges were the reason and are seen to be kept."""
         row = find_op(op)
         assert row is not None
         kind = self.lists.kind(row.name)
@@ -187,7 +187,7 @@ class RangeFacts:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> Pin | None:
-        """A cast to fp32 may go to the low format straight away if that loses nothing."""
+        """Pin a cast to fp32 high; None if it may go to the low format straight away and loses nothing."""
         source, result = format_of(node.inputs[0]), node.outputs[0]
         if source in ("fp32", self.low.name, "bool"):
             return None
@@ -238,7 +238,7 @@ class RangeFacts:
         return any(self.facts(value).overflow and self._becomes_end(value, node, op) for _, value in self.constants_of(node))
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> set[str]:
-        """Type variables beside the result's own that stay fp32 by themselves: their constants would be lost, or they are statistics."""
+        """The type variables of an op that stay fp32 whatever its result does: their constants would be lost, or they are statistics."""
         if node.op_type not in SIDE_FOLLOWS:
             return set()
         if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # a step of training: its averages add up over many
@@ -270,7 +270,7 @@ class RangeFacts:
         return None
 
     def _harmless(self, node: ir.Node, op: str, value: ir.Value) -> bool:
-        """An epsilon whose rounding is nothing beside the smallest result seen, or a scale whose result drowns in a sum."""
+        """Whether a constant may be rounded: an epsilon far below the smallest result seen, or a scale whose result drowns in a sum."""
         seen = self.ranges.get(str(node.outputs[0].name))
         found = self.facts(value)
         if not found.flushed and not found.overflow and self._drowned(node.outputs[0]):

@@ -265,7 +265,7 @@ class _Reader:
         return tuple(Operand(made, demand) for made, demand in demands.items())
 
     def walled(self, name: str, node: ir.Node, bodies: list[ir.Graph]) -> tuple[Operand, ...]:
-        """All that an unlisted op reads, its bodies' captures included, stays fp32."""
+        """The operands of an unlisted op. All that it and its bodies read stays fp32."""
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in bodies:
             slots += [Slot(inner, index) for inner in body.all_nodes() for index in range(len(inner.inputs))]
@@ -375,7 +375,7 @@ class _Reader:
 
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """A loop or branch whose opset takes no low format hands on fp32."""
+        """Pin a loop or branch high if its opset takes no low format; None if it takes one."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None

@@ -24,14 +24,11 @@ class Loss:
     """What rounding did to one constant."""
 
     name: str
-    elements: int
-    flushed: int
-    """Values that become zero."""
-    clamped: int
-    """Values of a mask that become the lowest."""
-    kept: bool
-    """Whether its op stays in fp32 for its sake."""
     why: str
+    kept: bool = False
+    """Whether its op stays in fp32 for its sake."""
+    saturated: bool = False
+    """Whether it is a mask or a bound of which values become the end of the range."""
 
     def __str__(self) -> str:
         done = "stays fp32 where it is read" if self.kept else "stored low"
@@ -87,7 +84,7 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """Only values below the normal range lose more than a rounding."""
+    """Whether low copies may lose more than a rounding: some values lie below the normal range."""
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 
@@ -108,17 +105,17 @@ def loss_of(name: str, found: Facts, fmt: Format, saturates: bool) -> Loss | Non
     """
     if found.overflow and not saturates:
         why = f"{found.overflow} of {found.elements} values exceed {fmt.name}'s {fmt.max:g} (largest {found.largest:.3g})"
-        return Loss(name, found.elements, found.flushed, 0, True, why)
+        return Loss(name, why, kept=True)
     if found.worst > LOSS * fmt.eps:
         why = f"{found.flushed} of {found.elements} values vanish in {fmt.name}, others lose bits (smallest {found.smallest:.3g})"
-        return Loss(name, found.elements, found.flushed, 0, True, why)
+        return Loss(name, why, kept=True)
     if found.overflow:
         why = f"{found.overflow} of {found.elements} values become {fmt.name}'s lowest or highest: a mask or bound"
-        return Loss(name, found.elements, found.flushed, found.overflow, False, why)
+        return Loss(name, why, saturated=True)
     if found.flushed:
         why = (
             f"{found.flushed} of {found.elements} values vanish in {fmt.name}, negligible beside their neighbours "
             f"(smallest {found.smallest:.3g}, largest {found.largest:.3g})"
         )
-        return Loss(name, found.elements, found.flushed, 0, False, why)
+        return Loss(name, why)
     return None

@@ -77,7 +77,7 @@ class Samples:
 
 # -- the caller's samples --------------------------------------------------------------
 def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
-    """The caller's samples one after another, each checked against the model's inputs as it is taken.
+    """Yield the caller's samples, each checked against the model's inputs as it is taken.
 
     Args:
         calibration: a mapping of input names to arrays is one sample, and so is an .npz file; any iterable of these is many.
@@ -142,7 +142,7 @@ def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
 
 
 def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, where: str) -> Any:
-    """What an input takes: an array; a list of them for a sequence; None, too, for an optional."""
+    """`value` as an input of type `kind` takes it: an array; a list of them for a sequence; None, too, for an optional."""
     if isinstance(kind, ir.OptionalType):
         return None if given is None else _checked_value(value, kind.elem_type, given, where)
     if isinstance(kind, ir.SequenceType):

@@ -191,7 +191,7 @@ def _tidy(model: ir.Model) -> None:
 
 # -- 4. provenance ----------------------------------------------------------------------
 def _annotate(reading: Reading, plan: RegionPlan) -> None:
-    """Colour and reason of each node; a node with several results speaks for the first."""
+    """Write colour and reason into the metadata of each node. Of several results the first counts."""
     for planned in plan.nodes:
         node = reading.nodes.get(planned.name)
         if node is not None and COLOUR not in node.metadata_props:

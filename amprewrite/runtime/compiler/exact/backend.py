@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def compile_exactly(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What inductor makes of a graph, with eager code's numbers."""
+    """Compile a graph with inductor so that it gives eager code's numbers."""
     patches = {**SETTINGS, "post_grad_custom_post_pass": ChooseFused()}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches, decompositions=decompositions()))
 
@@ -77,7 +77,7 @@ class ChooseFused(CustomGraphPass):
                 source.meta["inductor_realize_to_strides"] = True  # a kernel's order of sums may depend on how its operand lies
 
     def uuid(self) -> bytes:
-        """What compiled graphs are kept under beside inductor's own key."""
+        """The key, beside inductor's own, under which compiled graphs are kept."""
         return get_hash_for_files(tuple(str(Path(__file__).with_name(name)) for name in ("backend.py", "fusible.py", "spelling.py")))
 
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,15 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
-from amprewrite.ir.plans.pad_plan import Layout
-from amprewrite.passes.lower.hoist_weight_casts import copies_read
-from amprewrite.runtime.captured.region import Copies
+from amprewrite.passes.lower.hoist_weight_casts import Copy
 from amprewrite.runtime.model.parts import is_sharded
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 
-Copy = tuple[torch.dtype, Layout]
+Reads = Mapping[str, frozenset[Copy | None]]
+"""The copies that a graph makes of each weight, by path, and None if it reads the weight as it is."""
 
 
 def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
@@ -59,7 +58,7 @@ def check_freezable(model: nn.Module) -> None:
         )
 
 
-def freeze_weights(model: nn.Module, reads: Iterable[Copies]) -> tuple[str, ...]:
+def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
     """Replace the parameters of `model` by what its graphs read of them; names of the fp32 ones that took gradients."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
@@ -105,9 +104,9 @@ def _frozen(weight: Tensor, copy: Copy, high: bool) -> FrozenWeight:
         return FrozenWeight(stored, weight.size(), weight.stride(), copy[1], kept, weight.requires_grad)
 
 
-def _constant(weight: Tensor, trains: bool = False) -> Tensor:
-    """Another parameter over the same memory."""
-    made = nn.Parameter(weight.detach(), requires_grad=trains)
+def _constant(weight: Tensor) -> Tensor:
+    """Another parameter over the same memory, which takes no gradient."""
+    made = nn.Parameter(weight.detach(), requires_grad=False)
     made.__dict__.update(weight.__dict__)
     return made
 
@@ -171,10 +170,6 @@ class Owner(Protocol):
 
     def forget_graphs(self) -> None: ...
 
-    def weight_names(self) -> dict[int, str]: ...
-
-    def warn_fp32(self, message: str) -> None: ...
-
 
 def recapture_all(model: nn.Module, session: Owner, frozen: tuple[str, ...] | None) -> None:
     """Have all graphs of a model captured anew, now that it is frozen, or is not any more."""
@@ -206,24 +201,17 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         )
 
 
-class Place(Protocol):
-    """What freezing needs of an entry."""
-
-    @property
-    def place(self) -> str: ...
-
-
-def copies_of(session: Owner, entry: Place, module: torch.fx.GraphModule, inputs: Sequence[Any], training: bool) -> Copies:
-    """The copies that an edited graph takes of the weights among its inputs. The session warns if it reads fp32 values that were let go."""
-    reads, names = copies_read(module, training), session.weight_names()
-    lost = [each for at, each in enumerate(inputs) if isinstance(each, FrozenWeight) and not each.exact and None in reads[at]]
-    if lost:
-        more = f" and {len(lost) - 1} more weights" if lost[1:] else ""
-        session.warn_fp32(
-            f"{entry.place} reads {names.get(id(lost[0]), 'a weight')}{more} in fp32 here, of which freeze() kept low values alone: they "
-            "are cast up. Call freeze() after a call of each kind, so that it sees what they read; unfreeze(state_dict) takes fp32 back"
-        )
-    return {names[id(each)]: reads[place] for place, each in enumerate(inputs) if id(each) in names}
+def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
+    """The warning that a graph of the code at `place` reads fp32 values that freezing let go; "" if it reads none."""
+    frozen = {name for name, each in frozen_in(model).items() if not each.exact}
+    lost = [name for name, copies in reads.items() if name in frozen and None in copies]
+    if not lost:
+        return ""
+    more = f" and {len(lost) - 1} more weights" if lost[1:] else ""
+    return (
+        f"{place} reads {lost[0]}{more} in fp32 here, of which freeze() kept low values alone: they "
+        "are cast up. Call freeze() after a call of each kind, so that it sees what they read; unfreeze(state_dict) takes fp32 back"
+    )
 
 
 @contextmanager
@@ -297,6 +285,6 @@ def hook_states(model: nn.Module, frozen: bool) -> None:
 
 
 __all__ = [
-    "brings_fp32", "check_freezable", "copies_of", "freeze_weights", "frozen_apart", "hook_states", "recapture_all", "refuse_frozen",
+    "brings_fp32", "check_freezable", "freeze_weights", "frozen_apart", "hook_states", "lost_values", "recapture_all", "refuse_frozen",
     "refuse_training", "thaw", "unfreeze_weights", "warn_of_optimizers",
 ]  # fmt: skip
