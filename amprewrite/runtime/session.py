@@ -315,7 +315,7 @@ class Session:
         message = f"{entry.place} {what}: {why}{sharded}"
         if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
-            entry.recapture()
+            entry.graphs.missed = True
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
         self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
 

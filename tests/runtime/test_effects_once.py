@@ -252,3 +252,28 @@ def test_errors_of_the_rewrite_reach_the_caller_before_any_effect():
     with pytest.raises(PlanError):
         amp(data(3, 8))
     assert amp.count == 0
+
+
+def test_a_recomputation_of_code_that_ran_as_written_does_so_too() -> None:
+    """A call that Dynamo captured nothing of gives the next call a fresh start, not the recomputation of its own checkpoint."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            view = x.permute(*range(x.dim())[::-1])  # Dynamo fails on this
+            with torch.no_grad():
+                x.mul_(2)  # and on capturing the layer behind a view that was made in another mode
+            return checkpoint(lambda t: torch.relu(self.layer(t)), view, use_reentrant=False)
+
+    amp = amprewrite.rewrite(Odd(), dtype="bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.no_grad():
+            amp(torch.ones(2, 4, 4, requires_grad=True) + 0)
+        for _ in range(3):
+            amp(torch.ones(2, 4, 4, requires_grad=True) + 0).sum().backward()
+    assert amp.layer.weight.grad.isfinite().all()

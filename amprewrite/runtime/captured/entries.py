@@ -66,6 +66,8 @@ class Graphs:
         """Weights whose sizes decisions rest on."""
         self.outdated = False
         """Decisions rest on weights as they no longer are."""
+        self.missed = False
+        """Dynamo ran original code in the latest call, and may capture it in the next. A recomputation runs what its forward ran."""
         self.full = False
         """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
         self.in_parts = not entry.captured
@@ -94,7 +96,7 @@ class Graphs:
     @property
     def stale(self) -> bool:
         """Whether the next call should start afresh."""
-        return self.outdated or (self.asleep and not dynamo.disabled())
+        return self.outdated or self.missed or (self.asleep and not dynamo.disabled())
 
     def failed(self, failure: Failure) -> None:
         """Note a failure of Dynamo: the code runs as written from here on."""

@@ -1,7 +1,7 @@
 """How many multiply-adds an fx node does, from the shapes of what it reads and gives.
 
 Products say in their row what they sum over. By name this file knows those that have a shape of their own: `einsum`, `tensordot`,
-`bilinear`, `multi_head_attention_forward`, `scaled_dot_product_attention`, and convolutions, which `transpose` in the name turns round.
+`bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, which `transpose` in the name turns round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 def flops(op: str, node: torch.fx.Node) -> int:
     """Multiply-adds times two of a matmul, convolution or attention, from shapes; 0 for anything else."""
-    shapes = [_shape(t) for a in node.all_input_nodes for t in tensors(example_value(a))[:1]]
+    shapes = _operands(node)
     out = [math.prod(_shape(t)) for t in tensors(example_value(node))[:1]]
     if not out or not shapes or not shapes[0]:
         return 0
@@ -32,16 +32,23 @@ def flops(op: str, node: torch.fx.Node) -> int:
         return 2 * out[0] * shapes[0][-1] // (_shape(tensors(example_value(node))[0])[0] if grouped else 1)  # each group sums its own part
     if op in ops_with(Trait.ADDS_PRODUCT) and len(shapes) > 1 and shapes[1]:
         return 2 * out[0] * shapes[1][-1]
-    if op == "multi_head_attention_forward" and len(node.args) > 1:
+    if op in ops_with(Trait.ATTENDS_AND_PROJECTS) and len(node.args) > 1:
         return _attention_flops(*(_shape(tensors(example_value(node.args[place]))[0]) for place in (0, 1)))  # type: ignore[arg-type]
-    if op == "scaled_dot_product_attention" and len(shapes) > 1:
+    if op == "_transformer_encoder_layer_fwd":
+        return _encoder_flops(shapes[0], [shape for shape in shapes[1:] if len(shape) == 2][:4])
+    if op in ops_with(Trait.ATTENDS) and len(shapes) > 1:
         return 4 * math.prod(shapes[0]) * shapes[1][-2]
-    if op.startswith("conv") and len(shapes) > 1 and len(shapes[1]) > 1:
+    if op == "linear_cross_entropy" and len(shapes) > 1:
+        return 2 * math.prod(shapes[0]) * shapes[1][0]
+    if "conv" in op and len(shapes) > 1 and len(shapes[1]) > 1:
         moved = math.prod(shapes[0]) if "transpose" in op else out[0]
         return 2 * moved * math.prod(shapes[1]) // max(shapes[1][0], 1)
     if op in ops_with(Trait.RECURRENT):
         steps = math.prod(shapes[0][:-1])
         return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
+    if op in ops_with(Trait.RECURRENT_STEP):
+        weights = (tensors(example_value(node.args[place]))[0] for place in (2, 3))  # type: ignore[arg-type]
+        return 2 * math.prod(shapes[0][:-1]) * sum(math.prod(_shape(weight)) for weight in weights)
     return _product_flops(op, node)
 
 
@@ -51,10 +58,15 @@ def _attention_flops(query: Shape, key: Shape) -> int:
     return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
 
 
+def _encoder_flops(source: Shape, weights: list[Shape]) -> int:
+    """FLOPs of a layer of an encoder: the products by its four weights, scores and what they weigh."""
+    rows = math.prod(source[:-1])
+    return 2 * rows * sum(map(math.prod, weights)) + 4 * rows * source[-2] * source[-1]
+
+
 def _product_flops(op: str, node: torch.fx.Node) -> int:
-    """FLOPs of products whose operands are counted as they stand there: one may be there twice."""
-    operands = [leaf for leaf in tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, torch.fx.Node)]
-    shapes = [_shape(t) for operand in operands for t in tensors(example_value(operand))[:1]]
+    """FLOPs of products of more than two operands, or along dims that an argument names."""
+    shapes = _operands(node)
     if op == "einsum":
         return einsum_flops(_equation(node), shapes)
     if op == "tensordot":
@@ -64,6 +76,12 @@ def _product_flops(op: str, node: torch.fx.Node) -> int:
     if op in ops_with(Trait.MULTIPLIES_ALL):
         return chain_flops(shapes)
     return 0
+
+
+def _operands(node: torch.fx.Node) -> list[Shape]:
+    """The shapes of what the node reads, as it stands there: an operand may be there twice."""
+    leaves = tree_leaves((node.args, dict(node.kwargs)))
+    return [_shape(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
 
 
 def _equation(node: torch.fx.Node) -> str:

@@ -51,7 +51,11 @@ TRAITS: dict[Trait, str] = {
     "convert_element_type getitem view view_as reshape reshape_as flatten unflatten ravel squeeze unsqueeze permute transpose t movedim "
     "expand expand_as broadcast_to as_strided unfold fold slice narrow select diagonal chunk split split_with_sizes tensor_split unbind "
     "alias",
-    Trait.RECURRENT: "lstm gru rnn_tanh rnn_relu",
+    Trait.RECURRENT: "lstm gru rnn_tanh rnn_relu mkldnn_rnn_layer",
+    Trait.RECURRENT_STEP: "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+    Trait.ATTENDS: "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention flex_attention",
+    Trait.ATTENDS_AND_PROJECTS: "multi_head_attention_forward _native_multi_head_attention",
     # padding
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
