@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def _attention_flops(query: Shape, key: Shape) -> int:
     return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
 
 
-def _encoder_flops(source: Shape, weights: list[Shape]) -> int:
+def _encoder_flops(source: Shape, weights: Sequence[Shape]) -> int:
     """FLOPs of a layer of an encoder: the products by its four weights, scores and what they weigh."""
     rows = math.prod(source[:-1])
     return 2 * rows * sum(map(math.prod, weights)) + 4 * rows * source[-2] * source[-1]
