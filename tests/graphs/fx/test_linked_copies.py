@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amprewrite
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
-from amprewrite.graphs.fx.ops.scale_ops import cast_in
+from amprewrite.graphs.fx.ops.scale_ops import Widening, cast_in
 from amprewrite.graphs.fx.weights import linked_copies
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
@@ -261,3 +261,19 @@ def test_frozen_weights_keep_copies_over_forwards_of_an_accumulated_step() -> No
         with Ops() as ops:
             amp(x).sum().backward()
     assert ops.names["_foreach_copy_"] == 1, "the gradients alone"
+
+
+@pytest.mark.parametrize("room", [None, 0, 1000, 10**9])
+@pytest.mark.parametrize("least", [0, 500])
+@pytest.mark.parametrize("sizes", [[], [7], [400, 8, 8, 900, 2, 64], [100] * 40, [10**6, 1]])
+def test_pieces_of_a_cast_take_each_gradient_once_and_stay_in_their_room(sizes: list[int], least: int, room: int | None) -> None:
+    pieces = [list(piece) for piece in Widening(room=room, least=least).pieces(sizes)]
+    assert sorted(place for piece in pieces for place in piece) == list(range(len(sizes))) and all(pieces)
+    if room is None:
+        assert len(pieces) <= 1
+        return
+    left = sum(sizes)
+    for piece in pieces:
+        taken = sum(sizes[place] for place in piece)
+        assert len(piece) == 1 or 2 * taken <= left + room + least
+        left -= taken
