@@ -14,7 +14,6 @@ from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
-from amprewrite.passes.lower.keep_constants import KeepConstants
 from amprewrite.passes.lower.name_sources import NameSources
 from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
@@ -100,7 +99,6 @@ LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
     HoistWeightCasts(),  # with a weight cache, low copies of weights become inputs
     ReadFrozenWeights(),  # frozen weights come in as they are stored
-    KeepConstants(),  # without a compiler, what no input changes is computed once
     NameSources(),  # for a compiler, inputs say where they come from
 )
 

@@ -9,6 +9,7 @@ Copies are made before the graph runs. So the casts of a parameter that the grap
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -213,7 +214,7 @@ def _saved(inputs: Sequence[torch.fx.Node]) -> int:
             for operand in (operand for user in copy.users for operand in user.all_input_nodes if operand.op != "placeholder"):
                 value = example_value(operand)
                 fixed = isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape)
-                beside[operand] = value.nbytes if fixed else 0
+                beside[operand] = math.prod(value.shape) * value.itemsize if fixed else 0  # strides may be symbolic
     return sum(beside.values())
 
 

@@ -177,6 +177,25 @@ def test_calibrations_of_halves_merge_into_that_of_the_whole() -> None:
         assert halves.regions[0].values[name] == whole.regions[0].values[name]
 
 
+def test_what_is_written_in_place_is_read_as_it_is_then() -> None:
+    """The view and the layer's result are read after the write: their ranges have it."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            t = self.first(x)
+            row = t.view(-1)
+            t.mul_(2.0**17)
+            out: torch.Tensor = (self.last(t).sum() + row.sum()) * 2.0**-17
+            return out
+
+    (found,) = amprewrite.calibrate(Writes(), [torch.ones(2, 8)]).regions
+    assert found.values["linear"].amax > 10_000 and found.values["view"].amax > 10_000
+
+
 # bad input ------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import is_checkpoint, tensors
+from amprewrite.graphs.fx.node_facts import is_checkpoint, storages, tensors, written
 from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.tables.vocabulary import Reason
@@ -54,7 +54,20 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         for tensor in shown:
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
+        if written(n):
+            self._see_again(n, tensors(result) or shown)
         return result
+
+    def _see_again(self, n: torch.fx.Node, changed: list[torch.Tensor]) -> None:
+        """What lies in memory that `n` wrote is read as it is now."""
+        memory = storages(changed)
+        for other, value in self.env.items():
+            vertex = self.vertices.get(other)
+            if other is n or vertex is None or vertex.role != "op" or not vertex.carries_fp32 or inside_transform(vertex):
+                continue
+            for tensor in tensors(value):
+                if tensor.dtype == torch.float32 and tensor.layout == torch.strided and not memory.isdisjoint(storages(tensor)):
+                    self._see(vertex.name, tensor, still=False)
 
     def _see(self, name: str, tensor: torch.Tensor, still: bool) -> None:
         values, gradients = self.region.values, self.region.gradients
