@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
+from amprewrite.graphs.fx.weights import linked_copies
 
 HELD: list[Any] = []
 WAYS: dict[str, Callable[[Tensor], Any]] = {
@@ -100,3 +102,15 @@ def test_what_hooks_keep_stays(kind: str, dtype: str) -> None:
     assert handles and len(seen) == 2 * len(first) >= 2
     for kept, again, copy in zip(seen, seen[len(first) :], first, strict=False):
         assert torch.equal(kept, copy) and torch.equal(again, copy)
+
+
+def test_the_first_step_of_a_process_may_be_inside_a_checkpoint() -> None:
+    """How a gradient is counted that nobody holds is tried out once; the checkpoint around counts what is saved."""
+    linked_copies._one_alone.cache_clear()
+    runs: list[int] = []
+    layer = nn.Linear(16, 16)
+    layer.register_forward_hook(lambda *_: runs.append(1))
+    amp = amprewrite.rewrite(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), dtype="bf16")
+    checkpoint(lambda x: amp(layer(x)), torch.randn(8, 16), use_reentrant=False).sum().backward()
+    assert len(runs) == 2
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in amp.parameters())

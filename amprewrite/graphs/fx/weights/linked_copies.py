@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import AT_ONCE, Widening, leaving_many, unscale_gradient
-from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.graphs.fx.uncaptured import uncaptured, unhooked
 from amprewrite.graphs.fx.weights.copy_memory import PLAIN
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
@@ -186,7 +186,7 @@ def _one_alone() -> frozenset[Counts]:
     Once for a tensor by itself, once for a transposed one, as products of matrices give.
     """
     found = set()
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), unhooked():
         for transposed in (False, True):
             weight, factor, check = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3), _Check(torch.ones(()), None)
             (linked,) = _Link.apply([weight.detach()], [()], check, AT_ONCE, weight)
