@@ -20,6 +20,7 @@ from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_fa
 from amprewrite.graphs.fx.read.magnitudes import magnitudes
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
+from amprewrite.graphs.fx.run.unseen_overflow import exchanges_infinities
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
@@ -189,6 +190,8 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
         if reason is not None:
             _leave_high(part, reason, op_name(node.target))
         why = captured.left_bodies.get(name, captured.left_bodies.get("", KEPT.get(op_name(node.target), "")))
+        if not why and captured.problem.policy.low.narrow and exchanges_infinities(part):
+            why = "an op in there gives something finite for an infinity, so that an overflow would not show"
         if not why:
             if captured.match_given is not None:
                 part.know(given=captured.match_given(part.problem))

@@ -422,14 +422,15 @@ class Session:
         graphs.weights += known_weights(captured, example_inputs, self.root)
         if worth_watching(problem):
 
-            def again(inputs: tuple[Any, ...]) -> None:  # not `example_inputs`: they would be kept alive
+            def again(inputs: tuple[Any, ...]) -> RegionPlan:  # not `example_inputs`: they would be kept alive
                 with self.lock:
                     rewritten, plan = rewrite_graph(captured)
                     region.become(plan, *emitted(rewritten, inputs, plan))
                     self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
+                    return plan
 
             read_parts(captured)
-            region.overflow_retry = OverflowRetry(captured, self.learn, again, self.warn_fp32)
+            region.overflow_retry = OverflowRetry(captured, plan, self.learn, again, self.warn_fp32)
         return region
 
     def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:

@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
-        (("amprewrite/runtime/compiler/dynamo.py", '        settings["suppress_errors"] = True\n', "        pass\n"),
+        (("amprewrite/runtime/compiler/dynamo.py", "            if not whole:  # a user may want errors: Dynamo takes one of the two\n", "            if False:\n"),
          ("amprewrite/runtime/session.py", "            if has_begun(error, entry.function):", "            if False:")),
     ),
     Mutant(
@@ -129,12 +129,12 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or _inside_checkpoint():\n", "        if self.differentiates:\n"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or _inside_checkpoint():\n", "        if self.differentiates or self.unseen:\n"),
          ("amprewrite/runtime/captured/overflow_retry.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
     ),
     Mutant(
         "hooks-called-twice", "a first call that overflows runs a graph with torch.autograd.grad twice", ("programs",), ("autograd.grad", "1e6", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or _inside_checkpoint():\n", "        if _inside_checkpoint():\n"),),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or _inside_checkpoint():\n", "        if self.unseen or _inside_checkpoint():\n"),),
     ),
     Mutant(
         "inner-results-unseen", "no range is known of what an inner checkpoint gives", ("programs",), ("checkpoint(lambda t: checkpoint(", "'fp16'", "'o2'"),
@@ -143,6 +143,10 @@ MUTANTS = (
     Mutant(
         "unread-result-low", "what nobody reads overflows in a body, and gradients are zero times infinity", ("programs",), ("_ = scan(", "'fp16'"),
         (("amprewrite/graphs/fx/read/bodies.py", "    return {inner for inner in body.graph.nodes if inner not in reached and inner.op.startswith(\"call\")}", "    return set()"),),
+    ),
+    Mutant(
+        "hidden-overflow", "what overflows and is made finite again is taken for right", ("programs",), ("nan_to_num(F.linear(", "'fp16'"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        self.unseen = may_overflow_unseen(captured, plan)\n", "        self.unseen = False\n"),),
     ),
     Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -230,12 +230,12 @@ def compare(
     rounded: Record | None,
     exact: bool,
     low: str,
-    scaled: Record | None = None,
+    bounds: Sequence[Record | None] = (),
     draws: Callable[[], list[Record]] = list,
 ) -> Problem | None:
     """The first way in which `got` is not right, rounding last; None where it is.
 
-    `scaled` is rounded, with a loss scale that the program fixes. `draws` are other roundings, asked for if one is not enough.
+    What is not finite in one of the runs `bounds` need not be here. `draws` are other roundings, asked for if one is not enough.
     """
     for name, value in want.facts.items():
         if name not in got.facts:
@@ -246,8 +246,8 @@ def compare(
         return Problem("extra", _kind(name), f"{name}: {got.facts[name]} here, absent in fp32")
     found = None
     for name, value in want.values.items():
-        beside = (None if r is None else r.values.get(name) for r in (autocast, rounded, scaled))
-        problem = _compare_value(name, value, got.values[name], *beside, exact, low)
+        beside, other, *further = (None if r is None else r.values.get(name) for r in (autocast, rounded, *bounds))
+        problem = _compare_value(name, value, got.values[name], beside, other, further, exact, low)
         if problem is not None and problem.kind == "inexact":
             drawn = [r.values.get(name) for r in draws()]  # a draw may take another branch, too
             problem = replace(problem, kind="rounding") if _explained(value, got.values[name], drawn) else problem
@@ -285,7 +285,7 @@ def _compare_value(
     got: torch.Tensor,
     autocast: torch.Tensor | None,
     rounded: torch.Tensor | None,
-    scaled: torch.Tensor | None,
+    bounds: Sequence[torch.Tensor | None],
     exact: bool,
     low: str,
 ) -> Problem | None:
@@ -293,8 +293,10 @@ def _compare_value(
         if not exact or torch.equal(want, got):
             return None
         return Problem("wrong", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
-    autocast, rounded, scaled = (None if each is None or each.shape != want.shape else each for each in (autocast, rounded, scaled))
-    peers = [each for each in (rounded if autocast is None else autocast, scaled) if each is not None]
+    autocast, rounded, *further = (
+        None if each is None or each.shape != want.shape else each for each in (autocast, rounded, *bounds)
+    )
+    peers = [each for each in (rounded if autocast is None else autocast, *further) if each is not None]
     if all(bool(each.isfinite().all()) for each in (want, *peers)) and not bool(got.isfinite().all()):
         return Problem("not finite", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
     finite = want.isfinite() & got.isfinite()

@@ -54,7 +54,7 @@ def _checked(program: Program) -> Problem | None:
             if exact
             else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low), scale=whole))
         )
-        scaled = rounded if dict(program.options).get("lists") in WHOLLY_LOW else _scaled(program)
+        bounds = [rounded if dict(program.options).get("lists") in WHOLLY_LOW else None, _scaled(program)]
 
     @cache
     def draws() -> list[Record]:
@@ -66,7 +66,7 @@ def _checked(program: Program) -> Problem | None:
         return [each for each in found if each is not None]
 
     def judged(got: Record) -> Problem | None:
-        found = compare(want, got, autocast, rounded, exact, program.dtype, scaled, draws)
+        found = compare(want, got, autocast, rounded, exact, program.dtype, bounds, draws)
         return found if found is not None and found.kind != "rounding" else _overflow_untold(want, got, program.dtype) or found
 
     got = None
@@ -79,7 +79,11 @@ def _checked(program: Program) -> Problem | None:
         return _ours(program, problem, got, judged)
     refused = [each for each in got.warnings if "PassError" in each or "report" in each]
     if refused:
-        return Problem("refused", re.sub(r"\\d+|%\\w+", "N", refused[0].partition("PassError")[2])[:60], refused[0])
+        with _quiet():
+            start_clean()
+            alone = _tried(lambda: run(program, _compiled(initialised(program)))) is None  # it refuses the program without any rewrite
+        where = re.sub(r"\\d+|%\\w+", "N", refused[0].partition("PassError")[2])[:60]
+        return Problem("PyTorch alone: refused" if alone else "refused", where, refused[0])
     return _further(program, amp, got, rounded, exact)
 
 

@@ -293,6 +293,12 @@ def _() -> bool:
     return bool(amp.a.weight.grad.isfinite().all())
 
 
+@proof("hidden-overflow")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: self.a(x * 2.0**17).nan_to_num() * 2.0**-17, dtype="fp16")
+    return near(amp(batch()).detach(), plain(batch()).detach())
+
+
 @proof("checkpoint-result-written")
 def _() -> bool:
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,16 @@
 """Look at the first results of a graph rewritten to fp16, and decide it anew where they overflow.
 
 1. Before a call, copy what the graph might write: inputs other than parameters, and the random state.
-2. After it, see whether all floating results are finite. Nearly always they are, and that was all.
+2. After it, see whether all floating results, and what it wrote, are finite. Nearly always they are, and that was all.
 3. Where not, run the captured graph in fp32 on the copies, watching every value. If fp32 has no finite value there either,
    the model means it.
 4. Else the ranges seen are a calibration: undo what the call wrote, decide with them, and run again. The plan says so.
 
+Some graphs may overflow without a trace in their results (`unseen_overflow`): those are watched in fp32 in any case.
+
 These further runs need no gradients, unless the graph takes gradients itself: then its inputs want theirs, as in the call.
 Such a graph calls the hooks of its inputs (`retain_grad` is one), and an activation checkpoint counts what runs inside it:
-there the first run is one on copies, and the call itself runs once.
+there the first run is one on copies, and the call itself runs once. So it is where an overflow may be unseen.
 
 A few calls only: later ones cost nothing. This is on by default, since a model that gives NaN is of no use.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,9 +30,11 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import differentiates
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.observer import Observer
+from amprewrite.graphs.fx.run.unseen_overflow import beyond_range, may_overflow_unseen
 from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
+from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
 
 CALLS = 3
@@ -44,19 +49,22 @@ def worth_watching(problem: Problem) -> bool:
 class OverflowRetry:
     """The first calls of one graph.
 
-    `learn` adds ranges to what the calibration says, `again` decides and emits the graph anew for such inputs, `warn` tells the user.
+    `plan` is what the graph runs. `learn` adds ranges to what the calibration says, `again` decides and emits the graph anew for
+    such inputs and gives its plan, `warn` tells the user.
     """
 
     def __init__(
         self,
         captured: Captured,
+        plan: RegionPlan,
         learn: Callable[[tuple[RegionRanges, ...]], Calibration],
-        again: Callable[[tuple[Any, ...]], None],
+        again: Callable[[tuple[Any, ...]], RegionPlan],
         warn: Callable[[str], None],
     ) -> None:
-        self.captured, self.learn, self.again, self.warn = captured, learn, again, warn
+        self.captured, self.plan, self.learn, self.again, self.warn = captured, plan, learn, again, warn
         self.left = CALLS
         self.differentiates = differentiates(captured.module.graph)
+        self.unseen = may_overflow_unseen(captured, plan)
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> Any:
         """The results of `run(inputs)`, or of what takes its place; what a CUDA graph records is not looked at."""
@@ -64,28 +72,26 @@ class OverflowRetry:
             return run(inputs)
         self.left -= 1
         before = _Before(inputs, self.differentiates)
-        if self.differentiates or _inside_checkpoint():
-            exact = self._look_ahead(run, before, inputs)
-            return self._looked_at(run(inputs), exact)
+        if self.differentiates or self.unseen or _inside_checkpoint():
+            broken = self._look_ahead(run, before, inputs)
+            return self._looked_at(run(inputs), inputs, broken)
         result = run(inputs)
-        if all_finite(result):
+        if before.all_finite(result, inputs):
             return result
-        watch = Observer()
-        with self._aside():
-            exact = watch(self.captured, before.copies())
-        if not _broken(result, exact):
+        watched = self._watched(before)
+        if not watched.broken(result, inputs):
             return result
         if not before.can_undo(inputs):
-            self._decide_anew(watch, inputs)
+            self._decide_anew(watched, inputs)
             self.warn(f"{self._place} overflowed in {self._low} in this call; the next one runs on a plan that knows its ranges")
             return result
         before.undo(inputs)
-        self._decide_anew(watch, inputs)
-        return self._looked_at(run(inputs), exact)
+        self._decide_anew(watched, inputs)
+        return self._looked_at(run(inputs), inputs, watched)
 
-    def _looked_at(self, result: Any, exact: Any) -> Any:
-        """`result`, after a warning if it overflows where fp32's `exact` does not; `exact` is None if the graph was not decided anew."""
-        if exact is not None and _broken(result, exact):
+    def _looked_at(self, result: Any, inputs: tuple[Any, ...], watched: _Watched | None) -> Any:
+        """`result`, after a warning if it overflows where fp32 does not; `watched` is None if the graph was not decided anew."""
+        if watched is not None and (watched.broken(result, inputs) or self._beyond(watched)):
             self.left = 0
             self.warn(
                 f"{self._place} gives NaN or infinities in {self._low} where fp32 gives none, and keeping high what was seen to "
@@ -93,17 +99,28 @@ class OverflowRetry:
             )
         return result
 
-    def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> Any:
+    def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> _Watched | None:
         """Look at a run of its own, and decide before the real one. Give what fp32 gives, None if the graph stays as it is."""
         with self._aside():
-            result = run(before.copies())
-            watch = Observer()
-            exact = None if all_finite(result) else watch(self.captured, before.copies())
+            copies = before.copies()
+            result = run(copies)
+            finite = before.all_finite(result, copies)
+        watched = self._watched(before) if self.unseen or not finite else None
         before.undo(inputs)
-        if exact is None or not _broken(result, exact):
+        if watched is None or not (watched.broken(result, copies) or self._beyond(watched)):
             return None
-        self._decide_anew(watch, inputs)
-        return exact
+        self._decide_anew(watched, inputs)
+        return watched
+
+    def _watched(self, before: _Before) -> _Watched:
+        """What the captured graph gives in fp32, and the ranges of its values."""
+        with self._aside():
+            watch, copies = Observer(), before.copies()
+            return _Watched(watch, watch(self.captured, copies), {place: copies[place] for place in before.clones})
+
+    def _beyond(self, watched: _Watched) -> bool:
+        """Whether a value that no result shows is beyond the low format's range."""
+        return self.unseen and beyond_range(self.captured, self.plan, watched.observer.regions)
 
     def _aside(self) -> contextlib.AbstractContextManager[Any]:
         """A context for a run that is looked at and thrown away. What it saves for backward reaches no hook of the call."""
@@ -118,13 +135,13 @@ class OverflowRetry:
     def _low(self) -> str:
         return self.captured.problem.policy.low.name
 
-    def _decide_anew(self, watch: Observer, inputs: tuple[Any, ...]) -> None:
-        captured, calibration = self.captured, self.learn(tuple(watch.regions.values()))
+    def _decide_anew(self, watched: _Watched, inputs: tuple[Any, ...]) -> None:
+        captured, calibration = self.captured, self.learn(tuple(watched.observer.regions.values()))
         for each in captured.with_parts():
             each.know(calibration=calibration)
             each.left_bodies[""] = f"a first call overflowed in {self._low}, and the values in there are not observed"
         captured.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
-        self.again(inputs)
+        self.plan = self.again(inputs)
 
 
 def _inside_checkpoint() -> bool:
@@ -164,6 +181,10 @@ class _Before:
     def _changed(self, inputs: tuple[Any, ...]) -> list[int]:
         return [place for place, clone in self.clones.items() if not _same(inputs[place], clone)]
 
+    def all_finite(self, result: Any, inputs: tuple[Any, ...]) -> bool:
+        """Whether every float that a call gave, or wrote to its inputs, is finite."""
+        return all_finite(result) and all_finite([inputs[place] for place in self._changed(inputs)])
+
     def can_undo(self, inputs: tuple[Any, ...]) -> bool:
         """Whether what the call changed can be written back: nothing of it carries a gradient."""
         return not any(inputs[place].requires_grad for place in self._changed(inputs))
@@ -191,11 +212,19 @@ def all_finite(value: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in _floats(value))
 
 
-@torch.no_grad()
-def _broken(got: Any, exact: Any) -> bool:
-    """Whether something is not finite that is finite in fp32."""
-    pairs = zip(_floats(got), _floats(exact), strict=True)
-    return any(a.shape != b.shape or bool((b.isfinite() & ~a.isfinite()).any()) for a, b in pairs)
+@dataclass(frozen=True)
+class _Watched:
+    """A run in fp32: what was seen in it, what it gave, and what it left in the inputs that it may write, by place."""
+
+    observer: Observer
+    result: Any
+    inputs: dict[int, torch.Tensor]
+
+    @torch.no_grad()
+    def broken(self, result: Any, inputs: tuple[Any, ...]) -> bool:
+        """Whether something that a call gave or wrote is not finite where this run has finite values."""
+        pairs = zip(_floats((result, [inputs[place] for place in self.inputs])), _floats((self.result, self.inputs)), strict=True)
+        return any(a.shape != b.shape or bool((b.isfinite() & ~a.isfinite()).any()) for a, b in pairs)
 
 
 __all__ = ["OverflowRetry", "all_finite", "worth_watching"]

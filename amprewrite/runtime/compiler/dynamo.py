@@ -12,6 +12,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -58,8 +59,6 @@ def compile_afresh(
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(clone_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
-    if not whole:
-        settings["suppress_errors"] = True
     if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
         settings["allow_rnn"] = True
     if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
@@ -68,18 +67,32 @@ def compile_afresh(
 
     def with_settings(*args: Any, **kwargs: Any) -> Any:
         before = [(name, getattr(config, name)) for name in settings]  # config.patch does the same in 38 us, this in 5
+        suppressing = None
         try:
             for name, value in settings.items():
                 setattr(config, name, value)
-            if not whole and getattr(config, "fail_on_recompile_limit_hit", False):  # the user wants errors; Dynamo takes one of the two
-                config.suppress_errors = False
+            if not whole:  # a user may want errors: Dynamo takes one of the two
+                suppressing = _suppress_errors(not getattr(config, "fail_on_recompile_limit_hit", False))
             with Listener(failed):
                 return seen(compiled, args, kwargs)
         finally:
+            if suppressing is not None:
+                suppressing()
             for name, value in before:
                 setattr(config, name, value)
 
     return with_settings
+
+
+def _suppress_errors(value: bool) -> Callable[[], None]:
+    """Set Dynamo's `suppress_errors`, and give what sets it back. Where settings are context variables, theirs costs 0.3 us, not 8."""
+    entry = getattr(torch._dynamo.config, "_config", {}).get("suppress_errors")
+    variable = getattr(entry, "user_override", None)
+    if isinstance(variable, ContextVar) and getattr(entry, "alias", None) is None:
+        return functools.partial(variable.reset, variable.set(value))
+    before = torch._dynamo.config.suppress_errors
+    torch._dynamo.config.suppress_errors = value
+    return functools.partial(setattr, torch._dynamo.config, "suppress_errors", before)
 
 
 def _all_of(filters: Sequence[Callable[[Sequence[Any]], list[bool]]]) -> Callable[[Sequence[Any]], list[bool]]:

@@ -29,6 +29,9 @@ TRAITS: dict[Trait, str] = {
     Trait.BOUNDS: "clamp clamp_min clamp_max hardtanh maximum minimum",
     Trait.INVERSE: "rsqrt reciprocal",
     Trait.MAGNIFIES_SMALL: "div mul log",
+    Trait.DIVIDES: "div",
+    Trait.RAISES: "pow float_power",
+    Trait.EXCHANGES_INFINITIES: "nan_to_num isfinite isinf isnan isposinf isneginf",
     Trait.TAKES_EPSILON: "add sub clamp maximum",
     # random draws
     Trait.DRAWS: "rand rand_like uniform",

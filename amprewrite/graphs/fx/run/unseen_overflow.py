@@ -1,0 +1,85 @@
+"""Whether low values of a graph may overflow without a trace: an infinity that no result shows gives wrong numbers in silence.
+
+An infinity goes on from op to op, but not through all: `nan_to_num` makes it finite, what is divided by it is zero, and a comparison
+gives no float. Ops that saturate, such as `tanh` and `clamp`, give for an infinity what they give for a large value, and pass it on here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.fx
+
+from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import differentiable, example_value, tensors, written
+from amprewrite.ir.evidence.ranges import RegionRanges, fingerprint
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+from amprewrite.tables.vocabulary import Colour
+
+_EXCHANGES, _INVERTS = ops_with(Trait.EXCHANGES_INFINITIES), ops_with(Trait.INVERSE)
+_DIVIDES, _RAISES = ops_with(Trait.DIVIDES), ops_with(Trait.RAISES)
+
+
+def may_overflow_unseen(captured: Captured, plan: RegionPlan) -> bool:
+    """Whether something that `plan` runs low, in the graph or in the body of a checkpoint, could overflow while all results stay finite."""
+    return any(_unseen(each, low) for each, low in _low_values(captured, plan))
+
+
+def exchanges_infinities(captured: Captured) -> bool:
+    """Whether an op of the graph gives something finite for an infinity, or tells where infinities are."""
+    return any(vertex.op in _EXCHANGES for vertex in captured.problem.graph)
+
+
+def beyond_range(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> bool:
+    """Whether a value that `plan` runs low was seen beyond the range of its format; `seen` are ranges in fp32, by fingerprint."""
+    most = captured.problem.policy.low.max
+    for each, low in _low_values(captured, plan):
+        ranges = seen.get(fingerprint(each.problem.graph))
+        if ranges is not None and any(value.amax > most for name, value in ranges.values.items() if name in low):
+            return True
+    return False
+
+
+def _low_values(captured: Captured, plan: RegionPlan) -> list[tuple[Captured, set[str]]]:
+    """This graph and the bodies of its checkpoints, each with the ops that `plan` runs low."""
+    plans = {each.name: each for each in plan.bodies}
+    found = [(captured, {node.name for node in plan.nodes if node.colour is Colour.LOW and node.role == "op"})]
+    for part in captured.parts.values():
+        if part.problem.name in plans:
+            found += _low_values(part, plans[part.problem.name])
+    return found
+
+
+def _unseen(captured: Captured, low: set[str]) -> bool:
+    """Whether an infinity in one of the ops `low` may not reach a result."""
+    if low and exchanges_infinities(captured):
+        return True
+    shown: set[torch.fx.Node] = set()
+    for node in reversed(captured.module.graph.nodes):  # readers before makers
+        shows = node.op in ("output", "placeholder", "get_attr") or node in shown or not shown.isdisjoint(written(node))
+        shown.update(_passed_on(node) if shows else ())
+    nodes = (captured.nodes[name] for name in low)
+    return any(node.users and node not in shown for node in nodes)
+
+
+def _passed_on(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The node, and those of its operands whose infinities its result shows."""
+    name, first = op_name(node.target), node.args[:1]
+    made = tensors(example_value(node))
+    if node.op == "output":
+        return node.all_input_nodes
+    if not node.op.startswith("call") or (made and not any(differentiable(each) for each in made)):
+        return [node]
+    if name in _INVERTS or (name in _RAISES and not _grows(node.args)):
+        return [node]
+    passed = first if name in _DIVIDES | _RAISES else node.all_input_nodes
+    return [node, *(each for each in passed if isinstance(each, torch.fx.Node))]
+
+
+def _grows(args: tuple[object, ...]) -> bool:
+    """Whether a power is one with a positive exponent."""
+    return len(args) > 1 and isinstance(args[1], int | float) and args[1] > 0
+
+
+__all__ = ["beyond_range", "exchanges_infinities", "may_overflow_unseen"]

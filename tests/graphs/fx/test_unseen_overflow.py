@@ -1,0 +1,102 @@
+"""An overflow of fp16 that no result shows is found in the first call: the law is "finite where fp32 is, and right"."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amprewrite
+from amprewrite.runtime.captured.overflow_retry import OverflowRetry
+from amprewrite.runtime.session import Session
+
+LARGE = 1e6
+"""Products of inputs times this are beyond 65504."""
+
+
+def net(forward):
+    """A linear layer with this forward, which takes it and the input."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("kept", torch.zeros(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, x)
+
+    torch.manual_seed(0)
+    return Net()
+
+
+def large(model, x):
+    return model.linear(x * LARGE)
+
+
+def scanned(model, x):
+    return torch._higher_order_ops.scan(lambda carry, row: (carry + row, large(model, row).nan_to_num() / LARGE), x[0] * 0, x)[1]
+
+
+def written(model, x):
+    model.kept.copy_(large(model, x))
+    return model.linear(x)
+
+
+HIDING = {
+    "nan_to_num": lambda model, x: large(model, x).nan_to_num() / LARGE,
+    "nan_to_num_": lambda model, x: large(model, x).nan_to_num_() / LARGE,
+    "isfinite": lambda model, x: large(model, x).where(large(model, x).isfinite(), 0.0) / LARGE,
+    "divided by": lambda model, x: model.linear(x) * LARGE / (1 + large(model, x).relu()),
+    "rsqrt": lambda model, x: model.linear(x) * (1 + large(model, x).abs()).rsqrt() * LARGE**0.5,
+    "negative power": lambda model, x: model.linear(x) * (1 + large(model, x).abs()) ** -0.5 * LARGE**0.5,
+    "index of the largest": lambda model, x: large(model, x).abs().argmax(-1, keepdim=True) + model.linear(x),
+    "in a checkpoint": lambda model, x: checkpoint(lambda t: large(model, t).nan_to_num() / LARGE, x, use_reentrant=False),
+    "of a checkpoint": lambda model, x: checkpoint(lambda t: large(model, t), x, use_reentrant=False).nan_to_num() / LARGE,
+    "written to a buffer": written,
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("how", HIDING)
+def test_what_overflows_unseen_is_kept_high(how, grad):
+    model, x = net(HIDING[how]), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    with torch.set_grad_enabled(grad):
+        amp = amprewrite.rewrite(net(HIDING[how]), dtype="fp16")
+        want, have = model(x), amp(x)
+    torch.testing.assert_close(have, want, rtol=4e-3, atol=4e-3 * float(want.detach().abs().max()))
+    torch.testing.assert_close(amp.kept, model.kept, rtol=4e-3, atol=4e-3 * LARGE)
+    assert "overflow" in str([amp.plan.regions[0].notes, amp.plan.skipped])
+
+
+def test_the_body_of_a_scan_stays_high_if_an_overflow_would_not_show_in_it():
+    model, x = net(scanned), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="an overflow would not show"):
+        have = amprewrite.rewrite(net(scanned), dtype="fp16")(x)
+    torch.testing.assert_close(have, model(x))
+
+
+SHOWN = {
+    "norm": lambda model, x: (lambda h: model.linear(h * (h.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()) + h)(model.linear(x)),
+    "attention": lambda model, x: (model.linear(x) @ model.linear(x).T).softmax(-1) @ model.linear(x),
+    "normalised": lambda model, x: (lambda h: h / h.norm(dim=-1, keepdim=True).clamp_min(1e-6))(model.linear(x)),
+    "gate": lambda model, x: model.linear(x).sigmoid() * model.linear(x),
+    "written and read": lambda model, x: model.linear(torch.zeros(4, 8).copy_(model.linear(x))),
+}
+
+
+@pytest.mark.parametrize("how", SHOWN)
+def test_a_graph_that_shows_its_overflows_is_not_watched(how, monkeypatch):
+    looks = []
+    watched = OverflowRetry._watched
+    monkeypatch.setattr(OverflowRetry, "_watched", lambda self, before: looks.append(self) or watched(self, before))
+    amp = amprewrite.rewrite(net(SHOWN[how]), dtype="fp16")
+    amp(torch.randn(4, 8))
+    assert not looks
+    assert "low" in amp.plan.summary()
+
+
+def test_bf16_is_not_watched(monkeypatch):
+    monkeypatch.setattr(OverflowRetry, "__init__", lambda *args: pytest.fail("bf16 has fp32's range"))
+    amp = amprewrite.rewrite(net(HIDING["nan_to_num"]), dtype="bf16")
+    assert amp(torch.randn(4, 8)).isfinite().all()
+    assert isinstance(amp._amprewrite_session, Session)
