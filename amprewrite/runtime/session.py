@@ -123,7 +123,7 @@ class Session:
         if not nested:
             self.cache.look(self.weight_names)
             self._look_for_new_modules()
-            state.entry = entry
+            state.entry, state.forwards = entry, state.forwards + (not recomputes)
             if torch.is_grad_enabled() and self.loss_scale.enabled:
                 self.gate.forward_began()
         if torch.is_grad_enabled() and self.options.cache_weights != "step":

@@ -105,9 +105,15 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
     for cast in plan.casts:
         value = edited.nodes[cast.value]
         for feeder in edited.nodes[cast.users[0]].all_input_nodes:
-            if feeder.meta.get(CAST) == FORMATS[cast.to].name and value in (feeder.args[0], *feeder.args[0].all_input_nodes):  # type: ignore[union-attr]
-                found[cast_name(cast)] = feeder  # a saturating one reads a clamp of the value
+            if feeder.meta.get(CAST) == FORMATS[cast.to].name and value in (_cast_of(feeder) if cast.saturate else feeder.args):
+                found[cast_name(cast)] = feeder
     return found
+
+
+def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a saturating cast is a copy of: it reads a clamp of the value."""
+    clamp = node.args[0]
+    return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
 
 def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx.Node:

@@ -194,6 +194,8 @@ class State(threading.local):
         self.scale: ForwardScale | None = None
         self.entry: Entry | None = None
         """The outermost one under way."""
+        self.forwards = 0
+        """How many outermost calls have begun; those of a recomputation do not count."""
         self.given_up = 0
         """How many frames Dynamo had given up when it began."""
         self.failures: list[Failure] = []

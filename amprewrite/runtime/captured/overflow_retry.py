@@ -38,7 +38,7 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
 
 CALLS = 3
-"""How many calls of a graph are looked at: the first may be a warm-up on made-up inputs."""
+"""In how many calls of the model its graphs are looked at: the first may be a warm-up on made-up inputs, and load weights later."""
 
 
 def worth_watching(problem: Problem) -> bool:
@@ -62,15 +62,19 @@ class OverflowRetry:
         warn: Callable[[str], None],
     ) -> None:
         self.captured, self.plan, self.learn, self.again, self.warn = captured, plan, learn, again, warn
-        self.left = CALLS
+        self.left, self.forward = CALLS, -1
         self.differentiates = differentiates(captured.module.graph)
         self.unseen = may_overflow_unseen(captured, plan)
 
-    def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...]) -> Any:
-        """The results of `run(inputs)`, or of what takes its place; what a CUDA graph records is not looked at."""
-        if any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
+    def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
+        """The results of `run(inputs)` in this forward of the model, or of what takes its place.
+
+        What a CUDA graph records is not looked at. `left` is negative when no further call need come here.
+        """
+        if forward != self.forward:
+            self.forward, self.left = forward, self.left - 1
+        if self.left < 0 or any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
             return run(inputs)
-        self.left -= 1
         before = _Before(inputs, self.differentiates)
         if self.differentiates or self.unseen or _inside_checkpoint():
             broken = self._look_ahead(run, before, inputs)
@@ -92,7 +96,7 @@ class OverflowRetry:
     def _looked_at(self, result: Any, inputs: tuple[Any, ...], watched: _Watched | None) -> Any:
         """`result`, after a warning if it overflows where fp32 does not; `watched` is None if the graph was not decided anew."""
         if watched is not None and (watched.broken(result, inputs) or self._beyond(watched)):
-            self.left = 0
+            self.left = -1
             self.warn(
                 f"{self._place} gives NaN or infinities in {self._low} where fp32 gives none, and keeping high what was seen to "
                 "overflow does not help; dtype='bf16' has fp32's range"

@@ -83,8 +83,8 @@ class Region:
         first = self.overflow_retry
         if first is None:
             return self._call(inputs)
-        result = first.call(self._call, inputs)
-        if first.left <= 0:
+        result = first.call(self._call, inputs, self.state.forwards)
+        if first.left < 0:
             self.overflow_retry = None
         return result
 
