@@ -12,6 +12,7 @@ from amprewrite.passes.apply.fold_masks import FoldMasks
 from amprewrite.passes.apply.insert_casts import InsertCasts
 from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
+from amprewrite.passes.apply.keep_views import KeepViews
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.name_sources import NameSources
@@ -91,6 +92,7 @@ APPLY: tuple[Applying, ...] = (
     InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
     FoldMasks(),  # take the masks from the attention calls that the plan names
+    KeepViews(),  # a result that is a view in fp32 leaves as one
 )
 TIDY: tuple[Applying, ...] = (
     Tidy(),  # conversions that the casts made idle go; it needs the facts that the dry run derives

@@ -190,7 +190,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
         if reason is not None:
             _leave_high(part, reason, op_name(node.target))
         why = captured.left_bodies.get(name, captured.left_bodies.get("", KEPT.get(op_name(node.target), "")))
-        if not why and captured.problem.policy.low.narrow and exchanges_infinities(part):
+        if not why and part.problem.policy.low.narrow and part.problem.kept_high is None and exchanges_infinities(part):
             why = "an op in there gives something finite for an infinity, so that an overflow would not show"
         if not why:
             if captured.match_given is not None:

@@ -480,6 +480,21 @@ def test_two_products_of_activations() -> None:
     with_and_without(attend)
 
 
+def test_a_value_and_its_view_are_padded_each_where_both_are_read() -> None:
+    """Both are cast for one product, and the view's cast reads the value: it is not the value's."""
+
+    class Gram(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            product = x @ x.mT
+            x.t().add_(1)
+            return product
+
+    given, same = torch.ones(2, 2), torch.ones(2, 2)
+    with torch.no_grad():
+        assert torch.equal(amprewrite.rewrite(Gram(), dtype="bf16", pad="always")(given), Gram()(same))
+    assert torch.equal(given, same)
+
+
 def test_half_in_the_padding_is_no_good_for_a_product_of_activations() -> None:
     """Both sides hold one half there: 2 · ¼ too much in every score if nobody looked."""
     amp = with_and_without(lambda x: torch.sigmoid(x) @ torch.sigmoid(x).transpose(-1, -2) @ x)

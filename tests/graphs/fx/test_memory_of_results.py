@@ -166,3 +166,29 @@ def test_what_gives_its_operand_gives_it_still(options: dict[str, Any], grad: bo
 @options
 def test_what_gives_a_view_gives_one_still(options: dict[str, Any]) -> None:
     assert not differences(Written(MAKERS), True, options)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_result_that_is_a_view_leaves_as_one(dtype):
+    """`linear` of three dims gives a view of a hidden tensor: what the caller writes into a view of it is no part of its gradient."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    torch.manual_seed(0)
+    model = Head()
+    kept = []
+    for each in (model, amprewrite.rewrite(model, dtype=dtype)):
+        y = each(torch.ones(2, 3, 8))
+        part = y[..., 0]
+        part.add_(2)
+        y.retain_grad()
+        (part.sum() - 2 * y.sum()).backward()
+        kept.append(y.grad)
+    assert torch.equal(kept[0], torch.full((2, 3, 8), -2.0))
+    assert torch.equal(kept[1], kept[0])

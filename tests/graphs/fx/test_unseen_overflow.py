@@ -95,6 +95,27 @@ def test_a_graph_that_shows_its_overflows_is_not_watched(how, monkeypatch):
     assert "low" in amp.plan.summary()
 
 
+def test_a_layer_that_is_called_often_is_looked_at_in_later_forwards_too():
+    """Weights that are loaded after the first call of the model may overflow, however often a shared layer ran in it."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = torch.tanh(self.linear(x))
+            return self.linear(x * LARGE)
+
+    amp = amprewrite.rewrite(Shared(), dtype="fp16", granularity=["linear"])
+    small = {"linear.weight": torch.eye(8) / LARGE, "linear.bias": torch.zeros(8)}
+    amp.load_state_dict(small)
+    amp(torch.ones(4, 8))
+    amp.load_state_dict({**small, "linear.weight": torch.eye(8)})
+    assert amp(torch.ones(4, 8)).isfinite().all()
+
+
 def test_bf16_is_not_watched(monkeypatch):
     monkeypatch.setattr(OverflowRetry, "__init__", lambda *args: pytest.fail("bf16 has fp32's range"))
     amp = amprewrite.rewrite(net(HIDING["nan_to_num"]), dtype="bf16")
