@@ -15,6 +15,7 @@ from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.keep_views import KeepViews
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
+from amprewrite.passes.lower.keep_constants import KeepConstants
 from amprewrite.passes.lower.name_sources import NameSources
 from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
@@ -102,6 +103,7 @@ LOWER: tuple[Lowering, ...] = (
     HoistWeightCasts(),  # with a weight cache, low copies of weights become inputs
     ReadFrozenWeights(),  # frozen weights come in as they are stored
     NameSources(),  # for a compiler, inputs say where they come from
+    KeepConstants(),  # without a compiler, integers and booleans that no input changes are computed once
 )
 
 

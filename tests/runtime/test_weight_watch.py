@@ -109,6 +109,22 @@ def test_a_switch_of_modes_or_a_loaded_state_is_worth_a_look(how):
     assert colours(amp) == {"up": "high", "down": "low"}
 
 
+def test_what_graphs_agreed_on_for_small_weights_ends_with_the_graph_that_saw_them():
+    """A hook has the graph captured anew that kept a layer high, when the weight fits already; another graph followed it."""
+    model = Net(std=1e-10)
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    amp(batch())
+    with torch.no_grad():
+        model.up.weight.normal_(std=0.2)
+        amp(batch())  # agrees with the graph for training
+    amp.up.register_forward_hook(lambda *_: None)
+    amp(batch())
+    assert colours(amp)["up"] == "high"
+    amp.eval()
+    amp(batch())
+    assert colours(amp)["up"] == "low"
+
+
 def test_what_does_not_change_sides_is_not_captured_anew():
     model = Net()
     amp = amprewrite.rewrite(model, dtype="fp16")

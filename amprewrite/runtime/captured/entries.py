@@ -168,9 +168,11 @@ class Entry:
         One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
         """
         self.captured = self._to_capture and not as_written
-        if self.graphs.outdated:  # the code is the same: activations of its forwards may wait to be recomputed
-            self._past.keep(self.graphs)
-        self.graphs = Graphs(self)
+        before, self.graphs = self.graphs, Graphs(self)
+        if before.outdated:  # the code is the same: activations of its forwards may wait to be recomputed
+            self._past.keep(before)
+        else:  # other graphs may have agreed with what these decided for weights as they were
+            self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 
     @property

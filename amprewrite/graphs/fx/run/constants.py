@@ -1,0 +1,47 @@
+"""Values of a graph that no input changes, computed once: positions, lengths, parts of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+class Constants:
+    """What some nodes of a graph give. They are run at the first call, and again wherever a kept tensor would be wrong."""
+
+    def __init__(self, nodes: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]) -> None:
+        graph = torch.fx.Graph()
+        made: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in nodes:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(tuple(made[node] for node in results))
+        self._module = torch.fx.GraphModule({}, graph)
+        self._kept: tuple[Tensor, ...] | None = None
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The values, which nothing may write."""
+        if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
+            return self._module()  # type: ignore[no-any-return]
+        if self._kept is None or recording(self._kept[0].device):
+            with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+                made: tuple[Tensor, ...] = self._module()
+            if recording(made[0].device):
+                return made  # the recorded graph may be replayed when this one is gone
+            self._kept = made
+        return self._kept
+
+
+def take_constants(constants: Constants) -> tuple[Tensor, ...]:
+    """`Constants.take` as a graph calls it."""
+    return constants.take()
+
+
+__all__ = ["Constants", "take_constants"]

@@ -1,0 +1,131 @@
+"""Without a compiler, integers and booleans that no input changes are computed once and kept: positions, lengths, parts of masks.
+
+1. A constant is what ops that only compute make of sizes that are fixed, on a device that they name.
+2. Of each run of such ops the last values are kept, those that other ops read.
+3. A value stays if it, or a view of it, may leave the graph, if a function of the user's gets it, or above MOST_BYTES. A graph that
+   writes an integer in place keeps none. Floats stay: casts give them other memory, so that nobody knows any more who writes it.
+
+Uncaptured code computes them at every call; each is a launch.
+
+    before   positions = arange(128)          after   taken = take_constants(kept)
+             later = positions + 1                    later = taken[0]
+             out = embedding(later, w)                out = embedding(later, w)
+"""
+
+from __future__ import annotations
+
+import operator
+from types import FunctionType
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
+from amprewrite.graphs.fx.node_facts import example_value, memory_of, tensors, transformed_nodes, written
+from amprewrite.graphs.fx.ops.attention_masks import PURE
+from amprewrite.graphs.fx.run.constants import Constants, take_constants
+from amprewrite.ir.pass_base import Pass
+from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
+
+READS_BITS = ops_with(Trait.READS_BITS)
+MOST_BYTES = 1 << 16
+"""Of one value: more memory is not worth a launch."""
+NAME = "amprewrite_constants"
+
+
+class KeepConstants(Pass[Target, EditedGraph]):
+    name = "keep-constants"
+
+    def call(self, target: Target, edited: EditedGraph) -> bool:
+        if not target.eager or not _results(edited.module):
+            return False
+        edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps what its code says
+        keep_constants(edited.module)
+        return True
+
+
+def keep_constants(module: torch.fx.GraphModule) -> None:
+    """Take the constants of a graph from one that computes them once."""
+    graph, results = module.graph, _results(module)
+    needed = set(results)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    nodes = [node for node in graph.nodes if node in needed]
+    setattr(module, NAME, Constants(nodes, results))
+    with graph.inserting_before(nodes[0]):
+        known = graph.create_node("get_attr", NAME)
+        taken = graph.call_function(take_constants, (known,))
+        for place, result in enumerate(results):
+            value = graph.call_function(operator.getitem, (taken, place))
+            value.meta = dict(result.meta)
+            result.replace_all_uses_with(value)
+    for node in reversed(nodes):
+        if not node.users:
+            graph.erase_node(node)
+    module.recompile()
+
+
+def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The constants that something else reads and that can be kept, in order; none where the graph writes an integer in place."""
+    if any(_is_whole(target) for node in module.graph.nodes for target in written(node)):
+        return []
+    constant = _constants(module.graph)
+    return [node for node in constant if any(user not in constant for user in node.users) and _can_be_kept(node)]
+
+
+def _constants(graph: torch.fx.Graph) -> dict[torch.fx.Node, None]:
+    """Integers and booleans that depend on no input, in order."""
+    apart, found = transformed_nodes(graph), dict[torch.fx.Node, None]()
+    for node in graph.nodes:
+        pure = node.op in ("call_function", "call_method") and op_name(node.target) in PURE and not is_inplace(node.target)
+        if not pure or node in apart or "out" in node.kwargs or not isinstance(example_value(node), torch.Tensor) or not _is_whole(node):
+            continue
+        sources = node.all_input_nodes
+        if all(source in found for source in sources) and (sources or _names_device(node)):
+            found[node] = None
+    return found
+
+
+def _is_whole(node: torch.fx.Node) -> bool:
+    """Whether a node gives integers or booleans, and nothing else."""
+    made = tensors(example_value(node))
+    return bool(made) and not any(value.is_floating_point() or value.is_complex() for value in made)
+
+
+def _names_device(node: torch.fx.Node) -> bool:
+    """Whether a node without operands says where its result lies, whatever the current device is."""
+    named = node.kwargs.get("device")
+    device = torch.device(named) if isinstance(named, str | torch.device) else None
+    return device is not None and (device.type == "cpu" or device.index is not None)
+
+
+def _can_be_kept(node: torch.fx.Node) -> bool:
+    value = example_value(node)
+    fixed = all(type(size) is int for size in value.shape) and value.layout is torch.strided
+    return fixed and value.nbytes <= MOST_BYTES and _stays_inside(node)
+
+
+def _stays_inside(node: torch.fx.Node) -> bool:
+    """Whether no more than ops read a value and what lies in its memory: it leaves the graph in no way, and no bits of it are read.
+
+    Where integers lie is known as capture saw it: no pass gives them another dtype.
+    """
+    memory, waiting, seen = memory_of(node), [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if _is_foreign(user) or (op_name(user.target) in READS_BITS and not _is_whole(user)):
+                return False
+            if user not in seen and not memory.isdisjoint(memory_of(user)):
+                seen.add(user)
+                waiting.append(user)
+    return True
+
+
+def _is_foreign(user: torch.fx.Node) -> bool:
+    """Whether a function of the user's, or a graph inside this one, gets what `user` reads, or nobody knows what comes of it."""
+    unread = isinstance(user.target, FunctionType) and not user.target.__module__.startswith(("torch.nn.", "torch.functional", "torch._"))
+    return user.op not in ("call_function", "call_method") or unread or isinstance(user.target, torch._ops.HigherOrderOperator)
+
+
+__all__ = ["KeepConstants", "keep_constants"]
