@@ -13,14 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import re
-import sys
-import types
-from typing import Any
 
+import stand_ins
 import torch
 from children import chosen, follow, parser, run_cases
 from judging import GOOD, SECONDS, Given, asks_formats, formats, judge, seeds, show, warm_up
@@ -30,34 +25,6 @@ SIDES = (64, 96, 224)
 """Sides of an image in pixels; the first with which a model can be made and run."""
 LARGEST = 3e7
 """Parameters beyond which a model is too large for this wall."""
-
-
-# -- torchvision -----------------------------------------------------------------------------
-class Named(type):
-    """A class that stands for one of torchvision's; its attributes are their own names."""
-
-    def __getattr__(cls, name: str) -> str:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module of torchvision as one whose classes stand for the real ones."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return types.ModuleType(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        def named(name: str) -> Named:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return Named(name, (nn.Module,), {})
-
-        module.__dict__["__getattr__"] = named
 
 
 # -- models ----------------------------------------------------------------------------------
@@ -113,8 +80,7 @@ def main() -> None:
     asks_formats(options)
     options.add_argument("--all", action="store_true", help="every registered name")
     asked = options.parse_args()
-    if importlib.util.find_spec("torchvision") is None:
-        sys.meta_path.append(StandIns())
+    stand_ins.install()
     import timm
 
     names = timm.list_models()
