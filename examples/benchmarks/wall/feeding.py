@@ -31,20 +31,28 @@ def inputs(model: nn.Module) -> dict[str, Tensor]:
     for widths in (False, True):
         seeds(2)
         for given in ways(model):
-            filled: dict[str, Tensor] | None = given
-            for _ in range(3):
-                try:
-                    with torch.no_grad():
-                        model(**filled)
-                    return filled
-                except Exception as problem:  # what it says may help, and the next way may run
-                    problems.append(problem)
-                filled = _as_told(model, filled, str(problems[-1]), widths)
-                if filled is None:
-                    break
+            filled = _completed(model, given, widths, problems)
+            if filled is not None:
+                return filled
     if problems:
         raise problems[0]
     raise ValueError(f"no inputs are known for forward({', '.join(inspect.signature(model.forward).parameters)})")
+
+
+def _completed(model: nn.Module, given: dict[str, Tensor], widths: bool, problems: list[Exception]) -> dict[str, Tensor] | None:
+    """The inputs, with what errors say that they lack, if fp32 runs them; else None, and what was raised is added to `problems`."""
+    filled: dict[str, Tensor] | None = given
+    for _ in range(3):
+        if filled is None:
+            break
+        try:
+            with torch.no_grad():
+                model(**filled)
+            return filled
+        except Exception as problem:  # what it says may help
+            problems.append(problem)
+        filled = _as_told(model, filled, str(problems[-1]), widths)
+    return None
 
 
 _TOKENS = re.compile(r"tokens:? \d+, features:? (\d+)")
