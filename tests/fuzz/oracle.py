@@ -108,7 +108,8 @@ class Rounded(TorchDispatchMode):
 class Scattered(Rounded):
     """Rounds all that ops read and give, up or down at random, as often as the value is near: another draw of the same errors.
 
-    One value is rounded the same way wherever it stands, so what cancels goes on cancelling.
+    One value is rounded the same way wherever it stands, so what cancels goes on cancelling. What is beyond the format's range stays as
+    it is: so a run tells how far roundings take a result, small numbers that lose bits among them, also where a rounded run overflows.
     """
 
     def __init__(self, low: torch.dtype, seed: int) -> None:
@@ -128,7 +129,8 @@ class Scattered(Rounded):
         far = torch.nextafter(near, beyond)
         gap = far.to(value.dtype) - near.to(value.dtype)
         share = ((value - near.to(value.dtype)) / gap).nan_to_num(0.0)  # 0 where the format holds the value, 1/2 in the middle
-        return torch.where((self._drawn(value) < share) & far.isfinite(), far, near).to(value.dtype)
+        drawn = torch.where((self._drawn(value) < share) & far.isfinite(), far, near).to(value.dtype)
+        return torch.where(near.isfinite(), drawn, value)
 
     def _drawn(self, value: torch.Tensor) -> torch.Tensor:
         """Numbers from 0 to 1 that the bits of the values and the seed give."""
@@ -315,7 +317,7 @@ def _compare_value(
         bar = max(bar, 2 * float((autocast.double()[finite] - want).norm()))
     if error <= bar:
         return None
-    noise = 0.0
+    noise = 3 * FLOOR[low] * size  # of a program that no run with other roundings can follow
     if rounded is not None:
         difference = rounded.double()[finite] - want
         noise = 3 * float(difference[difference.isfinite()].norm()) + 3 * FLOOR[low] * size * (not bool(difference.isfinite().all()))
