@@ -62,7 +62,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
         wants = regions.wants(_multiple_of(problem, decisions))
     else:
         return PadPlan((PadRegion(0, 0, (), why=f"padding was still unsafe after {ROUNDS} rounds"),))
-    return _written_down(regions, wants, chooser)
+    return _written_down(regions, wants, chooser, _versions(problem, decisions.casts))
 
 
 # -- 1. calls --------------------------------------------------------------------------------
@@ -206,20 +206,28 @@ class _Chooser:
 
 
 # -- 4. plan ------------------------------------------------------------------------------------
-def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser) -> PadPlan:
-    values, copies = layouts(regions)
+def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
+    """How many writes, and which grad mode, the reader of a value stands behind: copies are shared within one version only."""
+    found = {(operand.value, node.name): operand.write_version for node in problem.graph for operand in node.operands}
+    return found | {(cast.value, cast_name(cast)): cast.write_version for cast in casts}
+
+
+def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versions: Mapping[tuple[str, str], int]) -> PadPlan:
+    values, copies = layouts(regions, versions)
     return PadPlan(_regions(regions, wants, chooser, copies), values, copies)
 
 
-def layouts(regions: Regions) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """How every padded result comes out, and every change of size between a result and its readers."""
+def layouts(
+    regions: Regions, versions: Mapping[tuple[str, str], int]
+) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
+    """How every padded result comes out, and every change of size between a result and its readers, by the versions that those read."""
     values, have = [], {}
     for call in regions.calls.values():
         for i in range(len(call.shapes)):
             layout = have[value_name(call, i)] = regions.value_layout(call, i)
             if layout:
                 values.append(PaddedValue(value_name(call, i), layout))
-    users: dict[tuple[str, Layout, bool], list[str]] = {}
+    users: dict[tuple[str, Layout, bool, int], list[str]] = {}
     for call in regions.calls.values():
         for value in regions.reads(call):
             if value.partition("#")[0] in regions.rules[call.name].ignored:
@@ -227,10 +235,10 @@ def layouts(regions: Regions) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, .
             want = regions.use_layout(value, call.name)
             refresh = (value, call.name) in regions.barriers and bool(want) and bool(have[value])
             if want != have[value] or refresh:
-                users.setdefault((value, want, refresh), []).append(call.name)
+                users.setdefault((value, want, refresh, versions.get((value, call.name), 0)), []).append(call.name)
     return tuple(values), tuple(
         PadCopy(value, tuple(readers), layout, have[value], refresh, regions.is_weight(value))
-        for (value, layout, refresh), readers in users.items()
+        for (value, layout, refresh, _), readers in users.items()
     )
 
 

@@ -242,10 +242,13 @@ MODULES = (
     ("nn.utils.parametrizations.spectral_norm(nn.Linear({L}, 4))", 0), ("nn.CircularPad1d(1)", 1), ("nn.ZeroPad2d(1)", 1), ("nn.AdaptiveAvgPool1d(2)", 0), ("nn.Tanh()", 0),
 )  # fmt: skip
 PAIRED_MODULES = (
-    ("{v} = {m}({x})[0]", "nn.GRU({L}, 4, batch_first=True)"), ("{v} = {m}({x})[0]", "nn.LSTM({L}, 4)"), ("{v} = {m}({x})[0]", "nn.RNN({L}, 4)"), ("{v} = {m}({x})", "nn.GRUCell({L}, 4)"), ("{v}, {u} = {m}({x})", "nn.LSTMCell({L}, 4)"),
+    ("{v} = {m}({x})[0]", "nn.GRU({L}, 4, batch_first=True)"), ("{v} = {m}({x})[0]", "nn.LSTM({L}, 4)"), ("{v} = {m}({x})[0]", "nn.RNN({L}, 4)"), ("{v} = {m}({x})", "nn.GRUCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u} + 0", "nn.LSTMCell({L}, 4)"),
     ("{v} = {m}({x}, {x})[0]", "nn.MultiheadAttention({L}, 1, batch_first=True)"), ("{v} = {m}({x}, {x}, {x}, need_weights=False)[0]", "nn.MultiheadAttention({L}, 1 + ({L} % 2 == 0), batch_first=True)"), ("{v} = {m}({x}, {s})", "nn.Bilinear({L}, {L}, 4)"),
     ("{v} = {m}({x}.argmax(-1))", "nn.Embedding(8, 4)"), ("{v} = {m}({x})", "nn.RNNCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u}[0]", "nn.LSTM({L}, 4, batch_first=True)"), ("{v} = {m}({x}.argmax(-1))", "nn.EmbeddingBag(8, 4, mode='sum')"),
 )  # fmt: skip
+"""Calls of modules, and the modules. The state of an LSTM cell is read once more: whether it lies on the way to the cell's output, so that
+`retain_grad` sees what comes by that, is its kernel's matter. A CPU's is made of ops, CUDA's is one."""
+
 HELPERS = {
     "Square": '''
 class Square(torch.autograd.Function):

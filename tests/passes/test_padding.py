@@ -495,6 +495,47 @@ def test_a_value_and_its_view_are_padded_each_where_both_are_read() -> None:
     assert torch.equal(given, same)
 
 
+class Still(nn.Module):
+    """Reads a value under no_grad first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            still = self.linear(x)
+        return still + self.linear(x)
+
+
+def test_no_pad_is_shared_with_code_that_runs_without_gradients() -> None:
+    """A pad that is made under no_grad would lose the gradients of those who read it later."""
+    model = Still()
+    amp = amprewrite.rewrite(model, dtype="bf16", pad="always")
+    ours, theirs = noise(3, 5).requires_grad_(), noise(3, 5).requires_grad_()
+    amp(ours).sum().backward()
+    model(theirs).sum().backward()
+    assert pads_of(amp).copies
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_no_pad_is_shared_across_a_write() -> None:
+    class Written(Still):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1.0
+            before = self.linear(x)
+            x.add_(1)
+            return before - self.linear(x)
+
+    model = Written()
+    amp = amprewrite.rewrite(model, dtype="bf16", pad="always")
+    with torch.no_grad():
+        got, want = amp(noise(3, 5)), model(noise(3, 5))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
 def test_half_in_the_padding_is_no_good_for_a_product_of_activations() -> None:
     """Both sides hold one half there: 2 · ¼ too much in every score if nobody looked."""
     amp = with_and_without(lambda x: torch.sigmoid(x) @ torch.sigmoid(x).transpose(-1, -2) @ x)

@@ -196,7 +196,7 @@ class Case:
                 slots = [(f"{self.call.name}#{item.item}", dim) for dim in range(len(item.shapes[0]))]
                 variables += [self.regions.variable(item.name, *slot, leaf) for slot in slots for leaf in leaves]
         self.regions.padded = {v for v in variables if v is not None}
-        values, copies = layouts(self.regions)
+        values, copies = layouts(self.regions, {})
         plan = replace(plan_region(replace(self.captured.problem, pads_off=True)), casts=(), pads=PadPlan((), values, copies))
         self.module = module
         InsertPads()(plan, EditedGraph(module, self.captured.nodes, calls))
