@@ -445,6 +445,17 @@ def test_an_optimizer_that_nobody_attached_is_found():
     assert model.gate.guards(other)
 
 
+def test_a_tensor_that_takes_the_place_of_a_lost_parameter_makes_no_optimizer_ours():
+    """Numbers of objects are used again: a step of another model was skipped for an overflow in one that had lost a layer."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gate, lost = StepGate(DynamicLossScale(), layers.parameters), {id(p) for p in layers[1].parameters()}
+    del layers[1]
+    gc.collect()
+    others = [nn.Parameter(torch.zeros(1)) for _ in range(1000)]
+    assert not lost.isdisjoint(map(id, others)), "no new tensor lies where a lost one lay: make more"
+    assert not gate.guards(torch.optim.SGD(others)) and not gate._owns(torch.optim.SGD(others))
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
 def test_a_copied_model_guards_the_copied_optimizer(how):
     model = tiny()
