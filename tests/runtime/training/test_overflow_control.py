@@ -449,9 +449,12 @@ def test_an_optimizer_that_nobody_attached_is_found():
 def test_a_tensor_that_takes_the_place_of_a_lost_parameter_makes_no_optimizer_ours(monkeypatch):
     """Numbers of objects are used again: a step of another model was skipped for an overflow in one that had lost a layer."""
     layers, stranger = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Parameter(torch.zeros(1))
-    place = 7
     at_place = [layers[1].weight]
-    monkeypatch.setattr(overflow_control, "id", lambda tensor: place if any(tensor is each for each in at_place) else id(tensor), raising=False)
+
+    def number(tensor: Tensor) -> int:
+        return 7 if any(tensor is each for each in at_place) else id(tensor)
+
+    monkeypatch.setattr(overflow_control, "id", number, raising=False)
     gate = StepGate(DynamicLossScale(), layers.parameters)
     del layers[1], at_place[0]
     gc.collect()
