@@ -121,8 +121,8 @@ class StepGate:
         """Called before training is given up; true if it changed something that may help, and training goes on."""
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
-        self._first: tuple[weakref.ref[Tensor], ...] = tuple(weakref.ref(p) for p in self.parameters())
-        """The parameters from the start."""
+        self._first = {id(p) for p in self.parameters()}
+        """The parameters from the start, by id."""
         self._unscaled = self._stepped = False
         self._forget_optimizers()
 
@@ -287,9 +287,8 @@ class StepGate:
         own = self._own()
         if any(id(p) in own for p in params_of(optimizer)):
             return True
-        first = {id(p) for ref in self._first if (p := ref()) is not None}  # a number alone may be that of another tensor by now
-        missing = not first <= own  # FSDP1 takes them out during a forward
-        return missing and any(id(p) in first for p in params_of(optimizer))
+        missing = not self._first <= own  # FSDP1 takes them out during a forward
+        return missing and any(id(p) in self._first for p in params_of(optimizer))
 
     def _own(self) -> set[int]:
         """Ids of the parameters as they are now."""
@@ -416,7 +415,7 @@ class StepGate:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._first = ()
+        self._first = set()
         self._forget_optimizers()
 
 
