@@ -186,7 +186,9 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
         if name in bodies:
             continue
         part = _read_inner_graph(captured, node, name, replace(captured.problem.policy, may_decline=False))
-        reason = kept_high(node, name) if captured.problem.scale_loss or captured.problem.inside_scaled else None
+        scaled = captured.problem.scale_loss or captured.problem.inside_scaled
+        narrow = captured.problem.training and captured.problem.policy.low.narrow
+        reason = kept_high(node, name, scaled) if scaled or narrow else None
         if reason is not None:
             _leave_high(part, reason, op_name(node.target))
         why = captured.left_bodies.get(name, captured.left_bodies.get("", KEPT.get(op_name(node.target), "")))
@@ -242,23 +244,23 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)
     elif part.problem.training and part.problem.policy.low.narrow:
-        unread = leads_nowhere(node, part.module)
-        _pin_high(part, Reason.UNREAD, op_name(node.target), {inside[inner] for inner in unread if inner in inside})
+        unread = leads_nowhere(node, name, part.module)
+        pin_high(part, Reason.UNREAD, op_name(node.target), {inside[inner] for inner in unread if inner in inside})
     return part
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
     """Keep all ops of a body high, for a reason that lies in the op `what` around it."""
     part.know(kept_high=(reason, what))
-    _pin_high(part, reason, what, {node.name for node in part.problem.graph})
+    pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
     own = (Reason.HALF, part.problem.policy.low.name)
     if reason is Reason.UNSCALED and any(node.pinned is not None and node.pinned[1:] == own for node in graph):
         part.note(FLUSHES)
 
 
-def _pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Keep these ops of a body high, and those that share memory with them."""
+def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
+    """Keep these ops of a graph high, and those that share memory with them."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from amprewrite.passes.driver import CapturedGraph, clean_exported, rewrite_graph
+from amprewrite.graphs.fx.captured import Captured
+from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high, rewrite_graph
 from amprewrite.passes.normalise.strip_checks import strip_checks
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
+from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.tables.errors import AmpRewriteError, CaptureError
+from amprewrite.tables.vocabulary import Reason
 
 
 def export_program(
@@ -45,6 +48,7 @@ def export_with_plan(
     module = capture(plain, args, kwargs, **options)
     names = parameter_names(plain.forward)
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
+    _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_graph(captured)
     if session.options.low is not None:  # else graphs that run here may stay fp32, whatever is exported
         with session.lock:
@@ -57,6 +61,15 @@ def export_with_plan(
     policy = captured.problem.policy
     plan = CastPlan(policy.low.name, region.flat("graph0"), notes=tuple(session.notes), lists=policy.lists_name)
     return exported, plan
+
+
+def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
+    """Keep the code between the parts of a model high, as the rewritten model does; nothing if it has none."""
+    for each in captured.with_parts() if parts else ():
+        outside = {
+            node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)
+        }
+        pin_high(each, Reason.BETWEEN, "", outside)
 
 
 def capture(

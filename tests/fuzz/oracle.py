@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import amprewrite
 
+T = TypeVar("T")
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
 HEAVY = frozenset([
@@ -204,6 +205,22 @@ class HeavyOps(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class Draws(Generic[T]):
+    """Runs with other roundings, by number: each is made when it is asked for, and kept. A run that fails is None, and left out."""
+
+    def __init__(self, run: Callable[[int], T | None], most: int) -> None:
+        self.run, self.most = run, most
+        self.made: list[T | None] = []
+
+    def __iter__(self) -> Iterator[T]:
+        for number in range(self.most):
+            if number == len(self.made):
+                self.made.append(self.run(number))
+            found = self.made[number]
+            if found is not None:
+                yield found
+
+
 def start_clean() -> None:
     """Forget what earlier cases left: captured code, and torch.func transforms that an error interrupted."""
     torch._dynamo.reset()
@@ -234,11 +251,11 @@ def compare(
     exact: bool,
     low: str,
     bounds: Sequence[Record | None] = (),
-    draws: Callable[[], list[Record]] = list,
+    draws: Iterable[Record] = (),
 ) -> Problem | None:
     """The first way in which `got` is not right, rounding last; None where it is.
 
-    What is not finite in one of the runs `bounds` need not be here. `draws` are other roundings, asked for if one is not enough.
+    What is not finite in one of the runs `bounds` need not be here. `draws` are other roundings, read on until one is enough.
     """
     for name, value in want.facts.items():
         if name not in got.facts:
@@ -252,7 +269,7 @@ def compare(
         beside, other, *further = (None if r is None else r.values.get(name) for r in (autocast, rounded, *bounds))
         problem = _compare_value(name, value, got.values[name], beside, other, further, exact, low)
         if problem is not None and problem.kind == "inexact":
-            drawn = [r.values.get(name) for r in draws()]  # a draw may take another branch, too
+            drawn = (r.values.get(name) for r in draws)  # a draw may take another branch, too
             problem = replace(problem, kind="rounding") if _explained(value, got.values[name], drawn) else problem
         if problem is not None and problem.kind != "rounding":
             return problem
@@ -260,7 +277,7 @@ def compare(
     return found
 
 
-def _explained(want: torch.Tensor, got: torch.Tensor, draws: list[torch.Tensor | None]) -> bool:
+def _explained(want: torch.Tensor, got: torch.Tensor, draws: Iterable[torch.Tensor | None]) -> bool:
     """Whether one of the draws is half as far off as `got`, or further, or has no such value; what overflows in a draw tells nothing."""
     finite = want.isfinite() & got.isfinite()
     error = float((got - want)[finite].double().norm())

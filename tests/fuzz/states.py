@@ -11,9 +11,9 @@ import copy
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite.runtime.training.loss_scale import LossScaleError
 from tests.fuzz.nets import NETS, WIDTH
-from tests.fuzz.oracle import FLOOR, LOW, Moved, Problem, failure, start_clean
+from tests.fuzz.oracle import FLOOR, LOW, Draws, Moved, Problem, failure, start_clean
 
 OPTIMIZERS = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor",
@@ -39,7 +39,7 @@ COSTLY = (
 """Operations that have the model captured anew; a sequence has two of these kinds, so that it takes a second and not ten."""
 BARS = 4
 """Two roundings are independent draws: of many comparisons some are off by twice what autocast is. What is off by more is looked at."""
-DRAWS = 8
+DRAWS = 24
 """Runs under autocast with other roundings, to tell what is off by more: the bar is twice the worst of them."""
 LEARNED = "gradient of a parameter"
 Found = dict[str, Tensor | None]
@@ -152,12 +152,12 @@ class Trial:
         autocast = partial(torch.autocast, "cpu", LOW[self.low])
         want, beside = of_plain(), of_plain(autocast)
         got = run(self.amp, contextlib.nullcontext)
-        draws = cache(lambda: [of_plain(autocast, partial(Moved, LOW[self.low], seed)) for seed in range(DRAWS)])
+        draws = Draws(lambda seed: of_plain(autocast, partial(Moved, LOW[self.low], seed)), DRAWS)
         whole = sum(float(v.norm()) ** 2 for name, v in want.items() if name.startswith(LEARNED) and v is not None) ** 0.5
         for name, value in want.items():
             what = name.partition(":")[0]
             gradient = what.startswith(("gradient of a parameter", "gradient of the input"))
-            moved = partial(lambda name: [each[name] for each in draws()], name)
+            moved = partial(lambda name: (each[name] for each in draws), name)
             self._compare(what, value, got[name], beside[name], guarded and gradient, whole * (what == LEARNED), moved)
 
     def _compare(
@@ -168,7 +168,7 @@ class Trial:
         beside: Tensor | None = None,
         may_overflow: bool = False,
         whole: float = 0.0,
-        moved: Callable[[], list[Tensor | None]] = list,
+        moved: Callable[[], Iterable[Tensor | None]] = tuple,
     ) -> None:
         """WrongError if `got` is further from `want` than BARS times what autocast loses, or the floor, and than roundings explain.
 

@@ -120,7 +120,7 @@ def test_rounding_is_told_from_a_lost_value() -> None:
         records[name].keep("0 result 0", value)
     kinds = []
     for got, draw in (("other", "other"), ("other", "same"), ("lost", "other"), ("lost", "inf")):
-        problem = compare(records["want"], records[got], None, None, False, "bf16", (), lambda draw=draw: [records[draw]])
+        problem = compare(records["want"], records[got], None, None, False, "bf16", (), [records[draw]])
         kinds.append(problem and problem.kind)
     assert kinds == ["rounding", "inexact", "inexact", "inexact"]
 
@@ -130,7 +130,7 @@ def test_what_is_wrong_is_told_before_what_is_rounding() -> None:
     for record, first, second in ((want, 1.0, 1.0), (got, 1.1, 2.0), (draw, 1.1, 1.0)):
         record.keep("0 result 0", torch.tensor(first))
         record.keep("0 gradient w", torch.tensor(second))
-    problem = compare(want, got, None, None, False, "bf16", (), lambda: [draw])
+    problem = compare(want, got, None, None, False, "bf16", (), [draw])
     assert problem is not None
     assert (problem.kind, problem.where) == ("inexact", "gradient")
 

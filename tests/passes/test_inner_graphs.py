@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.tables.errors import AmpRewriteWarning, CaptureError
-from amprewrite.tables.vocabulary import Reason
+from amprewrite.tables.vocabulary import Colour, Reason
 
 
 class Product(torch.autograd.Function):
@@ -107,7 +107,6 @@ class Inside(nn.Module):
 
     def function(self, x):
         return self.product.apply(x, self.linear.weight)
-
 
     def associative(self, x):
         return associative_scan(lambda a, b: torch.tanh(a @ self.linear.weight) + b, x, 0, combine_mode="generic")
@@ -206,6 +205,37 @@ def test_gradients_below_fp16_are_not_lost_in_a_backward_of_the_user(kind, produ
     assert any(node.reason is reason and node.flops for region in amp.plan.regions for node in every(region))
     low = amprewrite.plan(model, (x,), dtype="bf16")
     assert set(heavy(low)) <= {"low", "plain"}, "bf16 flushes nothing"
+
+
+class Wide(nn.Module):
+    """A Function that reads a value beyond fp16, times a weight of zero, so that its result does not show it."""
+
+    def __init__(self, product: type[Product]) -> None:
+        super().__init__()
+        self.product, self.weight = product, nn.Parameter(torch.cat([torch.zeros(1, 8), data(7, 8)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product.apply(torch.cat([x[:, :1] * 131070.0, x[:, 1:]], 1), self.weight)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, "dynamic"])
+@pytest.mark.parametrize("product", [Product, Bounded])
+def test_what_a_backward_of_the_user_reads_may_be_beyond_fp16(product, scale):
+    """No sample run shows what it reads: without a loss scale it read this in fp16, and gave an infinite gradient."""
+    torch.manual_seed(0)
+    model, x = Wide(product), data(6, 8)
+    model(x).mean().backward()
+    want = model.weight.grad.clone()
+    model.zero_grad()
+    amprewrite.rewrite(model, dtype="fp16", loss_scale=scale)(x).mean().backward()
+    assert error(model.weight.grad, want) < 2e-3
+
+
+def test_the_forward_of_a_function_runs_low_in_fp16():
+    """Its results were taken for unread: they stand in a tuple of their own, before what it saves."""
+    plan = amprewrite.plan(Inside("function", Product), (data(6, 8),), dtype="fp16")
+    colours = [node.colour for region in plan.regions if "fwd_body" in region.name for node in region.nodes if node.flops]
+    assert colours == [Colour.LOW]
 
 
 def test_a_backward_that_flushes_gradients_and_is_not_linear_is_told():

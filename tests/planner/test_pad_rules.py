@@ -76,6 +76,7 @@ EXAMPLES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "contiguous": (lambda x: x.contiguous(), (X,)),
     "clone": (torch.clone, (X,)),
     "detach": (torch.detach, (X,)),
+    "_get_data_attr": (lambda x: x.data, (X,)),
     "alias": (torch.ops.aten.alias, (X,)),
     "to": (lambda x: x.to(torch.float64), (X,)),
     "type": (lambda x: x.type(torch.float64), (X,)),

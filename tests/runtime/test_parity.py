@@ -66,12 +66,11 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(0, 50, shape or (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def modes(model: nn.Module, x: torch.Tensor, export: bool = True) -> dict[str, tuple[torch.Tensor, ...]]:
+def modes(model: nn.Module, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
     found = {"train": model.train()(x), "eval": model.eval()(x)}
     with torch.no_grad():
         found["no_grad"] = model(x)
-        if export:
-            found["exported"] = model.export_program((x,)).module()(x)
+        found["exported"] = model.export_program((x,)).module()(x)
     with torch.inference_mode():
         found["inference_mode"] = model(x)
     return found
@@ -103,7 +102,7 @@ def inference_plan(model: nn.Module, *args: torch.Tensor, **options: object) -> 
 @pytest.mark.long
 def test_all_ways_to_run_a_model_give_the_same_bits(dtype, options):
     amp = low(writer(), dtype=dtype, **options)
-    assert_alike(modes(amp, ids(), export="granularity" not in options))
+    assert_alike(modes(amp, ids()))
     assert any(colour is Colour.LOW for colour in colours(amp.plan).values())
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amprewrite.tables.boundary.arguments import is_word, shown
 from amprewrite.tables.errors import PolicyError
@@ -30,6 +30,11 @@ Granularity = str | tuple[str, ...]
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 has taken the module over."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether FSDP1 has taken the parameter over; it marks and keeps those that it takes (torch.distributed.fsdp._common_utils)."""
+    return getattr(parameter, "_fsdp_flattened", False)
 
 
 def fsdp_groups(state: Any) -> list[Any]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.runtime.model.parts import is_flattened
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import local_values
@@ -122,7 +123,7 @@ class StepGate:
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
         self._first = {id(p) for p in self.parameters()}
-        """The parameters from the start, by id."""
+        """Ids of the parameters from the start. FSDP1 takes them out during a forward, and keeps them; of others the id may be reused."""
         self._unscaled = self._stepped = False
         self._forget_optimizers()
 
@@ -287,8 +288,7 @@ class StepGate:
         own = self._own()
         if any(id(p) in own for p in params_of(optimizer)):
             return True
-        missing = not self._first <= own  # FSDP1 takes them out during a forward
-        return missing and any(id(p) in self._first for p in params_of(optimizer))
+        return any(id(p) in self._first and is_flattened(p) for p in params_of(optimizer))
 
     def _own(self) -> set[int]:
         """Ids of the parameters as they are now."""

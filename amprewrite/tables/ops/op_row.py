@@ -28,6 +28,8 @@ class Trait(Enum):
     TAKES_SHAPE_ONLY = "takes a shape, and unless told otherwise the dtype, of another tensor"
     READS_BITS = "reads the bits of its operand as another dtype if it is told one"
     FRESH = "reads any strides and gives memory of its own: what it reads may stay a view of something wider"
+    STOPS_GRADIENT = "gives its operand's values, and takes no gradient for them"
+    HIDES_WRITES = "gives its operand's memory, and autograd does not notice when that is written"
     CHOOSES = "its backward compares its result with its operand, and has no derivative with respect to it"
     RUNNING_STATISTICS = "a norm that may keep running statistics, and takes them and its weights in the same places"
     MAKES_MASK = "attention masks are made of it: it gives the same for the same arguments, and nothing else happens"

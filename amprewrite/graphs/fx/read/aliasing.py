@@ -42,7 +42,7 @@ from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
 """Where capture finds the Python code that it runs in place of torch's."""
-_CHOOSE = ops_with(Trait.CHOOSES)
+_CHOOSE, _HIDE = ops_with(Trait.CHOOSES), ops_with(Trait.HIDES_WRITES)
 
 
 class _Union:
@@ -67,6 +67,8 @@ class Ties:
     group: dict[torch.fx.Node, torch.fx.Node]
     writes_state: set[torch.fx.Node]
     size: Counter[torch.fx.Node]
+    kept: set[torch.fx.Node]
+    """Readers of what is written later, unnoticed by autograd: their backward reads what was written, which a copy would not have."""
 
 
 def note_memory(graph: torch.fx.Graph) -> None:
@@ -212,14 +214,32 @@ def _lies_in(fact: Fact) -> set[int]:
     return memory_of(fact.writes[0] if example_value(fact.node) is None and fact.writes else fact.node)
 
 
-def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Which nodes share memory that is written in place, and a function that counts the writes to a value before a reader."""
+def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
+    """Memory that is written through `.data`, and the position of the last such write."""
+    aside: set[torch.fx.Node] = set()
+    last: dict[int, int] = {}
+    for node, fact in facts.items():
+        own = _lies_in(fact)
+        if fact.op in _HIDE or any(operand in aside and not own.isdisjoint(memory_of(operand)) for operand in node.all_input_nodes):
+            aside.add(node)
+        for target in fact.writes:
+            if target in aside:
+                last |= dict.fromkeys(memory_of(target), fact.position)
+    return last
+
+
+def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
+    """Which nodes share memory that is written in place, and a function that counts the writes to a value before a reader.
+
+    In training a reader whose backward may read what a write through `.data` leaves is tied to what it reads.
+    """
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():
         for target in fact.writes:
             for storage in memory_of(target):
                 writes[storage].append(fact.position)
-    union, state = _Union(), set()
+    hidden = _hidden_writes(facts) if training and writes else {}
+    union, state, kept = _Union(), set(), set()
     first: dict[int, torch.fx.Node] = {}
     for node, fact in facts.items():
         if fact.dtype != "fp32" or fact.role == "output":
@@ -232,6 +252,12 @@ def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.N
         for storage in _memory(fact) if writes else ():
             if fact.position <= max(writes.get(storage, (-1,))):  # made after the last write: nothing is shared any more
                 union.join(node, first.setdefault(storage, node))
+        for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():
+            given = _lies_in(facts[operand])
+            written_later = any(fact.position < hidden.get(storage, -1) for storage in given)
+            if written_later and facts[operand].dtype == "fp32" and given.isdisjoint(_lies_in(fact)):
+                union.join(node, operand)
+                kept.add(node)
     for node, fact in facts.items():
         if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _lies_in(fact)):
             state.add(union.find(node))
@@ -244,4 +270,4 @@ def memory(facts: dict[torch.fx.Node, Fact]) -> tuple[Ties, Callable[[torch.fx.N
             return 0
         return sum(position < reader.position for storage in _memory(facts[value]) for position in writes.get(storage, ()))
 
-    return Ties(group, state, Counter(group.values())), write_version
+    return Ties(group, state, Counter(group.values()), kept), write_version

@@ -38,18 +38,26 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
                 yield node, str(held.target)
 
 
-def kept_high(node: torch.fx.Node, name: str) -> Reason | None:
-    """Why the body `name` of `node` stays high in a graph with loss scaling; None if it need not.
+def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
+    """Why the body `name` of `node` stays high in training in a format of narrow range, or with loss scaling; None if it need not.
 
-    No sample run shows what a backward that the user wrote reaches. What is around one in a body, such as that of a condition, has a
-    backward that nothing scales. Nothing is differentiated in the forward of an autograd Function.
+    No sample run shows what a backward that the user wrote reaches. With loss scaling, what is around one in a body, such as that of
+    a condition, has a backward that nothing scales. Nothing is differentiated in the forward of an autograd Function.
     """
-    function = "autograd_function" in str(node.target)
-    if function and _graphs(node) and name == str(_graphs(node)[0].target):
+    if _of_function(node) and _is_forward(node, name):
         return None
-    if has_own_backward(node):
+    if scaled and has_own_backward(node):
         return Reason.UNSCALED
-    return Reason.UNSEEN if function else None
+    return Reason.UNSEEN if _of_function(node) else None
+
+
+def _of_function(node: torch.fx.Node) -> bool:
+    return "autograd_function" in str(node.target)
+
+
+def _is_forward(node: torch.fx.Node, name: str) -> bool:
+    """Whether the body `name` of an autograd Function is its forward, which stands first."""
+    return bool(_graphs(node)) and name == str(_graphs(node)[0].target)
 
 
 def has_own_backward(node: torch.fx.Node) -> bool:
@@ -113,12 +121,18 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
     return Trait.LINEAR_IN_FIRST in row.traits and bool(node.args) and node.args[0] in scaled
 
 
-def leads_nowhere(node: torch.fx.Node, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
+def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """The ops of `body` that lead to none of its results that the graph around `node` reads, nor to what a loop carries on.
 
-    Autograd gives such a result a gradient of zeros. If a value there is infinite, gradients of what it is made of are NaN.
+    `name` is the attribute that holds the body. Autograd gives such a result a gradient of zeros. If a value there is infinite,
+    gradients of what it is made of are NaN. The forward of an autograd Function gives its results and what it saves, which nobody but
+    its backward reads.
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
+    if _of_function(node) and isinstance(given, tuple | list):
+        if not _is_forward(node, name):
+            return set()
+        given = given[0] if isinstance(given[0], tuple | list) else given[:1]
     readers = [user for user in node.users if user.users or user.op == "output"]
     if not isinstance(given, tuple | list) or any(user.target is not operator.getitem for user in readers):
         return set()

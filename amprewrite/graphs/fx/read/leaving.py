@@ -46,10 +46,11 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor
-from amprewrite.tables.ops.op_lists import find_op, op_name
+from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 Node = torch.fx.Node
+_STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without_grad: set[Node] | None) -> torch.fx.GraphModule:
@@ -176,7 +177,7 @@ def _before_hooks(node: Node) -> Node:
 
 def _takes_gradient(reader: Node) -> bool:
     """Whether a gradient may come from `reader`: not from indices, comparisons and sizes."""
-    if op_name(reader.target) == "detach":
+    if op_name(reader.target) in _STOP:
         return False
     if any(differentiable(t) for t in tensors(example_value(reader))):
         return True

@@ -73,7 +73,7 @@ def read_graph(
     note_autocast(facts)
     for node in transformed_nodes(module.graph):
         facts[node].transformed = True
-    ties, write_versions = memory(facts)
+    ties, write_versions = memory(facts, training)
     name_all(facts, entry, names)
     no_grad = without_grad(module.graph, grad) if training else set()
     for node in idle_where_alike(facts, low.name) if lists.rule == "cost" else ():
@@ -229,7 +229,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
     if fact.row is None or kind is None:
         return Colour.HIGH, Reason.UNLISTED, fact.op
     if fact.node in ties.group and ties.group[fact.node] in ties.writes_state:
-        return Colour.HIGH, Reason.WRITES_STATE, ""
+        return Colour.HIGH, Reason.KEPT if fact.node in ties.kept else Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
     if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # that is reason enough

@@ -50,7 +50,7 @@ RULES: dict[str, Callable[[View], Rule]] = {
     **_rows(clamp, "clamp"),
     **_rows(power, "pow"),
     **_rows(where, "where", "masked_fill"),
-    **_rows(like, "cast", "contiguous", "clone", "detach", "alias", "to", "type", "type_as", *CONVERSIONS),
+    **_rows(like, "cast", "contiguous", "clone", "detach", "_get_data_attr", "alias", "to", "type", "type_as", *CONVERSIONS),
     **_rows(reshape, "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
     **_rows(permuted, "permute", "transpose", "t"),
     **_rows(expand, "expand", "broadcast_to"),

@@ -73,7 +73,7 @@ ROWS = (
         "unbind_copy",
         view=True,
     ),
-    *rows(CLEAR, "moves or copies numbers, rounds none", "getitem", "detach", view=True),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "getitem", "detach", "_get_data_attr", view=True),
     *rows(
         CLEAR,
         "moves or copies numbers, rounds none",
