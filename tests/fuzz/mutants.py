@@ -133,7 +133,7 @@ MUTANTS = (
          ("amprewrite/runtime/captured/overflow_retry.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
     ),
     Mutant(
-        "hooks-called-twice", "a first call that overflows runs a graph with torch.autograd.grad twice", ("programs",), ("autograd.grad", "1e6", "'fp16'"),
+        "hooks-called-twice", "a first call that overflows runs a graph with torch.autograd.grad twice", ("programs",), ("large_grad", "traced=True", "'fp16'"),
         (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or _inside_checkpoint():\n", "        if self.unseen or _inside_checkpoint():\n"),),
     ),
     Mutant(
@@ -174,7 +174,7 @@ MUTANTS = (
         (("amprewrite/runtime/captured/overflow_retry.py", "        for each in captured.with_parts():\n", "        for each in (captured, *captured.parts.values()):\n"),),
     ),
     Mutant(
-        "reentrant-on-the-past", "a reentrant checkpoint recomputes on graphs that were there before an overflow", ("programs",), ('checkpoint', 'use_reentrant=True', "'fp16'"),
+        "reentrant-on-the-past", "a reentrant checkpoint recomputes on graphs that were there before an overflow", ("programs",), ('use_reentrant=True) * 1e6, use_reentrant=True)', "'fp16'", 'granularity'),
         (("amprewrite/runtime/captured/past.py", " or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:", ":"),
          ("amprewrite/runtime/captured/past.py", "        if node is None or isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]\n", "        if node is None:\n")),
     ),

@@ -41,6 +41,8 @@ WHOLLY_LOW = ("o2", "o3")
 
 OVERFLOW_TOLD = ("overflowed in fp16", "gives NaN or infinities in fp16")
 """What the library says of a first call that it could not save."""
+WRITES = ("inplace", "large_inplace", "out", "data", "buffer")
+"""Statements that may write what outlives a call."""
 
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
 """A clear error in place of gradients that leave out a checkpoint's own weight: torch.compile takes it in, silently."""
@@ -70,7 +72,7 @@ def _checked(program: Program) -> Problem | None:
             if exact
             else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low), scale=whole))
         )
-        bounds = [rounded if dict(program.options).get("lists") in WHOLLY_LOW else None, _scaled(program, want)]
+        bounds = [_spread(rounded) if dict(program.options).get("lists") in WHOLLY_LOW else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:
         with _quiet():
@@ -80,7 +82,7 @@ def _checked(program: Program) -> Problem | None:
 
     def judged(got: Record) -> Problem | None:
         found = compare(want, got, autocast, rounded, exact, program.dtype, bounds, draws)
-        return found if found is not None and found.kind != "rounding" else _overflow_untold(want, got, program.dtype) or found
+        return found if found is not None and found.kind != "rounding" else _overflow_untold(want, got, program) or found
 
     got = None
     try:
@@ -100,16 +102,30 @@ def _checked(program: Program) -> Problem | None:
     return _further(program, amp, got, rounded, exact)
 
 
-def _overflow_untold(want: Record, got: Record, low: str) -> Problem | None:
-    """A result of a first call in fp16 that is not finite, unlike in fp32, is told; what autocast gives excuses nothing."""
-    if low != "fp16" or any(each in warning for warning in got.warnings for each in OVERFLOW_TOLD):
+def _overflow_untold(want: Record, got: Record, program: Program) -> Problem | None:
+    """Results of a first call in fp16 are finite where fp32's are; what autocast gives excuses nothing.
+
+    A call that wrote to its inputs cannot run again in fp32: there it is enough that the overflow is told.
+    """
+    told = any(each in warning for warning in got.warnings for each in OVERFLOW_TOLD)
+    if program.dtype != "fp16" or (told and any(each.tag in WRITES for each in program.body)):
         return None
     for name, value in want.values.items():
         if " result " in name and value.is_floating_point() and bool((value.isfinite() & ~got.values[name].isfinite()).any()):
-            return Problem(
-                "not finite", "result of a first call", f"{name}: {value.flatten()[:5].tolist()} in fp32, not finite here, untold"
-            )
+            said = f"{name}: {value.flatten()[:5].tolist()} in fp32, not finite here, {'' if told else 'un'}told"
+            return Problem("not finite", "result of a first call", said)
     return None
+
+
+def _spread(rounded: Record | None) -> Record | None:
+    """The rounded run as a bound: where one gradient of a call is not finite, any may be, as it hangs on what a ReLU lets through."""
+    if rounded is None:
+        return None
+    found = Record(dict(rounded.values))
+    gradients = [name for name in rounded.values if " gradient" in name]
+    for call in {name.partition(" ")[0] for name in gradients if not rounded.values[name].isfinite().all()}:
+        found.values |= {name: rounded.values[name] * torch.inf for name in gradients if name.partition(" ")[0] == call}
+    return found
 
 
 def _scaled(program: Program, want: Record) -> Record | None:
@@ -187,7 +203,7 @@ def _further(program: Program, amp: nn.Module, got: Record, rounded: Record | No
             return problem
     calls_are_pure = not any(each.tag in ("buffer", "counter", "set_attribute") for each in program.body)
     if "export" in program.checks and calls_are_pure and any("result 0" in name for name in got.values):
-        return _exported(program, amp, rounded, exact)
+        return _exported(program, amp, got, rounded, exact)
     if "verify" in program.checks and calls_are_pure and without_gradients:
         with _quiet(), torch.set_grad_enabled(_runs(program, "grad")):  # torch.cond refuses some bodies only with gradients
             try:
@@ -205,12 +221,17 @@ def _runs(program: Program, how: str) -> bool:
     return _tried(lambda: run(replace(program, calls=(how,)), initialised(program))) is not None
 
 
-def _exported(program: Program, amp: nn.Module, rounded: Record | None, exact: bool) -> Problem | None:
+def _exported(program: Program, amp: nn.Module, got: Record, rounded: Record | None, exact: bool) -> Problem | None:
     """An exported program gives what the rewritten model gives where that is finite.
 
     Nobody sees values when it is exported: results of ops that the low format does not hold are no fault of it, weights are.
     """
-    fits = rounded is not None and all(value.isfinite().all() for name, value in rounded.values.items() if " result " in name)
+    fits = rounded is not None and all(
+        value.isfinite().all() and value.shape == got.values[name].shape for name, value in rounded.values.items() if " result " in name
+    )
+    if program.huge and program.seed % 2:  # one that was never called has seen its weights, and no values
+        with _quiet():
+            amp = amprewrite.rewrite(initialised(program), **dict(program.options))
     with _quiet(), torch.no_grad():
         try:
             exported = amp.export_program(tuple(each.detach() for each in batch(program))).module()
@@ -251,8 +272,11 @@ def run(
         inputs = batch(program, wide=how == "wide")
         inputs = [each + 0 if each.requires_grad and how != "no_grad" else each for each in inputs]
         leaves = [each for each in inputs if each.requires_grad and not each.is_leaf]
+        hooked: list[torch.Tensor] = []
         for each in leaves:
             each.retain_grad()
+            if program.seed % 4 == 0:
+                each.register_hook(hooked.append)
         model.train(how != "eval")
         if how == "load":
             load_unfit(model, large=program.seed % 3 > 0)
@@ -278,6 +302,7 @@ def run(
             record.keep(f"{index} input {place}", each)
             record.keep(f"{index} gradient input{place}", _unscaled(each.grad, scale) if each.requires_grad else None)
         record.facts[f"{index} attribute count"] = model.count
+        record.facts[f"{index} hooks called"] = len(hooked)
     return record
 
 
