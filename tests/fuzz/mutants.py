@@ -149,6 +149,14 @@ MUTANTS = (
         (("amprewrite/runtime/captured/overflow_retry.py", "        self.unseen = may_overflow_unseen(captured, plan)\n", "        self.unseen = False\n"),),
     ),
     Mutant(
+        "overflow-refused", "an op that refuses an overflowed value ends the call", ("programs",), ("bce", "large", "'fp16'"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "_REFUSALS = (RuntimeError, ValueError, IndexError)\n", "_REFUSALS: tuple[type[Exception], ...] = ()\n"),),
+    ),
+    Mutant(
+        "hidden-data-write", "a backward reads a copy of what is written through .data later", ("programs",), ("'data'",),
+        (("amprewrite/graphs/fx/read/aliasing.py", "    hidden = _hidden_writes(facts) if training and writes else {}\n", "    hidden: dict[int, int] = {}\n"),),
+    ),
+    Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
         (("passes/driver.py", "    if not apart and not _written_outside(captured, _results_of(captured, node)):\n", "    if not apart:\n"),
          ("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves")),

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from onnx import TensorProto, helper
 from torch import Tensor, nn
+from torch._higher_order_ops import map as map_op
 from torch._higher_order_ops import scan, while_loop
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -297,6 +299,29 @@ def _() -> bool:
 def _() -> bool:
     plain, amp = pair(lambda self, x: self.a(x * 2.0**17).nan_to_num() * 2.0**-17, dtype="fp16")
     return near(amp(batch()).detach(), plain(batch()).detach())
+
+
+@proof("overflow-refused")
+def _() -> bool:
+    def loss(self: Any, x: Tensor) -> Tensor:
+        chance = map_op(lambda row: F.linear(row * 2.0**17, self.a.weight) * 2.0**-17, x).sigmoid()
+        return F.binary_cross_entropy(chance, torch.ones_like(chance))
+
+    plain, amp = pair(loss, dtype="fp16")
+    try:
+        return near(amp(batch()).detach(), plain(batch()).detach())
+    except RuntimeError:
+        return False
+
+
+@proof("hidden-data-write")
+def _() -> bool:
+    def written(self: Any, x: Tensor) -> Tensor:
+        result: Tensor = x @ self.b.weight
+        x.data.mul_(2)
+        return result
+
+    return gradients_agree(written, lambda y: y.sum())
 
 
 @proof("checkpoint-result-written")

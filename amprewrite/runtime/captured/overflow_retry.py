@@ -6,6 +6,9 @@
    the model means it.
 4. Else the ranges seen are a calibration: undo what the call wrote, decide with them, and run again. The plan says so.
 
+A graph that raises in such a call is treated alike if fp32 does not raise: an op refuses what overflowed, as `binary_cross_entropy`
+refuses NaN.
+
 Some graphs may overflow without a trace in their results (`unseen_overflow`): those are watched in fp32 in any case.
 
 These further runs need no gradients, unless the graph takes gradients itself: then its inputs want theirs, as in the call.
@@ -39,6 +42,9 @@ from amprewrite.ir.problem import Problem
 
 CALLS = 3
 """In how many calls of the model its graphs are looked at: the first may be a warm-up on made-up inputs, and load weights later."""
+
+_REFUSALS = (RuntimeError, ValueError, IndexError)
+"""What ops raise that refuse a value."""
 
 
 def worth_watching(problem: Problem) -> bool:
@@ -79,15 +85,25 @@ class OverflowRetry:
         if self.differentiates or self.unseen or _inside_checkpoint():
             broken = self._look_ahead(run, before, inputs)
             return self._looked_at(run(inputs), inputs, broken)
-        result = run(inputs)
-        if before.all_finite(result, inputs):
+        result = error = watched = None
+        try:
+            result = run(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except _REFUSALS as raised:
+            error, watched = raised, self._watched_after_error(before)
+            if watched is None:
+                raise
+        if error is None and before.all_finite(result, inputs):
             return result
-        watched = self._watched(before)
-        if not watched.broken(result, inputs):
+        watched = watched or self._watched(before)
+        if error is None and not watched.broken(result, inputs):
             return result
         if not before.can_undo(inputs):
             self._decide_anew(watched, inputs)
             self.warn(f"{self._place} overflowed in {self._low} in this call; the next one runs on a plan that knows its ranges")
+            if error is not None:
+                raise error
             return result
         before.undo(inputs)
         self._decide_anew(watched, inputs)
@@ -105,16 +121,28 @@ class OverflowRetry:
 
     def _look_ahead(self, run: Callable[[tuple[Any, ...]], Any], before: _Before, inputs: tuple[Any, ...]) -> _Watched | None:
         """Look at a run of its own, and decide before the real one. Give what fp32 gives, None if the graph stays as it is."""
-        with self._aside():
-            copies = before.copies()
-            result = run(copies)
-            finite = before.all_finite(result, copies)
-        watched = self._watched(before) if self.unseen or not finite else None
+        try:
+            with self._aside():
+                copies = before.copies()
+                result = run(copies)
+                finite = before.all_finite(result, copies)
+        except _REFUSALS:
+            watched, broken = self._watched_after_error(before), True
+        else:
+            watched = self._watched(before) if self.unseen or not finite else None
+            broken = watched is not None and (watched.broken(result, copies) or self._beyond(watched))
         before.undo(inputs)
-        if watched is None or not (watched.broken(result, copies) or self._beyond(watched)):
+        if watched is None or not broken:
             return None
         self._decide_anew(watched, inputs)
         return watched
+
+    def _watched_after_error(self, before: _Before) -> _Watched | None:
+        """The run in fp32 after one in the low format raised; None if fp32 raises, too."""
+        try:
+            return self._watched(before)
+        except _REFUSALS:
+            return None
 
     def _watched(self, before: _Before) -> _Watched:
         """What the captured graph gives in fp32, and the ranges of its values."""

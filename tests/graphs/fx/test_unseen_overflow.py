@@ -121,3 +121,39 @@ def test_bf16_is_not_watched(monkeypatch):
     amp = amprewrite.rewrite(net(HIDING["nan_to_num"]), dtype="bf16")
     assert amp(torch.randn(4, 8)).isfinite().all()
     assert isinstance(amp._amprewrite_session, Session)
+
+
+def chances(model, x):
+    return torch.sigmoid(torch._higher_order_ops.map(lambda row: large(model, row) / LARGE, x))
+
+
+REFUSING = {
+    "binary_cross_entropy": lambda model, x: torch.nn.functional.binary_cross_entropy(chances(model, x), torch.ones_like(x)),
+    "multinomial": lambda model, x: torch.multinomial(torch.softmax(large(model, x) - large(model, x).amax(-1, True), -1), 1) * x,
+    "a function that hides, too": lambda model, x: torch.nn.functional.binary_cross_entropy(chances(model, x), x.isfinite().float()),
+}
+"""Ops that raise for a value that is not finite."""
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("how", REFUSING)
+def test_an_op_that_refuses_what_overflowed_ends_no_call(how, grad):
+    model, x = net(REFUSING[how]), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    amp = amprewrite.rewrite(net(REFUSING[how]), dtype="fp16")
+    found = []
+    for each in (model, amp):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(grad):
+            found.append(each(x))
+    torch.testing.assert_close(found[1], found[0], rtol=5e-3, atol=0)
+
+
+def test_what_fp32_refuses_is_refused_as_it_is_there():
+    def shifted(model, x):
+        return torch.nn.functional.binary_cross_entropy(torch.sigmoid(model.linear(x)) + x[0, 0], torch.ones_like(x))
+
+    amp = amprewrite.rewrite(net(shifted), dtype="fp16")
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        amp(torch.ones(4, 8))
+    assert amp(torch.zeros(4, 8)).isfinite()
+    assert "decided anew" not in str(amp.plan)
