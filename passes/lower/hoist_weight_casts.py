@@ -64,6 +64,7 @@ def hoist_weight_casts(
     last = inputs[-1] if inputs else None
     changing = written_storages(module)
     made: dict[Hoisted, torch.fx.Node] = {}
+    names = {node.target for node in inputs}
     for node in list(graph.nodes):
         source = _cast_weight(node, training)
         if source is None or not chosen(inputs.index(source)) or not changing.isdisjoint(memory_of(source)) or _goes_elsewhere(source):
@@ -75,7 +76,9 @@ def hoist_weight_casts(
             graph.erase_node(node)
             continue
         with graph.inserting_after(last):
-            last = graph.placeholder(f"{source.name}_{node.meta.get(CAST, 'unscaled')}")
+            name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
+            last = graph.placeholder(name if name not in names else f"{name}_{len(hoisted)}")  # a weight padded in two ways has two copies
+        names.add(last.target)
         last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
         hoisted.append(cast)
         made[cast] = last

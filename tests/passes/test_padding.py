@@ -521,6 +521,18 @@ def test_no_pad_is_shared_with_code_that_runs_without_gradients() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-2, atol=2e-2)
 
 
+def test_a_weight_that_one_op_reads_padded_and_another_as_it_is_has_two_copies() -> None:
+    class Twice(Still):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.tensordot(x, self.linear.weight, 1))  # type: ignore[no-any-return]
+
+    model, amp = Twice(), amprewrite.rewrite(Twice(), dtype="bf16", pad="always")
+    for each in (model, amp):
+        each(noise(3, 5)).sum().backward()
+    assert pads_of(amp).copies
+    torch.testing.assert_close(amp.linear.weight.grad, model.linear.weight.grad, rtol=2e-2, atol=5e-2)
+
+
 def test_no_pad_is_shared_across_a_write() -> None:
     class Written(Still):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

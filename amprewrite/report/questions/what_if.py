@@ -206,7 +206,7 @@ _CONDITIONS = {
     Reason.INSIDE_AUTOCAST: "without the torch.autocast region around it",
     Reason.OPAQUE: "without the inner graph around it ({detail})",
     Reason.TRANSFORMED: "without the torch.func transform around it",
-    Reason.UNSCALED: "in bf16, or with loss_scale=None; code of the user ({detail}) sees its gradients unscaled",
+    Reason.UNSCALED: "in bf16; code of the user ({detail}) sees its gradients unscaled",
     Reason.UNSEEN: "in bf16; or if {detail} computed in half precision itself",
     Reason.UNREAD: "in bf16, or in inference; or if what {detail} gives there were read",
     Reason.BODY: "with another plan for the graph {detail}",
