@@ -123,6 +123,22 @@ def test_bf16_is_not_watched(monkeypatch):
     assert isinstance(amp._amprewrite_session, Session)
 
 
+@pytest.mark.parametrize("lists", ["default", "o2", "o3"])
+def test_a_low_copy_overflows_though_what_low_ops_give_does_not(lists):
+    """The norm is of a view of a weight beyond fp16: infinite, so that all that is divided by it was zero."""
+
+    def model():
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        with torch.no_grad():
+            layer.weight[0, 0] = 7e4
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(layer)).eval()
+
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    got = amprewrite.rewrite(model(), dtype="fp16", lists=lists)(x)
+    torch.testing.assert_close(got, model()(x), rtol=5e-3, atol=5e-3)
+
+
 def chances(model, x):
     return torch.sigmoid(torch._higher_order_ops.map(lambda row: large(model, row) / LARGE, x))
 

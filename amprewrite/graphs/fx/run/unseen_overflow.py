@@ -23,7 +23,7 @@ _DIVIDES, _RAISES = ops_with(Trait.DIVIDES), ops_with(Trait.RAISES)
 
 def may_overflow_unseen(captured: Captured, plan: RegionPlan) -> bool:
     """Whether something that `plan` runs low, in the graph or in the body of a checkpoint, could overflow while all results stay finite."""
-    return any(_unseen(each, low) for each, low in _low_values(captured, plan))
+    return any(_unseen(each, _made_low(planned)) for each, planned in _planned(captured, plan))
 
 
 def exchanges_infinities(captured: Captured) -> bool:
@@ -32,23 +32,29 @@ def exchanges_infinities(captured: Captured) -> bool:
 
 
 def beyond_range(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> bool:
-    """Whether a value that `plan` runs low was seen beyond the range of its format; `seen` are ranges in fp32, by fingerprint."""
-    most = captured.problem.policy.low.max
-    for each, low in _low_values(captured, plan):
+    """Whether a value that `plan` makes or copies low was seen beyond that format's range; `seen` are ranges in fp32, by fingerprint."""
+    low = captured.problem.policy.low
+    for each, planned in _planned(captured, plan):
+        names = _made_low(planned) | {cast.value for cast in planned.casts if cast.to == low.name and not cast.saturate}
         ranges = seen.get(fingerprint(each.problem.graph))
-        if ranges is not None and any(value.amax > most for name, value in ranges.values.items() if name in low):
+        if ranges is not None and any(value.amax > low.max for name, value in ranges.values.items() if name in names):
             return True
     return False
 
 
-def _low_values(captured: Captured, plan: RegionPlan) -> list[tuple[Captured, set[str]]]:
-    """This graph and the bodies of its checkpoints, each with the ops that `plan` runs low."""
+def _planned(captured: Captured, plan: RegionPlan) -> list[tuple[Captured, RegionPlan]]:
+    """This graph and the bodies of its checkpoints, each with its plan."""
     plans = {each.name: each for each in plan.bodies}
-    found = [(captured, {node.name for node in plan.nodes if node.colour is Colour.LOW and node.role == "op"})]
+    found = [(captured, plan)]
     for part in captured.parts.values():
         if part.problem.name in plans:
-            found += _low_values(part, plans[part.problem.name])
+            found += _planned(part, plans[part.problem.name])
     return found
+
+
+def _made_low(plan: RegionPlan) -> set[str]:
+    """The ops that `plan` runs low."""
+    return {node.name for node in plan.nodes if node.colour is Colour.LOW and node.role == "op"}
 
 
 def _unseen(captured: Captured, low: set[str]) -> bool:
