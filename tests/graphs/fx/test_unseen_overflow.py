@@ -129,10 +129,10 @@ def test_a_low_copy_overflows_though_what_low_ops_give_does_not(lists):
 
     def model():
         torch.manual_seed(0)
-        layer = nn.Linear(4, 4)
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
         with torch.no_grad():
-            layer.weight[0, 0] = 7e4
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(layer)).eval()
+            layer.parametrizations.weight.original[0, 0] = 7e4  # its vectors are older, so that the products with them are small
+        return nn.Sequential(layer).eval()
 
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     got = amprewrite.rewrite(model(), dtype="fp16", lists=lists)(x)
