@@ -191,25 +191,25 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
         reason = kept_high(node, name, scaled) if scaled or narrow else None
         if reason is not None:
             _leave_high(part, reason, op_name(node.target))
-        why = captured.left_bodies.get(name, captured.left_bodies.get("", KEPT.get(op_name(node.target), "")))
-        if not why and part.problem.policy.low.narrow and part.problem.kept_high is None and exchanges_infinities(part):
-            why = "an op in there gives something finite for an infinity, so that an overflow would not show"
-        if not why:
+        left = captured.left_bodies.get(name, captured.left_bodies.get("", (Reason.OPAQUE, KEPT.get(op_name(node.target), ""))))
+        if not left[1] and part.problem.policy.low.narrow and part.problem.kept_high is None and exchanges_infinities(part):
+            left = Reason.OPAQUE, "an op in there gives something finite for an infinity, so that an overflow would not show"
+        if not left[1]:
             if captured.match_given is not None:
                 part.know(given=captured.match_given(part.problem))
             bodies[name] = rewrite_graph(part)
         elif any(vertex.flops for vertex in part.problem.graph):
-            captured.left_bodies[name] = why
-            bodies[name] = getattr(captured.module, name), _all_high(part.problem, why)
+            captured.left_bodies[name] = left
+            bodies[name] = getattr(captured.module, name), _all_high(part.problem, *left)
     return bodies
 
 
-def _all_high(problem: Problem, why: str) -> RegionPlan:
-    """The plan of a graph that stays as it is."""
+def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
+    """The plan of a graph that stays as it is. What was seen in a call binds other graphs; what shows in the graph they see themselves."""
     decisions = Decisions()
     for node in problem.graph:
         colour = Colour.HIGH if node.carries_fp32 and node.role != "output" else Colour.PLAIN
-        decisions.paint(node.name, colour, Reason.OPAQUE if colour is Colour.HIGH else Reason.NO_FLOAT, detail=why)
+        decisions.paint(node.name, colour, reason if colour is Colour.HIGH else Reason.NO_FLOAT, detail=why)
     decisions.note(f"{LEFT}{why}")
     return decisions.freeze(problem)
 
@@ -219,7 +219,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
-        captured.left_bodies[name] = f"{failed} refused it rewritten: {refusal.why}"
+        captured.left_bodies[name] = Reason.OPAQUE, f"{failed} refused it rewritten: {refusal.why}"
     return bool(found)
 
 

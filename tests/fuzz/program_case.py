@@ -82,7 +82,7 @@ def _checked(program: Program) -> Problem | None:
 
     def judged(got: Record) -> Problem | None:
         found = compare(want, got, autocast, rounded, exact, program.dtype, bounds, draws)
-        return found if found is not None and found.kind != "rounding" else _overflow_untold(want, got, program) or found
+        return found if found is not None and found.kind != "rounding" else _overflow_untold(want, got, autocast, program) or found
 
     got = None
     try:
@@ -102,15 +102,20 @@ def _checked(program: Program) -> Problem | None:
     return _further(program, amp, got, rounded, exact)
 
 
-def _overflow_untold(want: Record, got: Record, program: Program) -> Problem | None:
-    """Results of a first call in fp16 are finite where fp32's are; what autocast gives excuses nothing.
+def _overflow_untold(want: Record, got: Record, autocast: Record | None, program: Program) -> Problem | None:
+    """Results of a first call in fp16 are finite where fp32's are; what autocast gives excuses only gradients taken inside.
 
-    A call that wrote to its inputs cannot run again in fp32: there it is enough that the overflow is told.
+    It is enough that the overflow is told of a call that wrote to its inputs, as it cannot run again in fp32, and of lists that put all
+    low, as what they round to a pole is in range before.
     """
     told = any(each in warning for warning in got.warnings for each in OVERFLOW_TOLD)
-    if program.dtype != "fp16" or (told and any(each.tag in WRITES for each in program.body)):
+    may_stay = any(each.tag in WRITES for each in program.body) or dict(program.options).get("lists") in WHOLLY_LOW
+    if program.dtype != "fp16" or (told and may_stay):
         return None
     for name, value in want.values.items():
+        beside = autocast.values.get(name) if autocast is not None and "autograd.grad(" in program.source() else None
+        if beside is not None and beside.shape == value.shape and not bool(beside.isfinite().all()):
+            continue
         if " result " in name and value.is_floating_point() and bool((value.isfinite() & ~got.values[name].isfinite()).any()):
             said = f"{name}: {value.flatten()[:5].tolist()} in fp32, not finite here, {'' if told else 'un'}told"
             return Problem("not finite", "result of a first call", said)

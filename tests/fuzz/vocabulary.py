@@ -245,10 +245,10 @@ MODULES = (
 PAIRED_MODULES = (
     ("{v} = {m}({x})[0]", "nn.GRU({L}, 4, batch_first=True)"), ("{v} = {m}({x})[0]", "nn.LSTM({L}, 4)"), ("{v} = {m}({x})[0]", "nn.RNN({L}, 4)"), ("{v} = {m}({x})", "nn.GRUCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u} + 0", "nn.LSTMCell({L}, 4)"),
     ("{v} = {m}({x}, {x})[0]", "nn.MultiheadAttention({L}, 1, batch_first=True)"), ("{v} = {m}({x}, {x}, {x}, need_weights=False)[0]", "nn.MultiheadAttention({L}, 1 + ({L} % 2 == 0), batch_first=True)"), ("{v} = {m}({x}, {s})", "nn.Bilinear({L}, {L}, 4)"),
-    ("{v} = {m}({x}.argmax(-1))", "nn.Embedding(8, 4)"), ("{v} = {m}({x})", "nn.RNNCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u}[0]", "nn.LSTM({L}, 4, batch_first=True)"), ("{v} = {m}({x}.argmax(-1))", "nn.EmbeddingBag(8, 4, mode='sum')"),
+    ("{v} = {m}({x}.argmax(-1))", "nn.Embedding(8, 4)"), ("{v} = {m}({x}) + 0", "nn.RNNCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u}[0]", "nn.LSTM({L}, 4, batch_first=True)"), ("{v} = {m}({x}.argmax(-1))", "nn.EmbeddingBag(8, 4, mode='sum')"),
 )  # fmt: skip
-"""Calls of modules, and the modules. The state of an LSTM cell is read once more: whether it lies on the way to the cell's output, so that
-`retain_grad` sees what comes by that, is its kernel's matter. A CPU's is made of ops, CUDA's is one."""
+"""Calls of modules, and the modules. What an LSTM or RNN cell gives is read once more: whether its own backward reads the very tensor, so
+that `retain_grad` sees a gradient of the second order, is the kernel's matter. A CPU's is made of ops, CUDA's LSTM is one."""
 
 HELPERS = {
     "Square": '''

@@ -6,6 +6,7 @@ import pytest
 import torch
 from runtime_help import low
 from torch import nn
+from torch._higher_order_ops import scan
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -238,6 +239,28 @@ class Growing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(F.relu(self.first(x)) * 0.001)
+
+
+class GrowingInScan(Growing):
+    """Its products are in the body of a scan, whose values no sample run shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def step(carried: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return carried + row, F.linear(F.relu(F.linear(row, self.first.weight)) * 0.001, self.second.weight)
+
+        return scan(step, torch.zeros_like(x[0]), x)[1]
+
+
+@pytest.mark.parametrize("net", [Growing, GrowingInScan])
+def test_what_overflows_in_one_graph_is_high_in_exports_and_other_calls(net):
+    torch.manual_seed(0)
+    amp, large = low(net(), dtype="fp16"), 1e5 * torch.randn(4, 16)
+    expected = amp(large)
+    assert expected.isfinite().all()
+    exported = amp.export_program((torch.randn(4, 16),)).module()
+    with torch.no_grad():
+        for other in (amp, exported):  # PyTorch runs the body of a scan by other kernels where there are gradients
+            torch.testing.assert_close(other(large), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_overflows_in_one_graph_is_high_in_all():

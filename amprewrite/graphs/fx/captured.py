@@ -16,6 +16,7 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.vocabulary import Reason
 
 Hoisted = tuple[int, torch.dtype, Layout]
 """A low copy of a weight: the place of the weight among the inputs, the dtype of the copy, its padded layout."""
@@ -33,7 +34,7 @@ class Captured:
     """Finds the plan to follow for a graph inside this one."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The bodies of activation checkpoints, for a caller that runs them one by one."""
-    left_bodies: dict[str, str] = field(default_factory=dict)
+    left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
     """Graphs inside this one that stay as they are, and why; "": all of them."""
     by_autocast: Captured | None = None
     """The same graph read by torch.autocast's lists, for a comparison."""

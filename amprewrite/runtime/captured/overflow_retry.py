@@ -39,6 +39,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Reason
 
 CALLS = 3
 """In how many calls of the model its graphs are looked at: the first may be a warm-up on made-up inputs, and load weights later."""
@@ -126,6 +127,9 @@ class OverflowRetry:
                 copies = before.copies()
                 result = run(copies)
                 finite = before.all_finite(result, copies)
+        except torch.OutOfMemoryError:
+            before.undo(inputs)
+            raise
         except _REFUSALS:
             watched, broken = self._watched_after_error(before), True
         else:
@@ -141,6 +145,8 @@ class OverflowRetry:
         """The run in fp32 after one in the low format raised; None if fp32 raises, too."""
         try:
             return self._watched(before)
+        except torch.OutOfMemoryError:
+            raise
         except _REFUSALS:
             return None
 
@@ -171,7 +177,8 @@ class OverflowRetry:
         captured, calibration = self.captured, self.learn(tuple(watched.observer.regions.values()))
         for each in captured.with_parts():
             each.know(calibration=calibration)
-            each.left_bodies[""] = f"a first call overflowed in {self._low}, and the values in there are not observed"
+            unobserved = f"a first call overflowed in {self._low}, and the values in there are not observed"
+            each.left_bodies[""] = Reason.OUT_OF_RANGE, unobserved
         captured.note(f"a first call overflowed in {self._low} where fp32 does not: decided anew with the ranges seen in it")
         self.plan = self.again(inputs)
 
