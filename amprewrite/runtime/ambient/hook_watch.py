@@ -1,8 +1,12 @@
-"""Hooks on modules. Dynamo puts those of the parts into its graphs, but does not guard on them."""
+"""Hooks on modules. Dynamo puts those of the parts into its graphs, but does not guard on them.
+
+PyTorch numbers the hooks of modules and of tensors by one counter. Our own on tensors, some in every training forward, are counted
+apart: each would have the hooks of all modules looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +17,23 @@ from torch.utils.hooks import RemovableHandle
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+class _Own:
+    """How many numbers our own hooks took. Two threads may lose one: then there is a look too many, never one too few."""
+
+    taken = 0
+
+
+def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """`result.register_hook(hook)`, which no HookWatch takes for a hook that came."""
+    result.register_hook(hook)
+    _Own.taken += 1
+
+
 class HookWatch:
     """Tells, in no time if nothing happened, whether the hooks below a root have changed.
 
-    Every registration takes a number from one counter of PyTorch's, so only a new number, or fewer hooks in the places that
-    had any, is worth a look. The root's own hooks run outside the captured graphs and do not count.
+    Every registration takes a number from one counter of PyTorch's, so only a new number that is not our own, or fewer hooks in the
+    places that had any, is worth a look. The root's own hooks run outside the captured graphs and do not count.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -26,14 +42,14 @@ class HookWatch:
 
     def changed(self) -> bool:
         """Whether a hook came or went since the last time this was asked."""
-        if RemovableHandle.next_id == self._counter and [len(place) for place in self._places] == self._sizes:
+        if RemovableHandle.next_id - _Own.taken == self._counter and [len(place) for place in self._places] == self._sizes:
             return False
         before = self._mark
         self._look()
         return self._mark != before
 
     def _look(self) -> None:
-        self._counter = RemovableHandle.next_id
+        self._counter = RemovableHandle.next_id - _Own.taken
         self._places = [place for place in _places(self.root) if place]
         self._sizes = [len(place) for place in self._places]
         self._mark = [key for place in self._places for key in place]

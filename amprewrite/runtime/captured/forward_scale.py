@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.runtime.ambient.hook_watch import hook_result
 
 Pair = tuple[Tensor, Tensor]
 
@@ -49,7 +50,7 @@ class ForwardScale:
         if self.apart:
             for result in results:
                 if isinstance(result, Tensor) and result.grad_fn is not None:
-                    result.register_hook(self._entered)
+                    hook_result(result, self._entered)
 
     @uncaptured
     def _entered(self, gradient: Tensor) -> None:

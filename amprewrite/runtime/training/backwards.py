@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_after_backward
 
 _ROUNDS = 3
@@ -54,7 +55,7 @@ class BackwardEnd:
         """Watch for backwards that enter one of these."""
         for result in results:
             if isinstance(result, Tensor) and result.grad_fn is not None:  # a hook on a leaf would outlive this forward
-                result.register_hook(self._entered)
+                hook_result(result, self._entered)
 
     @uncaptured
     def _entered(self, gradient: Tensor) -> None:
