@@ -149,7 +149,7 @@ MUTANTS = (
         (("amprewrite/runtime/captured/overflow_retry.py", "        self.unseen = may_overflow_unseen(captured, plan)\n", "        self.unseen = False\n"),),
     ),
     Mutant(
-        "overflow-refused", "an op that refuses an overflowed value ends the call", ("programs",), ("bce", "large", "'fp16'"),
+        "overflow-refused", "an op that refuses an overflowed value ends the call", ("programs",), ("large_refused", "'fp16'"),
         (("amprewrite/runtime/captured/overflow_retry.py", "_REFUSALS = (RuntimeError, ValueError, IndexError)\n", "_REFUSALS: tuple[type[Exception], ...] = ()\n"),),
     ),
     Mutant(

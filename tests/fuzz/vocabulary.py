@@ -224,6 +224,8 @@ RANGE = (
     ("large_unread", "{v}, _ = scan(lambda c, t: (c + t, F.linear((c + t) * 2.0**17, {lin}.weight) * 2.0**-17), torch.zeros_like({x}[0]), {x})", 1),
     ("large_unread", "{v}, _ = cond({x}.sum() > -99, lambda t: ({lin}(t), F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17), lambda t: ({lin}(t), {lin}(t)), ({x},))"),
     ("large_hidden", "{v} = torch.nan_to_num(F.linear({x} * 2.0**17, {lin}.weight)) * 2.0**-17", 1), ("large_hidden", "t{n} = F.linear({x} * 2.0**17, {lin}.weight)\n{v} = t{n}.where(t{n}.isfinite(), 0.0) * 2.0**-17", 1),
+    ("large_refused", "t{n} = torch.softmax({lin}({x} * 1e6) * 1e-6, -1)\n{v} = F.binary_cross_entropy(t{n} * 0.9 + 0.05, torch.zeros_like(t{n}))"),
+    ("large_refused", "{v} = {lin}({x}) * F.binary_cross_entropy({lin}({x} * 1e5).softmax(-1) * 0.5, {lin}({x}).detach() * 0 + 1)"),
     ("large_hidden", "{v} = checkpoint(lambda t: F.linear(t * 2.0**17, {lin}.weight).nan_to_num_() * 2.0**-17, {x}, use_reentrant=False)", 1), ("large_hidden", "{v} = {lin}({x}) * (1 + {lin}({x} * 1e6).abs()).rsqrt() * 1e3"),
     ("large_hidden", "{u}, {v} = scan(lambda c, t: (c + t, torch.nan_to_num(F.linear(t * 2.0**17, {lin}.weight)) * 2.0**-17), torch.zeros_like({x}[0]), {x})", 1), ("large_hidden", "{v} = {lin}({x}) / (1 + {lin}({x} * 1e6).abs()) * 1e6"),
     ("large_map", "{v} = hop_map(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17, {x})", 1), ("large_function", "{v} = Product.apply({x} * 2.0**17, {lin}.weight) * 2.0**-17", 1), ("large_function", "{v} = Wide.apply({x}, {lin}.weight)", 1),

@@ -145,13 +145,17 @@ class LossScale:
                 rows = (*_AFTER_GOOD, *_AFTER_OVERFLOW)
                 self._tables = tuple(torch.tensor(row, dtype=torch.int64, device=overflow.device) for row in rows)
             good_times, good_plus, bad_times, bad_plus = self._tables
-            if overflow.device.type == "cpu":
+            if self._on_host(overflow):
                 times, plus = (bad_times, bad_plus) if overflow.item() else (good_times, good_plus)
                 self._counters = torch.addcmul(plus, self._counters, times)
                 return
             good = torch.addcmul(good_plus, self._counters, good_times)
             bad = torch.addcmul(bad_plus, self._counters, bad_times)
             self._counters = torch.where(overflow, bad, good)
+
+    def _on_host(self, overflow: Tensor) -> bool:
+        """Whether this flag can be read without waiting: on a CPU, and no CUDA graph records the scale."""
+        return overflow.device.type == "cpu" and self._recorded is None
 
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
         """Replace the scale; never write to the old one, and clear the replicas with it."""
@@ -394,7 +398,7 @@ class DynamicLossScale(LossScale):
         On a CPU, where a read waits for nothing, by numbers: a dozen launches cost more than a small model's step.
         """
         state = scale, overflow, self._growth_tracker, self._left, self._searching
-        if any(each.device.type != "cpu" for each in state):
+        if not self._on_host(overflow):
             scale, tracker, left, searching = self._next(torch.where, *state)
             self._growth_tracker, self._left, self._searching = (each.to(torch.int32) for each in (tracker, left, searching))
             return scale
