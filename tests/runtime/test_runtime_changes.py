@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 import amprewrite
 from amprewrite import AmpRewriteWarning
+from amprewrite.runtime.ambient import hook_watch
 
 
 class Deep(nn.Module):
@@ -94,6 +95,28 @@ def test_backward_hooks_that_keep_a_layer_from_capture_are_said():
     assert ran_low(out, deep()(x)) and any(part.where == "head" for part in amp.plan.skipped)
     out.sum().backward()
     torch.testing.assert_close(amp.head.bias.grad, torch.full_like(amp.head.bias, 2.0 * len(x)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_steps_look_at_hooks_only_when_one_came(dtype, monkeypatch):
+    amp, looks, seen = low(deep(), dtype=dtype), [], []
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+
+    def step() -> None:
+        amp(data()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    places = hook_watch._places
+    monkeypatch.setattr(hook_watch, "_places", lambda root: looks.append(root) or places(root))
+    for _ in range(3):
+        step()
+    assert not looks
+    amp.body.register_forward_hook(lambda *_: seen.append(1))
+    step()
+    assert looks and seen == [1]
 
 
 @pytest.mark.parametrize("path", ["", "body", "body.1", "body.1.first", "head"])

@@ -6,6 +6,7 @@ apart: each would have the hooks of all modules looked at.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,15 +19,17 @@ _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _Own:
-    """How many numbers our own hooks took. Two threads may lose one: then there is a look too many, never one too few."""
+    """How many numbers our own hooks took. The lock is held from a number's being taken to its being counted."""
 
     taken = 0
+    lock = threading.RLock()
 
 
 def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """`result.register_hook(hook)`, which no HookWatch takes for a hook that came."""
-    result.register_hook(hook)
-    _Own.taken += 1
+    with _Own.lock:
+        result.register_hook(hook)
+        _Own.taken += 1
 
 
 class HookWatch:
@@ -49,7 +52,8 @@ class HookWatch:
         return self._mark != before
 
     def _look(self) -> None:
-        self._counter = RemovableHandle.next_id - _Own.taken
+        with _Own.lock:
+            self._counter = RemovableHandle.next_id - _Own.taken
         self._places = [place for place in _places(self.root) if place]
         self._sizes = [len(place) for place in self._places]
         self._mark = [key for place in self._places for key in place]
