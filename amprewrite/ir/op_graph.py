@@ -42,6 +42,8 @@ class Operand:
     """A 0-dim tensor: it takes no part in promotion beside tensors with dims."""
     write_version: int = 0
     """How many in-place writes its memory had seen when it was read: copies are shared within a write version only."""
+    summand: bool = False
+    """The op only adds it to a product of its other operands."""
 
 
 @dataclass(frozen=True)

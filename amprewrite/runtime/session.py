@@ -419,7 +419,6 @@ class Session:
             return made.run, rewritten if scales else None, self._reads(entry, made, inputs)
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
-        graphs.weights += known_weights(captured, example_inputs, self.root)
         if worth_watching(problem):
 
             def again(inputs: tuple[Any, ...]) -> RegionPlan:  # not `example_inputs`: they would be kept alive
@@ -430,6 +429,7 @@ class Session:
                     return plan
 
             read_parts(captured)
+            graphs.weights += known_weights(captured, example_inputs, self.root)
             region.overflow_retry = OverflowRetry(captured, plan, self.learn, again, self.warn_fp32)
         return region
 

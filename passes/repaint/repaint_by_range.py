@@ -5,7 +5,7 @@
 2. *Underflow.* A value is at risk where all of it lies below the normal range and it does not drown in larger summands, or
    where it would be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
-4. Weights are known without calibration: the readers of one beyond the range run high.
+4. Weights are known without calibration: the readers of one beyond the range run high. A bias may be flushed: it is only added.
 5. Ties share a colour; overrides stand, and a note says what they risk.
 
 What the lists or facts keep high already stays as it is: nothing here makes a node low.
@@ -74,7 +74,7 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
         if text:
             if node.role == "op":
                 risks.makers[node.name] = text
-            for reader in _low_readers(problem, node):
+            for reader in _low_readers(problem, node, summands=not (weight and _fit(problem, node) is Fit.FLUSHED)):
                 risks.readers.setdefault(reader.name, f"its input {text}")
                 if weight:
                     risks.of_weights.add(reader.name)
@@ -92,10 +92,11 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
-def _low_readers(problem: Problem, node: OpNode) -> Iterator[OpNode]:
-    """Ops that would read a low copy of this value if they ran low."""
+def _low_readers(problem: Problem, node: OpNode, summands: bool = True) -> Iterator[OpNode]:
+    """Ops that would read a low copy of this value if they ran low; with `summands` also those that only add it to their product."""
     for reader in problem.graph.readers(node.name):
-        if reader.carries_fp32 and any(o.value == node.name and o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in reader.operands):
+        own = [o for o in reader.operands if o.value == node.name and (summands or not o.summand)]
+        if reader.carries_fp32 and any(o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in own):
             yield reader
 
 
@@ -114,13 +115,16 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
     """A weight is what it is: no tail, no headroom."""
-    size, low = problem.magnitudes.get(node.name, 0.0), problem.policy.low
-    known = fit(size, low)
+    size, low, known = problem.magnitudes.get(node.name, 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
     if known is Fit.FLUSHED:
         return f"{node.name} holds at most {size:.3g}, {low.name} flushes that to zero"
     return ""
+
+
+def _fit(problem: Problem, weight: OpNode) -> Fit:
+    return fit(problem.magnitudes.get(weight.name, 0.0), problem.policy.low)
 
 
 def _drowned(problem: Problem, node: OpNode, values: Mapping[str, ValueRange], depth: int = 4) -> bool:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.ir.evidence.range_rules import Fit, fit
 from amprewrite.runtime.captured.weight_watch import Known, Schedule, moved
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import FP16
+from amprewrite.tables.vocabulary import Colour
 
 
 class Net(nn.Module):
@@ -138,6 +140,70 @@ def test_what_does_not_change_sides_is_not_captured_anew():
         amp(batch(step)).square().mean().backward()
         optimizer.step()
     assert entry.graphs is before
+
+
+class Biased(nn.Module):
+    """Adds biases to a convolution and to products, under a checkpoint if asked, and has a norm."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointed = checkpointed
+        self.conv, self.up, self.norm = nn.Conv1d(8, 16, 1), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.down, self.bias = nn.Parameter(torch.randn(16, 4) / 4), nn.Parameter(torch.zeros(4))
+
+    def inner(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.up(torch.tanh(self.conv(x.unflatten(-1, (8, 2))).mean(-1)))))
+        return torch.addmm(self.bias, x, self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+    def set_biases(self, size: float) -> None:
+        with torch.no_grad():
+            for bias in (self.conv.bias, self.up.bias, self.bias, self.norm.bias):
+                bias.fill_(size)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_bias_may_be_flushed(checkpointed):
+    """Those of attention's keys have next to no gradient: they start at zero, and come to 1e-12 in training."""
+    model = Biased(checkpointed)
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    entry = amp._amprewrite_session.entries[""]
+    amp(batch())
+    before = entry.graphs
+    for size in (1e-12, 0.0, 1e-9, 1.0, 1e-12):
+        model.set_biases(size)
+        amp.train(not amp.training)
+        assert error(amp(batch()), model(batch())) < 2e-3
+        amp.train()
+        amp(batch())
+    assert entry.graphs is before
+    nodes = [node for region in amp.plan.regions for part in region.flat("") for node in part.nodes]
+    assert {node.colour for node in nodes if node.op in ("conv1d", "linear", "addmm")} == {Colour.LOW}
+
+
+def test_a_bias_beyond_the_range_and_one_that_is_scaled_are_not():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight, self.bias = nn.Parameter(torch.randn(16, 4) / 4), nn.Parameter(torch.full((4,), 1e-9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x, self.weight, beta=1e9)
+
+    amp = amprewrite.rewrite(Scaled(), dtype="fp16")
+    assert error(amp(batch()), Scaled()(batch())) < 2e-3
+    model = Biased(False)
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    amp(batch())
+    with torch.no_grad():
+        model.up.bias[0] = 1e5
+    amp.eval()
+    with pytest.warns(AmpRewriteWarning, match=r"up\.bias has come to"):
+        assert error(amp(batch()), model(batch())) < 2e-3
 
 
 def test_a_plan_that_was_given_is_followed_whatever_the_weights_do():

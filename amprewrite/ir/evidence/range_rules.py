@@ -32,7 +32,7 @@ class Fit(enum.Enum):
     FITS = "fits"
     TOO_LARGE = "too large"
     FLUSHED = "flushed"
-    """All of it is below the smallest number of the format."""
+    """All of it is below the smallest number of the format. That harms no summand of a product: the sum's own rounding is larger."""
 
 
 def fit(size: float, low: Format) -> Fit:

@@ -1,7 +1,7 @@
 """Whether decisions that were made for the weights as they were at capture still hold.
 
 fp16 keeps the readers of a weight high if the weight does not fit: it holds more than 65504, or all of it is below fp16's smallest
-number. Training moves weights in and out of that. So weights are looked at again
+number; a bias may be flushed, as it is only added to a product. Training moves weights in and out of that. So weights are looked at again
 
 1. after a step that was skipped for an overflow, and before training is given up;
 2. when the model goes from training to evaluation or back, and when a state dict is loaded;
@@ -13,19 +13,23 @@ A look takes one multi-tensor norm and one read by the host for each device: a p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import is_opaque
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.read.bodies import operands
 from amprewrite.graphs.fx.read.magnitudes import largest, weights_among
 from amprewrite.ir.evidence.range_rules import Fit, fit
+from amprewrite.ir.op_graph import Demand
 from amprewrite.tables.formats import Format
 
+BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
 FIRST_LOOK, LAST_DOUBLING = 16, 1024
 """Calls at which weights are looked at: the first, and from where on the distance does not double any more."""
 
@@ -37,6 +41,13 @@ class Known:
     name: str
     fit: Fit
     held: weakref.ref[Tensor] | None = None
+    bounds: frozenset[Fit] = BOUNDS
+    """What keeps a reader of it high."""
+
+    def judged(self, size: float, low: Format) -> Fit:
+        """Its fit at another size; what harms no reader fits."""
+        found = fit(size, low)
+        return found if found in self.bounds else Fit.FITS
 
 
 @dataclass(frozen=True)
@@ -83,11 +94,31 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
     """The weights among the inputs of a captured graph, for `moved`; `captured.problem.magnitudes` has their sizes."""
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = _weights(root)
-    return [
-        Known(name, fit(sizes[name], low), None if own.get(name) is tensor else weakref.ref(tensor))
-        for name, tensor in weights_among(captured, inputs).items()
-        if name in sizes
-    ]
+    found: list[Known] = []
+    for name, tensor in weights_among(captured, inputs).items():
+        bounds = frozenset(_bounds(captured, name))
+        if name in sizes and bounds:
+            known = Known(name, Fit.FITS, None if own.get(name) is tensor else weakref.ref(tensor), bounds)
+            found.append(replace(known, fit=known.judged(sizes[name], low)))
+    return found
+
+
+def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
+    """What keeps high the ops that would read a low copy of this weight, in the bodies of checkpoints, too."""
+    for reader in captured.problem.graph.readers(name):
+        node = captured.nodes[reader.name]
+        part = captured.parts.get(node)
+        if part is not None:
+            for inner, outer in operands(node, part.module):
+                if captured.names.get(outer) == name and inner in part.names:
+                    yield from _bounds(part, part.names[inner])
+        elif is_opaque(node):
+            yield from BOUNDS
+        for operand in reader.operands:
+            if operand.value == name and operand.demand in (Demand.COLOUR, Demand.PROMOTE):
+                yield Fit.TOO_LARGE
+                if not operand.summand:
+                    yield Fit.FLUSHED
 
 
 def _weights(root: nn.Module) -> dict[str, Tensor]:
@@ -103,7 +134,8 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
         return []
     sizes = largest([part for *_, part in here])
     found = [
-        (tensor is part, Moved(each.name, size, each.fit, fit(size, low))) for (each, tensor, part), size in zip(here, sizes, strict=True)
+        (tensor is part, Moved(each.name, size, each.fit, each.judged(size, low)))
+        for (each, tensor, part), size in zip(here, sizes, strict=True)
     ]
     return [each for whole, each in found if each.now is not each.before and (whole or each.now is Fit.TOO_LARGE)]
 

@@ -6,7 +6,7 @@ One update per set of optimizer steps, after Micikevicius et al. 2017 (arXiv 171
 2. All finite: growth tracker + 1; when it reaches `growth_interval`, scale * growth_factor and the tracker to 0.
 3. Keep the scale within [floor, cap].
 
-State is tensors, and `update` reads none of them on an accelerator: no host sync. Only `value`, `report()` and `state_dict()` read.
+State is tensors, and `update` reads none of them: no host sync.  Only `value`, `report()` and `state_dict()` read.
 A scale tensor that was handed out is never written to again: graphs that saved it for their backward keep their own.
 
 A set of steps is closed by the next `snapshot` (a forward) or by an optimizer that steps again; until then several
@@ -20,7 +20,6 @@ One file because the schedules differ in a few lines each and are read side by s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
@@ -45,7 +44,6 @@ _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of a search: no step taken yet; every step so far overflowed; growing back. 0: over, or never begun."""
-_LARGEST = torch.finfo(torch.float32).max
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
 
 
@@ -133,7 +131,7 @@ class LossScale:
         self.update(pending)
 
     def update(self, found_inf: Tensor) -> None:
-        """Move on by one set of steps; `found_inf` as in `observe`. Reads nothing back to the host from an accelerator."""
+        """Move on by one set of steps; `found_inf` as in `observe`.  Reads nothing back to the host."""
         with torch.inference_mode(False), torch.no_grad():
             if self._scale.device != found_inf.device:
                 if self._scale.device.type == "cpu":
@@ -145,17 +143,9 @@ class LossScale:
                 rows = (*_AFTER_GOOD, *_AFTER_OVERFLOW)
                 self._tables = tuple(torch.tensor(row, dtype=torch.int64, device=overflow.device) for row in rows)
             good_times, good_plus, bad_times, bad_plus = self._tables
-            if self._on_host(overflow):
-                times, plus = (bad_times, bad_plus) if overflow.item() else (good_times, good_plus)
-                self._counters = torch.addcmul(plus, self._counters, times)
-                return
             good = torch.addcmul(good_plus, self._counters, good_times)
             bad = torch.addcmul(bad_plus, self._counters, bad_times)
             self._counters = torch.where(overflow, bad, good)
-
-    def _on_host(self, overflow: Tensor) -> bool:
-        """Whether this flag can be read without waiting: on a CPU, and no CUDA graph records the scale."""
-        return overflow.device.type == "cpu" and self._recorded is None
 
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
         """Replace the scale; never write to the old one, and clear the replicas with it."""
@@ -386,49 +376,31 @@ class DynamicLossScale(LossScale):
                 scale, self._growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
             )
         else:
-            scale = self._moved(scale, overflow)
+            scale = self._moved_by_where(scale, overflow)
         if self.floor is not None or self.cap is not None:
             scale.clamp_(self.floor, self.cap)
         self._scale = scale
         self._replicas = {}
 
-    def _moved(self, scale: Tensor, overflow: Tensor) -> Tensor:
-        """The kernel's rules, with hysteresis, rest, a search, and growth beyond fp32's range if the cap is infinite.
-
-        On a CPU, where a read waits for nothing, by numbers: a dozen launches cost more than a small model's step.
-        """
-        state = scale, overflow, self._growth_tracker, self._left, self._searching
-        if not self._on_host(overflow):
-            scale, tracker, left, searching = self._next(torch.where, *state)
-            self._growth_tracker, self._left, self._searching = (each.to(torch.int32) for each in (tracker, left, searching))
-            return scale
-        size, overflowed, *counts = (each.item() for each in state)
-        moved, *after = self._next(_either, size, overflowed, *counts)
-        self._growth_tracker, self._left, self._searching = (_scalar(each, torch.int32) for each in after)
-        return scale if moved == size else _scalar(moved, torch.float32)
-
-    def _next(self, where: Callable[..., Any], scale: Any, overflow: Any, tracker: Any, left: Any, searching: Any) -> tuple[Any, ...]:
-        """The scale, growth tracker, what is left of the hysteresis, and stage of the search after a set of steps.
-
-        Of numbers or of 0-dim tensors: `where` chooses between two. A number is fp32 in double, as are the factors, so that a product
-        is rounded once, by whoever makes a tensor of it.
-        """
-        clean = overflow == 0
-        tracker, backed_off = tracker + 1, scale * _fp32(self.backoff_factor)
+    def _moved_by_where(self, scale: Tensor, overflow: Tensor) -> Tensor:
+        """The kernel's rules, with hysteresis, rest, and growth beyond fp32's range if the cap is infinite."""
+        back_off = overflow & (self._left <= 1)
+        tracker, backed_off = self._growth_tracker + 1, scale * self.backoff_factor
         if self.search_interval is not None:
-            falling, rising = searching >= _FALLING, searching == _RISING
+            falling, rising = self._searching >= _FALLING, self._searching == _RISING
             tracker = tracker + rising * (max(self.growth_interval // self.search_interval, 1) - 1)
-            backed_off = where(falling, scale * _fp32(self.backoff_factor**4), backed_off)
-            after_clean = where((searching == _FALLING) | rising, _RISING, 0)
-            searching = where(clean, after_clean, where(falling, _FALLING, 0))
-        back_off, grow = (clean == 0) & (left <= 1), clean & (tracker >= self.growth_interval)
-        grown = scale * _fp32(self.growth_factor)
+            backed_off = torch.where(falling, scale * self.backoff_factor**4, backed_off)
+            after_overflow = torch.where(falling, _FALLING, 0)
+            after_clean = torch.where((self._searching == _FALLING) | rising, _RISING, 0)
+            self._searching = torch.where(overflow, after_overflow, after_clean).to(torch.int32)
+        grow = ~overflow & (tracker >= self.growth_interval)
+        grown = scale * self.growth_factor
         if self.cap != math.inf:
-            grown = where(grown <= _LARGEST, grown, scale)
-        spent = left - where(clean, 0, 1)
-        left = where(clean if self.refill == "good" else grow, self.hysteresis, where(spent < 1, 1, spent))
-        tracker = where(clean, where(grow, 0, tracker), -self.rest)
-        return where(back_off, backed_off, where(grow, grown, scale)), tracker, left, searching
+            grown = torch.where(grown.isfinite(), grown, scale)
+        self._growth_tracker = torch.where(overflow, -self.rest, tracker.masked_fill(grow, 0)).to(torch.int32)
+        refilled = ~overflow if self.refill == "good" else grow
+        self._left = torch.where(refilled, self.hysteresis, (self._left - overflow.int()).clamp_(min=1)).to(torch.int32)
+        return torch.where(back_off, backed_off, torch.where(grow, grown, scale))
 
     @property
     def at_floor(self) -> bool:
@@ -539,16 +511,6 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
 def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device=device)
-
-
-def _either(condition: bool, yes: Any, no: Any) -> Any:
-    """`torch.where` of numbers."""
-    return yes if condition else no
-
-
-def _fp32(value: float) -> float:
-    """The fp32 number next to `value`, as a kernel takes a factor."""
-    return ctypes.c_float(value).value
 
 
 def _reciprocal(scale: Tensor) -> Tensor:

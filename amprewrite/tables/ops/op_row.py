@@ -83,6 +83,8 @@ class Op:
     """Names of the arguments that follow the op's colour; () means every floating tensor argument."""
     mixed_on: tuple[str, ...] = ()
     """Devices whose kernels take low data next to fp32 arguments that are not in `data`; elsewhere those are cast along."""
+    summands: tuple[str, ...] = ()
+    """Names of the arguments that it only adds to a product of the others: what a format flushes of them is below its result's rounding."""
     promotes: bool = False
     """Operands of mixed dtype are promoted inside the kernel, forward and backward; the result has the widest."""
     bounded: bool = False

@@ -226,34 +226,10 @@ def test_the_kernel_and_our_own_arithmetic_agree():
         ours = DynamicLossScale(growth_interval=7, floor=2.0**10, cap=2.0**20)
         values = []
         for overflow in overflows:
-            ours._scale = ours._moved(ours._scale, flag(overflow) > 0).clamp(ours.floor, ours.cap)
+            ours._scale = ours._moved_by_where(ours._scale, flag(overflow) > 0).clamp(ours.floor, ours.cap)
             values.append(ours._scale.item())
         assert trajectory(kernel, overflows)[1:] == values
         assert torch.equal(kernel._growth_tracker, ours._growth_tracker)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        *(PRESETS[name] | {"growth_interval": 3} for name in PRESETS),
-        {"growth_interval": 9, "search_interval": 2, "growth_factor": 1.7, "backoff_factor": 0.3},
-        {"growth_interval": 4, "search_interval": 2, "hysteresis": 3, "rest": 2, "refill": "good", "growth_factor": 1.1},
-        {"growth_interval": 1, "growth_factor": 3.3, "cap": math.inf},
-    ],
-    ids=str,
-)
-def test_numbers_on_a_cpu_move_as_tensors_do_elsewhere(options):
-    for overflows in overflow_patterns(60):
-        numbers, tensors = DynamicLossScale(**options), DynamicLossScale(**options)
-        for overflow in overflows:
-            found = flag(overflow) > 0
-            numbers._scale = numbers._moved(numbers._scale, found)
-            state = tensors._scale, found, tensors._growth_tracker, tensors._left, tensors._searching
-            tensors._scale, *after = tensors._next(torch.where, *state)
-            tensors._growth_tracker, tensors._left, tensors._searching = (each.int() for each in after)
-            for name in ("_scale", "_growth_tracker", "_left", "_searching"):
-                a, b = getattr(numbers, name), getattr(tensors, name)
-                assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b), name
 
 
 @pytest.mark.parametrize(("name", "last"), [("keras3", math.inf), ("megatron", math.inf), ("torch", 2.0**127), ("tf", 2.0**127)])

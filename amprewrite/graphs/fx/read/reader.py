@@ -177,7 +177,8 @@ def _operands(
             continue
         scalar = isinstance(feeder.value, torch.Tensor) and feeder.value.dim() == 0
         write_version = 2 * write_versions(node, fact) + ((node if fact.role == "output" else fact.node) in no_grad)
-        found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, write_version)
+        summand = fact.row is not None and parameter in fact.row.summands and "beta" not in fact.node.kwargs
+        found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, write_version, summand)
     if sum(operand.demand is Demand.PROMOTE and not operand.scalar for operand in found.values()) < 2:
         return [replace(o, demand=Demand.COLOUR) if o.demand is Demand.PROMOTE and not o.scalar else o for o in found.values()]
     return list(found.values())
