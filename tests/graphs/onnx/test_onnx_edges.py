@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 from onnx_help import F16, F32, HAND, I64, colours, const, gemm_chain, graph, net, node, noise, ops, run, value, weight
 
 from amprewrite.api.onnx.convert import rewrite_onnx
@@ -150,6 +150,25 @@ def test_an_epsilon_that_would_vanish_keeps_its_chain_high():
     given = HAND["underflow"]()
     low = colours(rewrite_onnx(given.model, calibration=given.feed).model)
     assert low["tiny"] == low["scale"] == low["add_eps"] == "high"
+
+
+@pytest.mark.parametrize(("size", "scale", "low"), [(1e-12, 1.0, True), (1e-6, 1.0, True), (1e-12, 1e-9, False), (1e5, 1.0, False)])
+def test_a_bias_that_drowns_in_its_product_may_be_flushed(size, scale, low):
+    nodes = [
+        node("Conv", ["x", "w", "b"], ["c"], name="conv"),
+        node("LayerNormalization", ["c", "one", "b"], ["n"], name="norm"),
+        node("Flatten", ["n"], ["f"]),
+        node("Gemm", ["f", "v", "g"], ["out"], name="gemm"),
+    ]
+    kernel = numpy_helper.from_array((noise(8, 3, 1) * scale).astype(np.float32), "w")
+    biases = [numpy_helper.from_array(np.full(8, size, np.float32), name) for name in ("b", "g")]
+    inits = [kernel, numpy_helper.from_array(np.ones(8, np.float32), "one"), weight("v", 64, 8), *biases]
+    given = net(nodes, [value("x", 2, 3, 8)], [value("out", 2, 8)], inits, {"x": noise(2, 3, 8)})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert (colours(result.model)["conv"] == "low") == low
+    if scale == 1.0 and low:
+        assert colours(result.model)["gemm"] == "low"
+        assert result.report.strict_error is not None and result.report.strict_error < 2e-3
 
 
 def test_ops_denied_for_their_range_run_low_where_it_is_kept():

@@ -270,9 +270,13 @@ class RangeFacts:
         return None
 
     def _harmless(self, node: ir.Node, op: str, value: ir.Value) -> bool:
-        """Whether a constant may be rounded: an epsilon far below the smallest result seen, or a scale whose result drowns in a sum."""
+        """Whether a constant may be rounded: it is a bias that drowns in its sum, a scale whose result does, or an epsilon far below
+        the smallest result seen."""
         seen = self.ranges.get(str(node.outputs[0].name))
-        found = self.facts(value)
+        found, row = self.facts(value), find_op(op)
+        bias = row is not None and row.summands and node.inputs[2:] and node.inputs[2] is value and "beta" not in node.attributes
+        if bias and seen is not None and not found.overflow and drowns_in(seen.largest, self.low):
+            return True
         if not found.flushed and not found.overflow and self._drowned(node.outputs[0]):
             return True
         if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow:

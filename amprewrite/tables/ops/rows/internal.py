@@ -17,6 +17,7 @@ ROWS = (
         "statistics are taken in fp32 inside the kernel",
         "group_norm native_group_norm",
         data=("input",),
+        summands=("bias",),
         mixed_on=("cpu",),
     ),
     *rows(
@@ -24,6 +25,7 @@ ROWS = (
         "statistics are taken in fp32 inside the kernel",
         "layer_norm native_layer_norm",
         data=("input",),
+        summands=("bias",),
         mixed_on=("cpu",),
         low_backward=("cpu",),
     ),
@@ -35,6 +37,7 @@ ROWS = (
         " _native_batch_norm_legit_no_training _native_batch_norm_legit_functional",
         "instance_norm",
         data=("input",),
+        summands=("bias",),
         mixed_on=BOTH,
     ),
     *rows(INTERNAL, "the mean square is taken in fp32 inside the kernel", "rms_norm _fused_rms_norm"),
