@@ -73,14 +73,17 @@ class Record:
 
 
 class Rounded(TorchDispatchMode):
-    """Rounds the result of every op to a low format, and the operands of products, and knows whether that ever changed anything."""
+    """Rounds the result of every op to a low format, and the operands of products, and knows whether that ever changed anything.
 
-    def __init__(self, low: torch.dtype) -> None:
+    Without `operands` a weight beyond the range is read as it is.
+    """
+
+    def __init__(self, low: torch.dtype, operands: bool = True) -> None:
         super().__init__()
-        self.low, self.exact = low, True
+        self.low, self.operands, self.exact = low, operands, True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in HEAVY:
+        if self.operands and func.overloadpacket.__name__ in HEAVY:
             args, kwargs = tree_map(self._rounded_if_fp32, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         returns = func._schema.returns

@@ -231,6 +231,10 @@ def _exported(program: Program, amp: nn.Module, got: Record, rounded: Record | N
 
     Nobody sees values when it is exported: results of ops that the low format does not hold are no fault of it, weights are.
     """
+    if program.huge:  # its weight fits no low copy
+        with _quiet():
+            kept = Rounded(LOW[program.dtype], operands=False)
+            rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: kept))
     fits = rounded is not None and all(
         value.isfinite().all() and value.shape == got.values[name].shape for name, value in rounded.values.items() if " result " in name
     )

@@ -398,8 +398,9 @@ def generate(seed: int) -> Program | None:
     of_range = any(each.tag.startswith(("large", "small", "nested")) for each in builder.body)
     calls = choose.choice(CALLS_OF_RANGE if of_range else CALLS)
     parts = _parts(builder.body)
-    if parts and choose.random() < 0.15:
-        program = replace(program, options=(*program.options, ("granularity", [choose.choice(parts)])))
+    again = sorted({name for each in builder.body if each.tag == "nested_checkpoint" for name, _ in each.modules} & set(parts))
+    if parts and choose.random() < (0.5 if again else 0.15):
+        program = replace(program, options=(*program.options, ("granularity", [choose.choice(again or parts)])))
     traced = any(each.tag in ("autograd_grad", "large_grad") for each in builder.body) and choose.random() < 0.5
     structure, loss = choose.choice(STRUCTURES), choose.choice(LOSSES)
     gradients_inside = loss == "inner" or any("grad" in each.tag or "func" in each.text for each in builder.body)
