@@ -153,6 +153,10 @@ MUTANTS = (
         (("amprewrite/runtime/captured/overflow_retry.py", "_REFUSALS = (RuntimeError, ValueError, IndexError)\n", "_REFUSALS: tuple[type[Exception], ...] = ()\n"),),
     ),
     Mutant(
+        "closure-early", "a closure runs before its step, which may move the weights first", ("states",), ("'Ahead'", "fp16"),
+        (("amprewrite/runtime/training/optimizers/closures.py", "    first = isinstance(optimizer, torch.optim.LBFGS) or ", "    first = True or "),),
+    ),
+    Mutant(
         "hidden-data-write", "a backward reads a copy of what is written through .data later", ("programs",), ("'data'",),
         (("amprewrite/graphs/fx/read/aliasing.py", "    hidden = _hidden_writes(facts) if training and writes else {}\n", "    hidden: dict[int, int] = {}\n"),),
     ),

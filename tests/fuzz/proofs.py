@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import amprewrite
 from tests.fuzz.__main__ import hush
 from tests.fuzz.oracle import HeavyOps, untold
+from tests.fuzz.states import Ahead
 from tests.support.path_programs import Bounded, Product, product_gradients
 
 PROOFS: dict[str, Callable[[], bool]] = {}
@@ -134,6 +135,23 @@ def _() -> bool:
 
     optimizer.step(closure)
     return all(bool(p.isfinite().all()) for p in amp.parameters())
+
+
+@proof("closure-early")
+def _() -> bool:
+    amp = amprewrite.rewrite(Net(lambda self, x: self.a(x)), dtype="fp16")
+    optimizer, seen = Ahead(amp.parameters(), lr=0.1), []
+
+    def closure() -> Tensor:
+        seen.append(amp.a.weight.detach().clone())  # type: ignore[union-attr, operator]
+        optimizer.zero_grad()
+        loss: Tensor = amp(batch()).square().mean()
+        loss.backward()
+        return loss
+
+    before = amp.a.weight.detach().clone()  # type: ignore[union-attr, operator]
+    optimizer.step(closure)
+    return not torch.equal(seen[0], before)
 
 
 @proof("write-to-input-inside")

@@ -51,6 +51,25 @@ UNCOUNTED = ("data", "data_assign", "data_copy", "dlpack", "numpy")
 """Writes that PyTorch does not count: cache_weights="step" must be told of them."""
 
 
+class Ahead(torch.optim.Optimizer):
+    """Moves its weights, asks for gradients there, and steps from where it was, as extragradient does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in params]
+        for p in params:
+            p.mul_(1.25)
+        with torch.enable_grad():
+            loss = closure()
+        for p, start in zip(params, before, strict=True):
+            p.copy_(start if p.grad is None else start - self.param_groups[0]["lr"] * p.grad)
+        return loss
+
+
 class WrongError(Exception):
     """The rewritten model did something else than the plain one."""
 
@@ -72,6 +91,11 @@ class Sequence:
     def tags(self) -> tuple[str, ...]:
         words = {" ".join([name, *(str(each) for each in arguments if isinstance(each, str))]) for name, arguments in self.operations}
         return (self.net, *sorted(words))
+
+
+def _all_of(tensors: list[Tensor]) -> Tensor:
+    """A copy of all their numbers, in a row."""
+    return torch.cat([each.detach().flatten() for each in tensors])
 
 
 def _halve(gradient: Tensor) -> Tensor:
@@ -345,10 +369,11 @@ class Trial:
         learning = [p for p in self.amp.parameters() if p.requires_grad]
         if not learning or not self.scaled or not all(p.isfinite().all() for p in learning):
             return
-        optimizer = getattr(torch.optim, kind)(learning, lr=0.01)
-        x = self._batch(4, 200.0 if hot else 1.0)
+        optimizer = Ahead(learning, lr=0.01) if kind == "Ahead" else getattr(torch.optim, kind)(learning, lr=0.01)
+        x, before, found = self._batch(4, 200.0 if hot else 1.0), _all_of(learning), []
 
         def run() -> Tensor:
+            found.append(_all_of(learning))
             optimizer.zero_grad()
             loss = self.losses(self.amp(x))
             loss.backward()
@@ -358,6 +383,8 @@ class Trial:
         self.known = self.optimizer is not None  # this one is gone
         if not all(p.isfinite().all() for p in learning):
             raise WrongError(Problem("weights", "not finite after a closure", f"{kind}.step(closure) made weights that are not finite"))
+        if kind == "Ahead" and before.any() and (len(found) != 1 or torch.equal(found[0], before)):
+            raise WrongError(Problem("closure", "before its step", f"{kind}.step had moved the weights, and the closure did not see it"))
         self.zero_grad(True)
 
     def train_step(self, rows: int, micro: int, clip: str, hot: bool) -> None:
@@ -542,7 +569,7 @@ def generate(seed: int) -> Sequence:
         ("zero_grad", 0.7, lambda: (choose.random() < 0.5,)),
         ("step", 1, lambda: (clip(),)),
         ("train_step", 3, lambda: (rows(), choose.choice((1, 1, 2)), clip(), hot())),
-        ("closure", 0.7, lambda: (choose.choice(("SGD", "AdamW", "LBFGS")), choose.random() < 0.5)),
+        ("closure", 0.7, lambda: (choose.choice(("SGD", "AdamW", "LBFGS", "Ahead")), choose.random() < 0.5)),
         ("write", 3, lambda: (layer(), choose.choice(WRITES))),
         ("polyak", 0.6, lambda: (0.5,)),
         ("merge", 0.5, lambda: ()),

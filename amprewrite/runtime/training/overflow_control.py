@@ -36,8 +36,9 @@ from amprewrite.runtime.model.parts import is_flattened
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import local_values
+from amprewrite.runtime.training.optimizers.closures import params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
-from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of, params_of
+from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 

@@ -10,8 +10,7 @@ Before each step:
 4. For any other optimizer read the answer.  To skip, step a stand-in: a hook may replace the arguments of
    `Optimizer.step`, `self` among them, so the class's own code runs once over no parameter groups and a throw-away state.
    Parameters, state, step counts and gradients of the real one stay as they are, and its scheduler sees a step.
-5. With a closure, evaluate it first, check, and let the step find the loss ready.  LBFGS, which evaluates again and
-   again, is put back to where it began if a later evaluation overflows.
+5. With a closure the gradients are those that the closure makes (closures.py).
 6. Tell wrappers that hold a schedule how it went (wrappers.py). They want to know at once, so then a fused step is read, too.
 
 The optimizer's state_dict carries the loss scales (carried_scale.py).
@@ -19,7 +18,6 @@ The optimizer's state_dict carries the loss scales (carried_scale.py).
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import weakref
@@ -37,6 +35,7 @@ from amprewrite.runtime.training.backwards import Noted
 from amprewrite.runtime.training.loss_scale import LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import find_nonfinite
 from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
+from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure, params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import in_a_step
 from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
 
@@ -79,7 +78,7 @@ class Guard:
         self._optimizer = weakref.ref(optimizer)
         self._refs: list[weakref.ref[Gate]] = []
         self._found: Tensor | None = None
-        self._closure: _Closure | None = None
+        self._closure: Evaluated | Checked | None = None
         self._warm: tuple[int, int, int] | None = None
         self._beside: list[Any] = []
         """Process groups whose ranks step other parts of one model together with this optimizer."""
@@ -190,14 +189,12 @@ class Guard:
     def _before_closure(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        with torch.enable_grad():
-            loss = closure()
-        self._closure = evaluated = _Closure(optimizer, closure, loss, self.look)
-        if evaluated.overflow and evaluated.start is None:
+        self._closure = guarded = guarded_closure(optimizer, closure, self.look)
+        if guarded.idles:
             args = (_stand_in(optimizer), *args[1:])
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluated}
-        return (args[0], evaluated, *args[2:]), kwargs
+            return args, {**kwargs, "closure": guarded}
+        return (args[0], guarded, *args[2:]), kwargs
 
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -256,55 +253,6 @@ class Guard:
         self._found = self._closure = None
 
 
-class _Closure:
-    """A closure whose first evaluation is known, and whose later ones are checked.
-
-    A later evaluation that overflows has no gradient to give: from then on there is none, and the loss is the first one, which
-    ends any line search.  LBFGS is put back to its start afterwards, so its step is skipped like any other.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, closure: Callable[[], Any], loss: Any, look: Callable[[Optimizer], Tensor | None]
-    ) -> None:
-        self.optimizer, self.closure, self.loss, self.look = optimizer, closure, loss, look
-        self.found = look(optimizer)
-        self.overflow = self.found is not None and self.found.item() > 0
-        self.start: list[tuple[Tensor, Tensor, dict[str, Any] | None]] | None = None
-        self._calls = 0
-        if isinstance(optimizer, torch.optim.LBFGS):
-            self.start = [
-                (p, p.detach().clone(), copy.deepcopy(optimizer.state[p]) if p in optimizer.state else None)
-                for p in params_of(optimizer)
-            ]
-            if self.overflow:
-                self._drop_gradients()
-
-    def __call__(self) -> Any:
-        self._calls += 1
-        if self._calls == 1 or self.overflow:
-            return self.loss
-        with torch.enable_grad():
-            loss = self.closure()
-        found = self.look(self.optimizer)
-        if found is None or found.item() == 0:
-            return loss
-        self.found, self.overflow = found, True
-        self._drop_gradients()
-        return self.loss
-
-    def _drop_gradients(self) -> None:
-        for p in params_of(self.optimizer):
-            p.grad = None
-
-    @torch.no_grad()
-    def rewind(self) -> None:
-        for p, value, state in self.start or ():
-            p.copy_(value)
-            self.optimizer.state.pop(p, None)
-            if state is not None:
-                self.optimizer.state[p] = state
-
-
 class _NoGroups(list[dict[str, Any]]):
     """Parameter groups that loops do not see; code that looks up settings by index finds them."""
 
@@ -345,11 +293,6 @@ def _gate_died(guard: weakref.ref[Guard], ref: weakref.ref[Gate]) -> None:
     living = guard()
     if living is not None:
         living.drop(ref)
-
-
-def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of all its groups."""
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _running_step(optimizer: Optimizer) -> FrameType:
