@@ -157,6 +157,10 @@ MUTANTS = (
         (("amprewrite/runtime/training/optimizers/closures.py", "    first = isinstance(optimizer, torch.optim.LBFGS) or ", "    first = True or "),),
     ),
     Mutant(
+        "parameter-written-twice", "a first call that overflows writes parameters again when it runs again", ("programs",), ("large_parameter", "'fp16'"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "(place in written or not isinstance(value, nn.Parameter))", "not isinstance(value, nn.Parameter)"),),
+    ),
+    Mutant(
         "hidden-data-write", "a backward reads a copy of what is written through .data later", ("programs",), ("'data'",),
         (("amprewrite/graphs/fx/read/aliasing.py", "    hidden = _hidden_writes(facts) if training and writes else {}\n", "    hidden: dict[int, int] = {}\n"),),
     ),

@@ -332,6 +332,18 @@ def _() -> bool:
         return False
 
 
+@proof("parameter-written-twice")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.a.weight.data.mul_(0.5)
+        out: Tensor = self.a(x * 1e5) * 1e-5
+        return out
+
+    plain, amp = pair(forward, dtype="fp16")
+    plain(batch()), amp(batch())
+    return torch.equal(plain.a.weight, amp.a.weight)  # type: ignore[union-attr, arg-type]
+
+
 @proof("hidden-data-write")
 def _() -> bool:
     def written(self: Any, x: Tensor) -> Tensor:

@@ -232,6 +232,7 @@ RANGE = (
     ("large_function", "{v} = checkpoint(lambda t: Wide.apply(t, {lin}.weight), {x}, use_reentrant=False)", 1), ("large_function", "{v}, {u} = Two.apply({x} * 1e5, {lin}.weight)\n{v}, {u} = {v} * 1e-5, {u} * 1e-5"),
     ("large_func", "{v} = torch.func.vmap(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17)({x})", 1), ("large_func", "{v} = torch.func.grad(lambda t: ({lin}(t * 1e5) * 1e-5).sum())({x})"),
     ("large_grad", "{v} = torch.autograd.grad(({lin}({lin}({x}) * 1e6) * 1e-6).square().sum(), {x}, create_graph=True)[0]"), ("large_grad", "{u} = {lin}({x})\n{v} = torch.autograd.grad(({lin}({u} * 1e5) * 1e-5).tanh().sum(), {u}, create_graph=True)[0]"), ("large_inplace", "t{n} = {lin}({x})\nt{n}.mul_(2.0**17)\n{v} = F.linear(t{n}, {lin}.weight) * 2.0**-17", 1),
+    ("large_parameter", "with torch.no_grad():\n    {lin}.bias.mul_(0.5)\n{v} = {lin}({x} * 1e5) * 1e-5"), ("large_parameter", "{lin}.weight.data.mul_(-0.5)\n{v} = {lin}({x} * 1e5) * 1e-5"),
     ("large_buffer", "{buf}.mul_(2.0**9)\n{v} = F.linear({x} * 2.0**9, {lin}.weight) * {buf} * 2.0**-18\n{buf}.mul_(2.0**-9)", 1), ("large_module", "{v} = nn.functional.layer_norm({lin}({x} * 1e5), {x}.shape[-1:])"),
 )  # fmt: skip
 """Values beyond what fp16 holds, and below, on the way to ones that it holds: by themselves and in all bodies there are."""

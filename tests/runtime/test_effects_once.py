@@ -277,3 +277,46 @@ def test_a_recomputation_of_code_that_ran_as_written_does_so_too() -> None:
         for _ in range(3):
             amp(torch.ones(2, 4, 4, requires_grad=True) + 0).sum().backward()
     assert amp.layer.weight.grad.isfinite().all()
+
+
+# parameters that a forward writes itself, in a graph that runs again ----------------------------------------------------------------
+
+
+class Averaged(nn.Module):
+    """Keeps a running average of one layer in another, or changes a scale, as it is called; its own values overflow fp16."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.online, self.target = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = list(zip(self.online.parameters(), self.target.parameters(), strict=True))
+        with torch.no_grad():
+            if self.how == "data":
+                for source, target in pairs:
+                    target.data.lerp_(source.data, 0.3)
+            elif self.how == "foreach":
+                torch._foreach_lerp_([target for _, target in pairs], [source for source, _ in pairs], 0.3)
+            elif self.how == "view":
+                self.target.weight[:2].copy_(0.5 * (self.online.weight[:2] + self.target.weight[:2]))
+            else:
+                self.scale.mul_(0.5)
+        return (self.online(x * 1e5) * 1e-5 - self.target(x)) * self.scale
+
+
+@pytest.mark.parametrize("how", ["data", "foreach", "view", "learned"])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("lists", ["default", "o2"])
+def test_parameters_are_written_once_in_a_call_that_overflows(how, grad, lists):
+    plain, amp = Averaged(how), amprewrite.rewrite(Averaged(how), dtype="fp16", lists=lists)
+    x = data(8, 8)
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpRewriteWarning)
+        for _ in range(3):
+            want, got = plain(x), amp(x)
+    for ours, theirs in zip(amp.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs) if lists == "default" else torch.allclose(ours, theirs, atol=1e-3)
+    assert lists == "o2" or (got - want).norm() < 2e-3 * want.norm()

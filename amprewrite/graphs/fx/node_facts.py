@@ -247,6 +247,12 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     return tuple(written)
 
 
+def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
+    """Places of the inputs whose memory the graph writes, by views and through `.data`, too."""
+    memory = {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
+    return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
+
+
 def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """Arguments that a custom op says it writes."""
     target: Any = node.target

@@ -21,7 +21,7 @@ A few calls only: later ones cost nothing. This is on by default, since a model 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import differentiates
+from amprewrite.graphs.fx.node_facts import differentiates, written_inputs
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.graphs.fx.run.unseen_overflow import beyond_range, may_overflow_unseen
@@ -71,6 +71,7 @@ class OverflowRetry:
         self.captured, self.plan, self.learn, self.again, self.warn = captured, plan, learn, again, warn
         self.left, self.forward = CALLS, -1
         self.differentiates = differentiates(captured.module.graph)
+        self.written = written_inputs(captured.module.graph)
         self.unseen = may_overflow_unseen(captured, plan)
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
@@ -82,7 +83,7 @@ class OverflowRetry:
             self.forward, self.left = forward, self.left - 1
         if self.left < 0 or any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
             return run(inputs)
-        before = _Before(inputs, self.differentiates)
+        before = _Before(inputs, self.differentiates, self.written)
         if self.differentiates or self.unseen or _inside_checkpoint():
             broken = self._look_ahead(run, before, inputs)
             return self._looked_at(run(inputs), inputs, broken)
@@ -189,21 +190,24 @@ def _inside_checkpoint() -> bool:
 
 
 class _Before:
-    """What a call may change, as it was. With `differentiable` copies want gradients if the inputs do."""
+    """What a call may change, as it was. With `differentiable` copies want gradients if the inputs do.
 
-    def __init__(self, inputs: tuple[Any, ...], differentiable: bool) -> None:
+    `written` are the places of inputs that the graph writes itself. Of parameters only those are copied.
+    """
+
+    def __init__(self, inputs: tuple[Any, ...], differentiable: bool, written: Set[int]) -> None:
         self.inputs, self.differentiable = inputs, differentiable
         self.clones = {
             place: value.detach().clone()
             for place, value in enumerate(inputs)
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            if isinstance(value, torch.Tensor) and (place in written or not isinstance(value, nn.Parameter))
         }
         self.random = torch.get_rng_state()
         devices = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
         self.random_there = {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def copies(self) -> tuple[Any, ...]:
-        """The inputs as they were, to be run on freely; parameters share their memory."""
+        """The inputs as they were, to be run on freely; parameters that are only read share their memory."""
         return tuple(self._copy(place) if place in self.clones else self._parameter(value) for place, value in enumerate(self.inputs))
 
     def _parameter(self, value: Any) -> Any:
@@ -225,8 +229,8 @@ class _Before:
         return all_finite(result) and all_finite([inputs[place] for place in self._changed(inputs)])
 
     def can_undo(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether what the call changed can be written back: nothing of it carries a gradient."""
-        return not any(inputs[place].requires_grad for place in self._changed(inputs))
+        """Whether what the call changed can be written back: nothing of it was computed with gradients."""
+        return not any(inputs[place].grad_fn is not None for place in self._changed(inputs))
 
     def undo(self, inputs: tuple[Any, ...]) -> None:
         with torch.no_grad():
