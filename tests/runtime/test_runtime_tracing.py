@@ -226,12 +226,15 @@ def test_double_backward():
     assert ran_low(rows[0] / rows[1].norm(), rows[1] / rows[1].norm())
 
 
-def test_forward_mode_derivative():
+@pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"dtype": "fp16", "loss_scale": 1024.0, "pad": "always"}], ids=str)
+@pytest.mark.parametrize("called", [True, False])
+def test_forward_mode_derivative(options, called):
     import torch.autograd.forward_ad as forward_ad
 
     model, x = mlp(), data()
-    amp = low(model)
-    amp(x)
+    amp = low(model, **options)
+    if called:
+        amp(x)
     tangents = []
     for each in (amp, model):
         with forward_ad.dual_level():

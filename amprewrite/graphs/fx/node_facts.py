@@ -154,7 +154,7 @@ def hint(size: Any) -> int:
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
     op = "autograd.grad" if node.target is torch.autograd.grad else op  # not the attribute of that name
-    row = find_op(op) if op else None
+    row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -164,6 +164,14 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
         fact.value = example_value(fact.writes[0])
         fact.dtype = value_dtype(fact.value)
     return fact
+
+
+def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
+    """The row of what an op is with the arguments it has here."""
+    if row is None or not row.forms:
+        return row
+    given = {**dict(zip(_parameters(node.target), node.args, strict=False)), **node.kwargs}
+    return next((find_op(other) for argument, other in row.forms if given.get(argument) is True), row)
 
 
 def _role(node: torch.fx.Node, value: Any) -> str:

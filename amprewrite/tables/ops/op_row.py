@@ -95,6 +95,8 @@ class Op:
     """Devices whose low kernels round some elements of a tensor twice and others once, so that a row depends on its batch."""
     no_kernel: tuple[str, ...] = ()
     """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
+    forms: tuple[tuple[str, str], ...] = ()
+    """Arguments that make another op of it where they are True, and the name of that op."""
     small: Literal["", "pole", "passes", "sums"] = ""
     """What small values do to it. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are."""
     view: bool = False

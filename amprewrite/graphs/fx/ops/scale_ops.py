@@ -213,7 +213,13 @@ class _Cross(torch.autograd.Function):
         ctx.factor = factor
         ctx.dtype = x.dtype
         # detach(), not view_as(): users may change a model's output in place, which autograd refuses for views made here.
+        ctx.to = dtype
         return x.detach() if x.dtype == dtype else x.to(dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        """A tangent goes with the values, which nothing scales."""
+        return tangent.view_as(tangent) if tangent.dtype == ctx.to else tangent.to(ctx.to)
 
     @staticmethod
     @uncaptured
@@ -229,8 +235,12 @@ class _Times(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.factor = factor
-        ctx.dtype = gradient.dtype
+        ctx.dtype, ctx.to = gradient.dtype, dtype
         return _times(gradient, factor, dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return _times(tangent, ctx.factor, ctx.to)
 
     @staticmethod
     @uncaptured

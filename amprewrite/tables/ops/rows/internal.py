@@ -97,6 +97,11 @@ ROWS = (
         INTERNAL,
         "interpolates in fp32 inside the kernel",
         "interpolate upsample",
+        forms=(("antialias", "_upsample_bilinear2d_aa"),),
+    ),
+    *rows(
+        INTERNAL,
+        "interpolates in fp32 inside the kernel",
         "upsample_nearest1d _upsample_nearest_exact1d",
         "upsample_nearest2d upsample_nearest _upsample_nearest_exact2d",
         "upsample_nearest3d _upsample_nearest_exact3d",
