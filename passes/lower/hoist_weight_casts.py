@@ -23,6 +23,7 @@ from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_gra
 from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_checkpoint, memory_of, written
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
+from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import Pass
@@ -176,7 +177,9 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     graph = _Graph()
 
     def call(*inputs: Any) -> Any:
-        return run(*inputs, *cache.take(chosen(inputs)[:-1], dtypes, layouts, graph))
+        with unselected():
+            copies = cache.take(chosen(inputs)[:-1], dtypes, layouts, graph)
+        return run(*inputs, *copies)
 
     return call
 
@@ -204,7 +207,9 @@ def with_linked_weights(
     def call(*inputs: Any) -> Any:
         if eager and linked.rooms is None:
             linked.rooms = _rooms(inputs, hoisted, linked.blocks, saved)
-        return run(*inputs, *linked.take([inputs[place] for place in places], None if inverse is None else inputs[inverse]))
+        with unselected():
+            copies = linked.take([inputs[place] for place in places], None if inverse is None else inputs[inverse])
+        return run(*inputs, *copies)
 
     return call
 

@@ -2,23 +2,29 @@
 
 A model that takes gradients itself runs a backward while Dynamo still captures what is called: the functions and hooks that autograd
 then calls would become graphs of their own, planned and rewritten as if the model had them. An activation checkpoint counts what is
-saved for backward while it runs: what a trial run of ours saves must not be among it.
+saved for backward while it runs: what a trial run of ours saves must not be among it. A selective one keeps the results of ops in the
+order in which they came: copies of weights that are there already when it runs again must not be among those.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+"""What keeps results in the forward of a selective checkpoint, and what gives them back."""
 
 
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
@@ -34,8 +40,35 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
     return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
 
 
+def unselected() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no selective checkpoint around it sees what is computed; other dispatch modes do."""
+    if not torch._C._len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    modes = _get_current_dispatch_mode_stack()
+    others = not_selective(modes)
+    return contextlib.nullcontext() if len(others) == len(modes) else _under(others)
+
+
+def not_selective(modes: Sequence[Any]) -> list[Any]:
+    """Those of the dispatch modes that are of no selective checkpoint."""
+    return [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
+
+
+@contextlib.contextmanager
+def _under(modes: Sequence[Any]) -> Iterator[None]:
+    """No other dispatch modes than these."""
+    with _disable_current_modes():
+        for mode in modes:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in modes:
+                _pop_mode()
+
+
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-__all__ = ["uncaptured", "unhooked"]
+__all__ = ["not_selective", "uncaptured", "unhooked", "unselected"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
+from amprewrite.graphs.fx.uncaptured import not_selective, unselected
 from amprewrite.runtime.compiler import dynamo
 
 
@@ -32,6 +33,18 @@ def without_dispatch_modes() -> Iterator[None]:
     suspend_dispatch_modes.modes = outer + dynamo.user_modes()
     try:
         with _disable_current_modes():
+            yield
+    finally:
+        suspend_dispatch_modes.modes = outer
+
+
+@contextmanager
+def unselective() -> Iterator[None]:
+    """Leave those of selective checkpoints aside: what the regions compute meanwhile is thrown away."""
+    outer = suspend_dispatch_modes.modes
+    suspend_dispatch_modes.modes = not_selective(outer)
+    try:
+        with unselected():
             yield
     finally:
         suspend_dispatch_modes.modes = outer

@@ -21,7 +21,7 @@ A few calls only: later ones cost nothing. This is on by default, since a model 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
+from amprewrite.runtime.ambient.suspend_modes import unselective
 from amprewrite.tables.vocabulary import Reason
 
 CALLS = 3
@@ -161,9 +162,11 @@ class OverflowRetry:
         """Whether a value that no result shows is beyond the low format's range."""
         return self.unseen and beyond_range(self.captured, self.plan, watched.observer.regions)
 
-    def _aside(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
         """A context for a run that is looked at and thrown away. What it saves for backward reaches no hook of the call."""
-        return unhooked() if self.differentiates else torch.no_grad()
+        with unselective(), unhooked() if self.differentiates else torch.no_grad():
+            yield
 
     @property
     def _place(self) -> str:

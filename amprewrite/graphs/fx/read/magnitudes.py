@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
+from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.ir.evidence.range_rules import MAKES_SCORES, PASSES_MASK, bound_fits, means_mask
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
@@ -60,7 +61,7 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
     """Largest magnitude of each; one read by the host for each device."""
     if not tensors:
         return []
-    with torch.no_grad():
+    with torch.no_grad(), unselected():
         norms = torch._foreach_norm([tensor.detach() for tensor in tensors], ord=float("inf"))
     sizes = [0.0] * len(norms)
     for device in {norm.device for norm in norms}:

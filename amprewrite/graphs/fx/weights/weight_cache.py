@@ -29,6 +29,7 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain
 from amprewrite.graphs.fx.ops.pad_ops import copy_ends, fits, pad_cast
+from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.graphs.fx.weights.compare import differs, same, sample
 from amprewrite.graphs.fx.weights.copy_memory import Memory, Place, Prepared, all_alone, fill, stream_of, streams_of
 from amprewrite.graphs.fx.weights.step_listeners import add_listener, drop_listener
@@ -380,7 +381,7 @@ class WeightCache:
             block.asked = answered
             return
         stale = answered.stale() if answered is not None else []
-        with torch.no_grad():
+        with torch.no_grad(), unselected():
             stale += self._look_now(block) if not stale else []
         if not stale:
             return
