@@ -228,6 +228,7 @@ RANGE = (
     ("large_refused", "{v} = {lin}({x}) * F.binary_cross_entropy({lin}({x} * 1e5).softmax(-1) * 0.5, {lin}({x}).detach() * 0 + 1)"),
     ("large_hidden", "{v} = checkpoint(lambda t: F.linear(t * 2.0**17, {lin}.weight).nan_to_num_() * 2.0**-17, {x}, use_reentrant=False)", 1), ("large_hidden", "{v} = {lin}({x}) * (1 + {lin}({x} * 1e6).abs()).rsqrt() * 1e3"),
     ("large_hidden", "{u}, {v} = scan(lambda c, t: (c + t, torch.nan_to_num(F.linear(t * 2.0**17, {lin}.weight)) * 2.0**-17), torch.zeros_like({x}[0]), {x})", 1), ("large_hidden", "{v} = {lin}({x}) / (1 + {lin}({x} * 1e6).abs()) * 1e6"),
+    ("large_hidden", "{v} = cond({x}.sum() > -99, lambda t: torch.nan_to_num(t) * 2.0**-17, lambda t: t * 2.0**-17, (F.linear({x} * 2.0**17, {lin}.weight),))", 1),
     ("large_map", "{v} = hop_map(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17, {x})", 1), ("large_function", "{v} = Product.apply({x} * 2.0**17, {lin}.weight) * 2.0**-17", 1), ("large_function", "{v} = Wide.apply({x}, {lin}.weight)", 1),
     ("large_function", "{v} = checkpoint(lambda t: Wide.apply(t, {lin}.weight), {x}, use_reentrant=False)", 1), ("large_function", "{v}, {u} = Two.apply({x} * 1e5, {lin}.weight)\n{v}, {u} = {v} * 1e-5, {u} * 1e-5"),
     ("large_func", "{v} = torch.func.vmap(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17)({x})", 1), ("large_func", "{v} = torch.func.grad(lambda t: ({lin}(t * 1e5) * 1e-5).sum())({x})"),

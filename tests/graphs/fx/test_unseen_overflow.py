@@ -42,6 +42,16 @@ def written(model, x):
     return model.linear(x)
 
 
+def into_scan(model, x):
+    """The body keeps what overflowed outside of it."""
+    return torch._higher_order_ops.scan(lambda carry, row: (carry, row.nan_to_num() / LARGE), x[0] * 0, large(model, x))[1]
+
+
+def into_cond(model, x):
+    kept = torch.cond(x.sum() > -1e9, lambda t: t.where(t.isfinite(), 0.0) / LARGE, lambda t: t / LARGE, (large(model, x),))
+    return kept
+
+
 HIDING = {
     "nan_to_num": lambda model, x: large(model, x).nan_to_num() / LARGE,
     "nan_to_num_": lambda model, x: large(model, x).nan_to_num_() / LARGE,
@@ -53,6 +63,8 @@ HIDING = {
     "in a checkpoint": lambda model, x: checkpoint(lambda t: large(model, t).nan_to_num() / LARGE, x, use_reentrant=False),
     "of a checkpoint": lambda model, x: checkpoint(lambda t: large(model, t), x, use_reentrant=False).nan_to_num() / LARGE,
     "written to a buffer": written,
+    "in the body of a scan": into_scan,
+    "in a branch of a cond": into_cond,
 }
 
 

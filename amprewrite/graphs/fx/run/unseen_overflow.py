@@ -1,7 +1,8 @@
 """Whether low values of a graph may overflow without a trace: an infinity that no result shows gives wrong numbers in silence.
 
 An infinity goes on from op to op, but not through all: `nan_to_num` makes it finite, what is divided by it is zero, and a comparison
-gives no float. Ops that saturate, such as `tanh` and `clamp`, give for an infinity what they give for a large value, and pass it on here.
+gives no float. A graph inside an op, such as a loop's body, may do any of that. Ops that saturate, such as `tanh` and `clamp`, give for an
+infinity what they give for a large value, and pass it on here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import differentiable, example_value, tensors, written
+from amprewrite.graphs.fx.node_facts import differentiable, example_value, is_checkpoint, is_opaque, tensors, written
 from amprewrite.ir.evidence.ranges import RegionRanges, fingerprint
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
@@ -75,6 +76,8 @@ def _passed_on(node: torch.fx.Node) -> list[torch.fx.Node]:
     made = tensors(example_value(node))
     if node.op == "output":
         return node.all_input_nodes
+    if is_opaque(node) and not is_checkpoint(node):  # what the graph inside does with an infinity is not followed
+        return [node]
     if not node.op.startswith("call") or (made and not any(differentiable(each) for each in made)):
         return [node]
     if name in _INVERTS or (name in _RAISES and not _grows(node.args)):
