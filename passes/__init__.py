@@ -45,6 +45,7 @@ from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
+from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
 
 Deciding = Pass[Problem, Decisions]
 Applying = Pass[RegionPlan, EditedGraph]
@@ -74,7 +75,12 @@ PLAN: tuple[Deciding, ...] = (
     PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
-BY_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintByCost(), DeclineSmallGraphs())
+BY_COST = (
+    PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(),
+    *EVIDENCE,
+    RepaintSmallSteps(),  # sums that go on in many small steps stay high
+    RepaintByCost(), DeclineSmallGraphs(),
+)  # fmt: skip
 """The passes that choose colours by prices."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "cost": (*BY_COST, *PLAN),

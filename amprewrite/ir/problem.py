@@ -57,6 +57,8 @@ class Problem:
     """What may be done to the masks of attention calls; read only if masks may be dropped."""
     bare_norms: tuple[str, ...] = ()
     """Norms that keep their statistics in the dtype of what they read."""
+    small_steps: tuple[str, ...] = ()
+    """Sums that go on with one value in many small steps."""
     far_constants: tuple[str, ...] = ()
     """Ops with finite constants beyond the range of the low format among their arguments."""
     device: str = "cpu"

@@ -100,6 +100,7 @@ class Reason(Enum):
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
     DRAWN = "a random draw below one would round up to one, where a logarithm of it has its pole"
+    SMALL_STEPS = "it goes on in many small steps, and its rounding would outweigh theirs"
     SENSITIVE = "rounding it costs more accuracy than was asked for"
     RETURNED = "it is returned and read: one fp32 value for both"
     SHARED = "it shares memory with what is returned"

@@ -218,6 +218,7 @@ _CONDITIONS = {
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",
     Reason.CANCELS: "if no difference magnified its rounding ({detail})",
     Reason.DRAWN: "if no logarithm read the draw",
+    Reason.SMALL_STEPS: "with fewer or larger steps, or with overrides={{'{op}': 'low'}}",
     Reason.SENSITIVE: "with a looser tolerance ({detail})",
     Reason.RETURNED: "if it were returned only, or read only",
     Reason.SHARED: "if what is returned did not lie in its memory",

@@ -1,12 +1,12 @@
 """fx graph → calls: arguments and shapes of every op as plain data, and which ops write memory that others see.
 
-By name it knows `getitem`, which may pick one of several results.
+By name it knows `getitem`, which may pick one of several results, and what takes small steps: `add`, `sub`, `mul`, `div`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,86 @@ def read_far_constants(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple
     """Ops with finite constants beyond the range of `low` among their arguments."""
     arguments = {name: (node.args, tuple(node.kwargs.values())) for name, node in nodes.items()}
     return tuple(name for name, given in arguments.items() if any(is_far(leaf, low) for leaf in leaves(given)))
+
+
+SMALL, MANY = 0.25, 8
+"""A step is small if a number scales it down to that, and this many in a row are many. The sums of eight, each rounded, are off by three
+times what one is; a step that is scaled to a quarter is off by a quarter of that. torch.autocast keeps such sums in fp32, as their first
+value is."""
+
+
+def read_small_steps(graph: OpGraph, nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
+    """Sums that go on with one value in many small steps, `x = x + 0.1 * f(x)`, where products are in each step."""
+    names = {node: name for name, node in nodes.items()}
+    if not names:
+        return ()
+    order = {node: place for place, node in enumerate(next(iter(names)).graph.nodes)}
+    heavy = {node for name, node in nodes.items() if graph[name].flops}
+    from_value = {node: value for node in order if node in names and (value := _stepped_from(node, order, heavy)) is not None}
+    before = {node: _sum_behind(value, from_value) for node, value in from_value.items()}
+    so_far: dict[torch.fx.Node, int] = {}
+    for node, last in before.items():
+        so_far[node] = 1 + (so_far[last] if last is not None else 0)
+    whole = dict(so_far)
+    for node, last in reversed(before.items()):
+        if last is not None:
+            whole[last] = max(whole[last], whole[node])
+    return tuple(names[node] for node, steps in whole.items() if steps >= MANY)
+
+
+def _stepped_from(node: torch.fx.Node, order: Mapping[torch.fx.Node, int], heavy: set[torch.fx.Node]) -> torch.fx.Node | None:
+    """The value that a sum takes a small step from; None if it is no such sum."""
+    op, given = op_name(node.target), node.args[:2]
+    first, second = given if len(given) == 2 else (None, None)
+    if op not in ("add", "sub") or not isinstance(first, torch.fx.Node) or not isinstance(second, torch.fx.Node):
+        return None
+    shrunk = isinstance(node.kwargs.get("alpha"), float) and abs(node.kwargs["alpha"]) <= SMALL  # type: ignore[operator, arg-type]
+    for step, value in ((second, first), (first, second))[: 1 if op == "sub" or shrunk else 2]:
+        small = (shrunk or _is_scaled_down(step)) and _shape_of(value) == _shape_of(node)
+        if small and any(_leads_through(each, step, order, heavy) for each in _alike(value)):
+            return value
+    return None
+
+
+def _alike(value: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """A value, and those that it is made of one by one: copies, views, activations."""
+    yield value
+    while value.op.startswith("call"):
+        given = [each for each in value.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
+        if len(given) != 1:
+            return
+        (value,) = given
+        yield value
+
+
+def _is_scaled_down(node: torch.fx.Node) -> bool:
+    """Whether a value is another times a small number."""
+    op = op_name(node.target) if node.op.startswith("call") else ""
+    numbers = [float(each) for each in node.args if isinstance(each, int | float)]
+    if op == "mul":
+        return any(abs(number) <= SMALL for number in numbers)
+    return op == "div" and len(node.args) == 2 and isinstance(node.args[1], int | float) and abs(node.args[1]) * SMALL >= 1
+
+
+def _leads_through(value: torch.fx.Node, step: torch.fx.Node, order: Mapping[torch.fx.Node, int], heavy: set[torch.fx.Node]) -> bool:
+    """Whether `step` is made of `value`, and with a product."""
+    seen, waiting = {step}, [step]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in seen and order[source] >= order[value]:
+                seen.add(source)
+                waiting.append(source)
+    return value in seen and not heavy.isdisjoint(seen - {value})
+
+
+def _sum_behind(value: torch.fx.Node, sums: Mapping[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node | None:
+    """The sum of small steps that a value is, or is made of by itself."""
+    return next((each for each in _alike(value) if each in sums), None)
+
+
+def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
+    value = example_value(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.fx.Node, str], opaque: str) -> Call:
