@@ -136,6 +136,39 @@ def test_hooks_that_capture_cannot_read(path):
     assert matmul_dtypes(amp, x) == {torch.bfloat16}
 
 
+class HookedAlike(nn.Module):
+    """Hooks what an op gives back as it was given: one tensor, with one more reader."""
+
+    def __init__(self, alike) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.alike = nn.Linear(8, 8), nn.Linear(8, 4), alike
+
+    def forward(self, x):
+        value = self.first(x)
+        self.alike(value).register_hook(lambda gradient: gradient * 2)
+        return self.second(value)
+
+
+ALIKE = {
+    "dropout": lambda v: torch.dropout(v, 0.0, True),
+    "alpha_dropout": lambda v: torch.alpha_dropout(v, 0.0, True),
+    "contiguous": lambda v: v.contiguous(),
+    "to": lambda v: v.to(torch.float32),
+    "two": lambda v: v.contiguous().to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("how", ALIKE)
+@pytest.mark.parametrize("options", [{}, {"lists": "o2"}, {"dtype": "fp16", "loss_scale": 16.0}], ids=str)
+def test_a_hook_on_a_tensor_that_an_op_gave_back_counts_for_all_its_readers(how, options):
+    plain, amp = HookedAlike(ALIKE[how]), low(HookedAlike(ALIKE[how]), **options)
+    for each in (plain, amp):
+        each(data()).sum().backward()
+    got, want = amp.first.weight.grad, plain.first.weight.grad
+    assert (got - want).norm() < 2e-2 * want.norm()
+
+
 def test_tensor_and_parameter_hooks():
     model, x, seen = mlp(), data(), []
     amp = low(model)
