@@ -76,11 +76,9 @@ PLAN: tuple[Deciding, ...] = (
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
 BY_COST = (
-    PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(),
-    *EVIDENCE,
-    RepaintSmallSteps(),  # sums that go on in many small steps stay high
-    RepaintByCost(), DeclineSmallGraphs(),
-)  # fmt: skip
+    *(PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE),
+    *(RepaintSmallSteps(), RepaintByCost(), DeclineSmallGraphs()),
+)
 """The passes that choose colours by prices."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "cost": (*BY_COST, *PLAN),

@@ -170,7 +170,7 @@ def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
     """The row of what an op is with the arguments it has here."""
     if row is None or not row.forms:
         return row
-    given = {**dict(zip(_parameters(node.target), node.args, strict=False)), **node.kwargs}
+    given = _given(node)
     return next((find_op(other) for argument, other in row.forms if given.get(argument) is True), row)
 
 
@@ -252,7 +252,26 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
         written += _written_by_bodies(node)
     elif isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         written += [argument for argument in _written_by_schema(node) if argument not in written]
+    row = find_op(op_name(node.target)) if node.op.startswith("call") else None
+    if row is not None and row.writes:
+        given = _given(node)
+        asked = (given.get(argument) for argument, told in row.writes if given.get(told, _default(node.target, told)) not in (None, False))
+        written += [argument for argument in asked if isinstance(argument, torch.fx.Node) and argument not in written]
     return tuple(written)
+
+
+@lru_cache(maxsize=256)
+def _default(target: Callable[..., Any] | str, name: str) -> Any:
+    """What a Python function takes for an argument that it is not given; None if that is unknown."""
+    try:
+        return inspect.signature(target).parameters[name].default  # type: ignore[arg-type]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _given(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call, by name."""
+    return {**dict(zip(_parameters(node.target), node.args, strict=False)), **node.kwargs}
 
 
 def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:

@@ -152,7 +152,8 @@ ROWS = (
         "share_memory",
         "sgn",
     ),
-    *rows(CLEAR, "moves or copies numbers, rounds none", "embedding", "take", low_backward=("cpu",)),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "embedding", low_backward=("cpu",), writes=(("weight", "max_norm"),)),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "take", low_backward=("cpu",)),
     *rows(
         CLEAR,
         "moves numbers; mixed operands are promoted on the way",

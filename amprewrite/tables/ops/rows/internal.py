@@ -35,10 +35,19 @@ ROWS = (
         "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index _batch_norm_with_update"
         " _batch_norm_no_update _native_batch_norm_legit"
         " _native_batch_norm_legit_no_training _native_batch_norm_legit_functional",
+        data=("input",),
+        summands=("bias",),
+        mixed_on=BOTH,
+        writes=(("running_mean", "training"), ("running_var", "training")),
+    ),
+    *rows(
+        INTERNAL,
+        "statistics and weights stay in fp32, only the data is low",
         "instance_norm",
         data=("input",),
         summands=("bias",),
         mixed_on=BOTH,
+        writes=(("running_mean", "use_input_stats"), ("running_var", "use_input_stats")),
     ),
     *rows(INTERNAL, "the mean square is taken in fp32 inside the kernel", "rms_norm _fused_rms_norm"),
     *rows(
@@ -122,6 +131,7 @@ ROWS = (
         INTERNAL,
         "a bag is summed in fp32 inside the kernel; its maximum has no bf16 backward on CUDA",
         "embedding_bag _embedding_bag _embedding_bag_forward_only",
+        writes=(("weight", "max_norm"),),
         low_backward=("cpu",),
         no_kernel=("cuda:bf16",),
     ),
