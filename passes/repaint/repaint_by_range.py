@@ -80,6 +80,9 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
                     risks.of_weights.add(reader.name)
     for node in problem.graph:
         for operand in _at_pole(node, risks.makers):
+            text = _flushed(operand, node.name, values, low)
+            if text and any(reader.name == node.name for reader in _low_readers(problem, problem.graph[operand])):
+                risks.readers.setdefault(node.name, text)
             _keep_exact(problem, operand, node.name, values, risks, low)
     return risks
 
@@ -151,18 +154,26 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
         yield from (operand.value for operand in node.operands)
 
 
+def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format) -> str:
+    """Why a value must not be low before the op `pole`, which has a pole at zero; "" if it may."""
+    seen = values.get(name)
+    if seen is None or not seen.nonzero:
+        return ""
+    flushed, thin = seen.underflow(low), seen.subnormal(low)
+    if max(flushed, thin) <= FLUSHED:
+        return ""
+    share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
+    return f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"
+
+
 def _keep_exact(
     problem: Problem, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
 ) -> None:
     """Keep high the ops that make a value, if low would flush of it what the op `pole` needs."""
-    node, seen = problem.graph[name], values.get(name)
-    if node.role != "op" or seen is None or not seen.nonzero or name in risks.makers:
+    node, text = problem.graph[name], _flushed(name, pole, values, low)
+    if node.role != "op" or not text or name in risks.makers:
         return
-    flushed, thin = seen.underflow(low), seen.subnormal(low)
-    if max(flushed, thin) <= FLUSHED:
-        return
-    share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
-    risks.makers[name] = f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"
+    risks.makers[name] = text
     if depth and (node.kind is OpKind.CLEAR or hands_on_small(node.op) or node.op in SUMS_SMALL):
         for operand in node.operands:
             _keep_exact(problem, operand.value, pole, values, risks, low, depth - 1)
