@@ -171,6 +171,24 @@ def test_a_bias_that_drowns_in_its_product_may_be_flushed(size, scale, low):
         assert result.report.strict_error is not None and result.report.strict_error < 2e-3
 
 
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_divisor_that_vanishes_in_part_keeps_its_op_high(doubled):
+    sizes = numpy_helper.from_array(np.array([1, 1e-7, 1e-9, 1, 1, 1, 1e-8, 1], np.float32), "sizes")
+    between = [node("Add", ["sizes", "sizes"], ["twice"])] if doubled else []
+    nodes = [
+        node("Gemm", ["x", "w0"], ["h"], name="first"),
+        node("Mul", ["h", "sizes"], ["small"]),
+        *between,
+        node("Div", ["small", "twice" if doubled else "sizes"], ["ratio"], name="div"),
+        node("Gemm", ["ratio", "w1"], ["out"], name="last"),
+    ]
+    inits = [weight("w0", 8, 8), weight("w1", 8, 8), sizes]
+    given = net(nodes, [value("x", 4, 8)], [value("out", 4, 8)], inits, {"x": noise(4, 8)})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert colours(result.model)["div"] == "high"
+    assert result.report.strict_error is not None and result.report.strict_error < 2e-3
+
+
 def test_ops_denied_for_their_range_run_low_where_it_is_kept():
     given = gemm_chain(node("Pow", ["h", "two"], ["mid"], name="pow"), inits=[const("two", 2.0)])
     assert colours(rewrite_onnx(given.model, calibration=given.feed).model)["pow"] == "low"

@@ -45,6 +45,7 @@ EXP_MOST = 8.0
 """An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
 BOUNDS = ops_with(Trait.BOUNDS)
 """Ops whose constants are bounds: beyond the range they become its ends. What is filled in becomes an end only if it is a mask."""
+DIVIDES = ops_with(Trait.DIVIDES)
 INVERSE, USES_SMALL = ops_with(Trait.INVERSE), ops_with(Trait.MAGNIFIES_SMALL)
 
 
@@ -161,6 +162,11 @@ class RangeFacts:
             pinned = self.pin_value(value)
             if pinned is not None:
                 return pinned
+        for index, value in enumerate(node.inputs):
+            seen = self.ranges.get(str(value.name)) if value is not None and _has_pole(op_of(node), index) else None
+            if seen is not None and 0 < seen.smallest < self.low.smallest_subnormal:
+                small = f"its input comes down to {seen.smallest:.3g}, which {self.low.name} flushes to zero"
+                return Colour.HIGH, Reason.OUT_OF_RANGE, f"{op_of(node)} has a pole at zero, {small}"
         return self.pin_far(operands)
 
     def kind(self, op: str, node: ir.Node) -> OpKind | None:
@@ -261,7 +267,10 @@ class RangeFacts:
             if sig.input(index) != group:
                 continue
             loss = self.loss(value, node, op)
-            if loss is None or (loss.kept and self._harmless(node, op, value)):
+            if loss is not None and self.facts(value).flushed and _has_pole(op, index):
+                why = f"{self.facts(value).flushed} of its values vanish in {self.low.name}, and {op} has a pole at zero"
+                loss = Loss(loss.name, why, kept=True)
+            elif loss is None or (loss.kept and self._harmless(node, op, value)):
                 continue
             if not (loss.name in self.losses and self.losses[loss.name].kept):
                 self.losses[loss.name] = loss
@@ -282,6 +291,11 @@ class RangeFacts:
         if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow:
             return False
         return found.error * HEADROOM <= seen.smallest * self.low.eps
+
+
+def _has_pole(op: str, index: int) -> bool:
+    """Whether an op has a pole where its operand at this place is zero."""
+    return op in POLES or (op in DIVIDES and index == 1)
 
 
 def _reaches_softmax(node: ir.Node) -> bool:
