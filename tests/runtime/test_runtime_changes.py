@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 import amprewrite
 from amprewrite import AmpRewriteWarning
 from amprewrite.runtime.ambient import hook_watch
+from amprewrite.runtime.session import Session
 
 
 class Deep(nn.Module):
@@ -134,6 +135,30 @@ def test_hooks_that_capture_cannot_read(path):
         assert ran_low(amp(x), deep()(x))
     assert len(seen) == 2
     assert matmul_dtypes(amp, x) == {torch.bfloat16}
+
+
+class Counting(nn.Module):
+    """Counts its calls in an attribute, and uses the number, or not."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.used, self.step = nn.Linear(8, 4), used, 0
+
+    def forward(self, x):
+        self.step += 1
+        return self.layer(x) * (0.9**self.step if self.used else 1.0)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_number_that_a_model_counts_up_is_captured_twice(used, monkeypatch):
+    captures = []
+    rewrite = Session.rewrite_region
+    monkeypatch.setattr(Session, "rewrite_region", lambda self, *args: captures.append(1) or rewrite(self, *args))
+    plain, amp = Counting(used), low(Counting(used))
+    for _ in range(12):
+        assert ran_low(amp(data()), plain(data()))
+    assert amp.step == plain.step == 12 and len(captures) <= 2
 
 
 class HookedAlike(nn.Module):
