@@ -49,7 +49,8 @@ def compile_afresh(
 
     Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
     `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
-    does, and noted. An int that a model counts up in an attribute is a number like others, not one graph a value. Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`.
+    does, and noted. An int that a model counts up in an attribute is a number like others, not a graph for each of its values.
+    Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
