@@ -140,12 +140,12 @@ def _scaled(program: Program, want: Record) -> Record | None:
     it is scaled has no bound.
     """
     scale = dict(program.options).get("loss_scale")
-    if not isinstance(scale, int | float) or program.factor != 1:
+    if not isinstance(scale, int | float):
         return None
     low = LOW[program.dtype]
-    found = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: Rounded(low), scale=scale))
-    for name, value in want.values.items() if found is not None else ():
-        if " gradient" in name and value.numel() and float(value.abs().max()) * scale > torch.finfo(low).max:
+    found = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: Rounded(low), scale=scale)) or Record()
+    for name, value in want.values.items():
+        if " gradient" in name and value.numel() and float(value.abs().max()) * scale * program.factor > torch.finfo(low).max:
             found.values[name] = torch.full_like(value, torch.inf)
     return found
 

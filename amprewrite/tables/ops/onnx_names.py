@@ -24,7 +24,7 @@ VOCABULARY: dict[str, str] = {
     "GlobalAveragePool": "adaptive_avg_pool2d", "GroupNormalization": "group_norm", "HardSigmoid": "hardsigmoid",
     "HardSwish": "hardswish", "InstanceNormalization": "instance_norm", "LRN": "local_response_norm",
     "LayerNormalization": "layer_norm", "LeakyRelu": "leaky_relu", "LogSoftmax": "log_softmax", "LpNormalization": "normalize",
-    "MeanVarianceNormalization": "instance_norm", "Mish": "mish", "PRelu": "prelu", "RMSNormalization": "rms_norm",
+    "Mish": "mish", "PRelu": "prelu", "RMSNormalization": "rms_norm",
     "ReduceL1": "norm", "ReduceL2": "norm", "ReduceLogSum": "logsumexp", "ReduceLogSumExp": "logsumexp", "ReduceMax": "amax",
     "ReduceMean": "mean", "ReduceMin": "amin", "ReduceProd": "prod", "ReduceSum": "sum", "ReduceSumSquare": "linalg_norm",
     "Relu": "relu", "Resize": "interpolate", "Selu": "selu", "Sigmoid": "sigmoid", "Softmax": "softmax", "Softplus": "softplus",
