@@ -20,7 +20,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
-from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_checkpoint, memory_of, written
+from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_checkpoint, memory_of, written, written_unsaid
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
@@ -148,7 +148,7 @@ def written_storages(module: torch.fx.GraphModule) -> set[int]:
     """The storages that a graph writes in place, in the bodies of its higher-order ops too."""
     found: set[int] = set()
     for node in module.graph.nodes:
-        for target in written(node):
+        for target in (*written(node), *written_unsaid(node)):
             found |= memory_of(target)
         if any(map(_writes, bodies(node))):
             for source in node.all_input_nodes:

@@ -55,6 +55,7 @@ class Fact:
     value: Any
     dtype: str
     writes: tuple[torch.fx.Node, ...] = ()
+    writes_unsaid: tuple[torch.fx.Node, ...] = ()
     autocast: str = ""
     transformed: bool = False
     pinned: tuple[Colour, Reason, str] | None = None
@@ -159,7 +160,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         fact.dtype = ""  # what it gives is read off its getitems
-    fact.writes = written(node)
+    fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
     if value is None and fact.writes:  # setitem and the like give nothing: they stand for what they write
         fact.value = example_value(fact.writes[0])
         fact.dtype = value_dtype(fact.value)
@@ -252,12 +253,17 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
         written += _written_by_bodies(node)
     elif isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         written += [argument for argument in _written_by_schema(node) if argument not in written]
-    row = find_op(op_name(node.target)) if node.op.startswith("call") else None
-    if row is not None and row.writes:
-        given = _given(node)
-        asked = (given.get(argument) for argument, told in row.writes if given.get(told, _default(node.target, told)) not in (None, False))
-        written += [argument for argument in asked if isinstance(argument, torch.fx.Node) and argument not in written]
     return tuple(written)
+
+
+def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    """Weights and statistics that the node writes beside what it gives, though its name does not say so."""
+    row = find_op(op_name(node.target)) if node.op.startswith("call") else None
+    if row is None or not row.writes:
+        return ()
+    given = _given(node)
+    asked = (given.get(argument) for argument, told in row.writes if given.get(told, _default(node.target, told)) not in (None, False))
+    return tuple(argument for argument in asked if isinstance(argument, torch.fx.Node))
 
 
 @lru_cache(maxsize=256)
@@ -276,7 +282,7 @@ def _given(node: torch.fx.Node) -> dict[str, Any]:
 
 def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
     """Places of the inputs whose memory the graph writes, by views and through `.data`, too."""
-    memory = {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
+    memory = {storage for node in graph.nodes for target in (*written(node), *written_unsaid(node)) for storage in memory_of(target)}
     return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
 
 

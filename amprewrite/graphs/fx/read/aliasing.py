@@ -235,7 +235,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
     """
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():
-        for target in fact.writes:
+        for target in (*fact.writes, *fact.writes_unsaid):
             for storage in memory_of(target):
                 writes[storage].append(fact.position)
     hidden = _hidden_writes(facts) if training and writes else {}

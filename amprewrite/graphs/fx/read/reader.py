@@ -237,7 +237,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)
-    if fact.writes and fact.row.writes and device not in fact.row.mixed_on:  # it would write to a copy of a weight
+    if fact.writes_unsaid and device not in fact.row.mixed_on:  # it would write to a copy of a weight
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
