@@ -37,6 +37,8 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
 RECURRENT = "Attempted to wrap RNN"
 """How Dynamo's reason begins where such a module breaks a graph."""
+COUNTS_FROM = 4
+"""Calls that captured something from which on ints in attributes are no constants: those that differ from layer to layer stay ones."""
 ONE_EXPORT = threading.RLock()
 """Held while torch.export or torch.onnx.export runs: they keep state that all threads share, so that two at once fail."""
 
@@ -49,7 +51,7 @@ def compile_afresh(
 
     Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
     `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
-    does, and noted. An int that a model counts up in an attribute is a number like others, not a graph for each of its values.
+    does, and noted. An int that a model counts up in an attribute becomes a number like others after COUNTS_FROM graphs.
     Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
@@ -64,11 +66,13 @@ def compile_afresh(
         settings["allow_rnn"] = True
     if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
         settings["ignore_logging_functions"] = _Unlogged(torch._dynamo.config.ignore_logging_functions, note)
-    config = torch._dynamo.config
+    config, calls_that_captured = torch._dynamo.config, 0
 
     def with_settings(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls_that_captured
         before = [(name, getattr(config, name)) for name in settings]  # config.patch does the same in 38 us, this in 5
-        suppressing, counting = None, _set("allow_unspec_int_on_nn_module", True)
+        suppressing, graphs = None, counters["stats"]["unique_graphs"]
+        counting = _set("allow_unspec_int_on_nn_module", True) if calls_that_captured >= COUNTS_FROM else None
         try:
             for name, value in settings.items():
                 setattr(config, name, value)
@@ -79,7 +83,9 @@ def compile_afresh(
         finally:
             if suppressing is not None:
                 suppressing()
-            counting()
+            if counting is not None:
+                counting()
+            calls_that_captured += counters["stats"]["unique_graphs"] != graphs
             for name, value in before:
                 setattr(config, name, value)
 
