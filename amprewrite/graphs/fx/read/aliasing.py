@@ -249,10 +249,10 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             union.join(node, node.args[0])
         if node.target is hooked:
             union.join(node, node.args[0])
-            inner, before = node.args[0], same_tensor(node.args[0])
-            while before is not None:  # as of a dropout of nothing: the hook is on this one
+            (inner,) = node.all_input_nodes[:1]
+            while (before := same_tensor(inner)) is not None:  # as of a dropout of nothing: the hook is on this one
                 union.join(inner, before)
-                inner, before = before, same_tensor(before)
+                inner = before
         for storage in _memory(fact) if writes else ():
             if fact.position <= max(writes.get(storage, (-1,))):  # made after the last write: nothing is shared any more
                 union.join(node, first.setdefault(storage, node))

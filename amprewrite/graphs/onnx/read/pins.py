@@ -162,8 +162,8 @@ class RangeFacts:
             pinned = self.pin_value(value)
             if pinned is not None:
                 return pinned
-        for index, value in enumerate(node.inputs):
-            seen = self.ranges.get(str(value.name)) if value is not None and _has_pole(op_of(node), index) else None
+        for index, operand in enumerate(node.inputs):
+            seen = self.ranges.get(str(operand.name)) if operand is not None and _has_pole(op_of(node), index) else None
             if seen is not None and 0 < seen.smallest < self.low.smallest_subnormal:
                 small = f"its input comes down to {seen.smallest:.3g}, which {self.low.name} flushes to zero"
                 return Colour.HIGH, Reason.OUT_OF_RANGE, f"{op_of(node)} has a pole at zero, {small}"
