@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
@@ -41,21 +42,21 @@ def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _Cross.apply(x, x.dtype, scale)
+    return _forward_too(_Cross).apply(x, x.dtype, scale)
 
 
 def unscale_gradient(x: Tensor, inverse: Tensor) -> Tensor:
     """`x`, whose gradient is multiplied by `inverse` in fp32 and comes out in the dtype of `x`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _Cross.apply(x, x.dtype, inverse)
+    return _forward_too(_Cross).apply(x, x.dtype, inverse)
 
 
 def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
     """`w.to(dtype)`, whose gradient is widened to fp32 first, then multiplied by `inverse`."""
     if not (w.requires_grad and torch.is_grad_enabled()):
         return w.to(dtype)
-    return _Cross.apply(w, dtype, inverse)
+    return _forward_too(_Cross).apply(w, dtype, inverse)
 
 
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,7 +190,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     result would have none. So the function gets the gradients of the whole batch as one tensor, and the batch is made again behind it.
     """
     if not torch._C._functorch.is_legacy_batchedtensor(gradient):
-        result: Tensor = function.apply(gradient, *others)
+        result: Tensor = _forward_too(function).apply(gradient, *others)
         return result
     depth = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -217,11 +218,6 @@ class _Cross(torch.autograd.Function):
         return x.detach() if x.dtype == dtype else x.to(dtype)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
-        """A tangent goes with the values, which nothing scales."""
-        return tangent.view_as(tangent) if tangent.dtype == ctx.to else tangent.to(ctx.to)
-
-    @staticmethod
     @uncaptured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
@@ -239,12 +235,34 @@ class _Times(torch.autograd.Function):
         return _times(gradient, factor, dtype)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
-        return _times(tangent, ctx.factor, ctx.to)
-
-    @staticmethod
     @uncaptured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
             return _applied(_Cross, gradient, ctx.dtype, ctx.factor), None, None
         return gradient.to(ctx.dtype), None, None
+
+
+class _CrossDual(_Cross):
+    """A tangent goes with the values, which nothing scales."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return tangent.view_as(tangent) if tangent.dtype == ctx.to else tangent.to(ctx.to)
+
+
+class _TimesDual(_Times):
+    """A tangent of a gradient is scaled as the gradient is."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return _times(tangent, ctx.factor, ctx.to)
+
+
+_DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {_Cross: _CrossDual, _Times: _TimesDual}
+
+
+def _forward_too(function: type[torch.autograd.Function]) -> Any:
+    """The function with forward-mode derivatives where those are taken: Dynamo captures no function that has them."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return function
+    return _DUAL[function]
