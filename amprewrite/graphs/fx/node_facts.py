@@ -1,4 +1,7 @@
-"""What is read off one fx node: value, dtype, role, what it writes, and the shapes behind its FLOPs."""
+"""What is read off one fx node: value, dtype, role, what it writes, and the shapes behind its FLOPs.
+
+One file because all of it asks the same node, and most of it each other.
+"""
 
 from __future__ import annotations
 
