@@ -75,10 +75,8 @@ PLAN: tuple[Deciding, ...] = (
     PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
-BY_COST = (
-    *(PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE),
-    *(RepaintSmallSteps(), RepaintByCost(), DeclineSmallGraphs()),
-)
+BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintSmallSteps())
+BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
 """The passes that choose colours by prices."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "cost": (*BY_COST, *PLAN),

@@ -59,6 +59,7 @@ class Fact:
     dtype: str
     writes: tuple[torch.fx.Node, ...] = ()
     writes_unsaid: tuple[torch.fx.Node, ...] = ()
+    """What it writes though its name does not say so."""
     autocast: str = ""
     transformed: bool = False
     pinned: tuple[Colour, Reason, str] | None = None

@@ -57,18 +57,24 @@ def not_selective(modes: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def _under(modes: Sequence[Any]) -> Iterator[None]:
     """No other dispatch modes than these."""
-    with _disable_current_modes():
-        for mode in modes:
-            _push_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in modes:
-                _pop_mode()
+    with _disable_current_modes(), pushed(modes):
+        yield
+
+
+@contextlib.contextmanager
+def pushed(modes: Sequence[Any]) -> Iterator[None]:
+    """Put dispatch modes on the stack, the first one lowest."""
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-__all__ = ["not_selective", "uncaptured", "unhooked", "unselected"]
+__all__ = ["not_selective", "pushed", "uncaptured", "unhooked", "unselected"]

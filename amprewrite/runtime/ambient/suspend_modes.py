@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amprewrite.graphs.fx.uncaptured import not_selective, unselected
 from amprewrite.runtime.compiler import dynamo
@@ -48,15 +48,3 @@ def unselective() -> Iterator[None]:
             yield
     finally:
         suspend_dispatch_modes.modes = outer
-
-
-@contextmanager
-def pushed(modes: list[Any]) -> Iterator[None]:
-    """Put the user's dispatch modes back while a rewritten graph runs."""
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()

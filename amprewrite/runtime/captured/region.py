@@ -8,9 +8,10 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.uncaptured import pushed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
-from amprewrite.runtime.ambient.suspend_modes import pushed, suspend_dispatch_modes
+from amprewrite.runtime.ambient.suspend_modes import suspend_dispatch_modes
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry
 from amprewrite.runtime.captured.past import Past

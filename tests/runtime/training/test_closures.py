@@ -213,6 +213,11 @@ def keeps_it(self, closure):
     return loss
 
 
+def moved_around(self, closure=None):
+    with self.moved():
+        return closure()
+
+
 def reads_first(self, closure=None):
     size = self.size()
     loss = closure()
@@ -224,7 +229,7 @@ def test_a_step_may_call_its_closure_before_all_else(step):
     assert calls_closure_first(step)
 
 
-@pytest.mark.parametrize("step", [moves_first, hands_on, calls_twice, in_a_loop, keeps_it, reads_first])
+@pytest.mark.parametrize("step", [moves_first, hands_on, calls_twice, in_a_loop, keeps_it, moved_around, reads_first])
 def test_a_step_may_do_something_else_before(step):
     assert not calls_closure_first(step)
 

@@ -212,9 +212,8 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
         ctx.factor = factor
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.to = x.dtype, dtype
         # detach(), not view_as(): users may change a model's output in place, which autograd refuses for views made here.
-        ctx.to = dtype
         return x.detach() if x.dtype == dtype else x.to(dtype)
 
     @staticmethod

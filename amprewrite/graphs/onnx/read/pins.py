@@ -279,8 +279,7 @@ class RangeFacts:
         return None
 
     def _harmless(self, node: ir.Node, op: str, value: ir.Value) -> bool:
-        """Whether a constant may be rounded: it is a bias that drowns in its sum, a scale whose result does, or an epsilon far below
-        the smallest result seen."""
+        """Whether a constant may be rounded: a bias or scale that drowns in a sum, or an epsilon far below the smallest result seen."""
         seen = self.ranges.get(str(node.outputs[0].name))
         found, row = self.facts(value), find_op(op)
         bias = row is not None and row.summands and node.inputs[2:] and node.inputs[2] is value and "beta" not in node.attributes

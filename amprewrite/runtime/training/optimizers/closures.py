@@ -218,7 +218,7 @@ def _reaches_first(body: list[ast.stmt], name: str) -> bool:
             return False
         if isinstance(statement, ast.If) and any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(statement.test)):
             return _reaches_first(statement.body, name)
-        if isinstance(statement, ast.With):
+        if isinstance(statement, ast.With) and all(_is_grad_mode(item.context_expr) for item in statement.items):
             return _reaches_first(statement.body, name)
         return False
     return False
@@ -228,6 +228,10 @@ def _calls(value: ast.expr, name: str) -> bool:
     if isinstance(value, ast.Call) and _is_name(value.func, "float") and len(value.args) == 1:
         value = value.args[0]
     return isinstance(value, ast.Call) and _is_name(value.func, name) and not value.args and not value.keywords
+
+
+def _is_grad_mode(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("enable_grad", "no_grad", "set_grad_enabled")
 
 
 def _is_name(value: ast.expr, name: str) -> bool:
