@@ -69,7 +69,7 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:
             continue
-        weight = node.role in ("parameter", "buffer")
+        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a body it is an input
         text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)
         if text:
             if node.role == "op":

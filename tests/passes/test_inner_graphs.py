@@ -274,6 +274,16 @@ def test_a_weight_beyond_fp16_stays_high_in_a_body():
     assert heavy(amp.plan) == ["high"]
 
 
+@pytest.mark.parametrize("kind", ["cond", "loop", "scan", "map", "nested"])
+def test_a_weight_beyond_fp16_stays_high_in_an_exported_body(kind):
+    """A program is exported before any call: nothing but the weights tells what fits."""
+    model, x = Inside(kind).eval(), data(6, 8) / 1e6
+    with torch.no_grad():
+        model.linear.weight[0, 0] = 1e5
+        exported = amprewrite.rewrite(model, dtype="fp16").export_program((x,))
+        assert torch.equal(exported.module()(x), model(x))
+
+
 def test_what_cannot_be_rewritten_is_counted_listed_and_said(monkeypatch):
     monkeypatch.setattr("amprewrite.passes.driver.KEPT", {"while_loop": "it stays for this test"})
     model, x = Inside("loop"), data(6, 8)

@@ -16,7 +16,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.node_facts import bodies, differentiable, example_value, is_checkpoint, tensors, written
+from amprewrite.graphs.fx.node_facts import bodies, differentiable, example_value, held_value, is_checkpoint, tensors, written
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import Reason
 
@@ -162,7 +162,9 @@ def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torc
 
 
 def _graphs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node) and leaf.op == "get_attr"]
+    """The graphs among the arguments of `node`. What torch.export captured reads its weights by `get_attr`, too."""
+    leaves = (leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node) and leaf.op == "get_attr")
+    return [leaf for leaf in leaves if isinstance(held_value(leaf), torch.fx.GraphModule)]
 
 
 def _shape(node: torch.fx.Node) -> tuple[object, ...] | None:
