@@ -320,3 +320,31 @@ def test_parameters_are_written_once_in_a_call_that_overflows(how, grad, lists):
     for ours, theirs in zip(amp.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs) if lists == "default" else torch.allclose(ours, theirs, atol=1e-3)
     assert lists == "o2" or (got - want).norm() < 2e-3 * want.norm()
+
+
+class Doubles(nn.Module):
+    """Writes its input, recorded by autograd or not, and overflows fp16 in a checkpoint."""
+
+    def __init__(self, recorded: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.recorded = nn.Linear(8, 8), recorded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.recorded):
+            x.mul_(2)
+        return checkpoint(lambda t: self.linear(t * 2.0**17) * 2.0**-17, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_input_with_a_history_is_written_once_in_a_call_that_overflows(recorded):
+    plain, amp = Doubles(recorded), amprewrite.rewrite(Doubles(recorded), dtype="fp16")
+    for _ in range(3):
+        leaves = [data(4, 8).requires_grad_() for _ in range(2)]
+        inputs = [leaf * 3 for leaf in leaves]
+        want, got = plain(inputs[0]), amp(inputs[1])
+        want.sum().backward()
+        got.sum().backward()
+        assert torch.equal(*inputs)
+        assert (got - want).norm() < 2e-3 * want.norm()
+        assert (leaves[1].grad - leaves[0].grad).norm() < 2e-3 * leaves[0].grad.norm()

@@ -13,7 +13,8 @@ Some graphs may overflow without a trace in their results (`unseen_overflow`): t
 
 These further runs need no gradients, unless the graph takes gradients itself: then its inputs want theirs, as in the call.
 Such a graph calls the hooks of its inputs (`retain_grad` is one), and an activation checkpoint counts what runs inside it:
-there the first run is one on copies, and the call itself runs once. So it is where an overflow may be unseen.
+there the first run is one on copies, and the call itself runs once. So it is where an overflow may be unseen, and where an input
+that is written has gradients: autograd may record the write, which cannot be undone then.
 
 A few calls only: later ones cost nothing. This is on by default, since a model that gives NaN is of no use.
 """
@@ -85,7 +86,7 @@ class OverflowRetry:
         if self.left < 0 or any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
             return run(inputs)
         before = _Before(inputs, self.differentiates, self.written)
-        if self.differentiates or self.unseen or _inside_checkpoint():
+        if self.differentiates or self.unseen or before.recorded or _inside_checkpoint():
             broken = self._look_ahead(run, before, inputs)
             return self._looked_at(run(inputs), inputs, broken)
         result = error = watched = None
@@ -195,7 +196,8 @@ def _inside_checkpoint() -> bool:
 class _Before:
     """What a call may change, as it was. With `differentiable` copies want gradients if the inputs do.
 
-    `written` are the places of inputs that the graph writes itself. Of parameters only those are copied.
+    `written` are the places of inputs that the graph writes itself. Of parameters only those are copied. `recorded` tells whether
+    autograd may record such a write.
     """
 
     def __init__(self, inputs: tuple[Any, ...], differentiable: bool, written: Set[int]) -> None:
@@ -205,6 +207,7 @@ class _Before:
             for place, value in enumerate(inputs)
             if isinstance(value, torch.Tensor) and (place in written or not isinstance(value, nn.Parameter))
         }
+        self.recorded = any(inputs[place].requires_grad and not isinstance(inputs[place], nn.Parameter) for place in written)
         self.random = torch.get_rng_state()
         devices = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
         self.random_there = {device: torch.cuda.get_rng_state(device) for device in devices}
