@@ -30,6 +30,7 @@ LARGEST = 256
 HEADER = """\
 import collections
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ CALLS_OF_RANGE = (
 """How a program with values beyond fp16's range is called: what was seen in one call holds for the next ones."""
 OPS_WITH_BODIES = re.compile(r"\b(?:cond|while_loop|scan|hop_map|func)\b")
 NUMBER = itertools.count()
-SPACE = compile(HEADER + "".join(code for code in HELPERS.values() if "autograd.Function" in code), "<names>", "exec")
+SPACE = compile(HEADER + "".join(code for code in HELPERS.values() if "register_dataclass" not in code), "<names>", "exec")
 
 
 @dataclass(frozen=True)

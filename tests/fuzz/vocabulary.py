@@ -183,12 +183,17 @@ CHECKPOINTS = (
     ("checkpoint", "{v} = checkpoint({lin}, {x} * {w}, use_reentrant=True)", 1), ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, nn.ReLU()], 2, {x}, use_reentrant=False)", 1),
     ("checkpoint_sequential", "{v} = checkpoint_sequential([{lin}, {lin}], 2, {x}, use_reentrant=False)", 1), ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)\n{u} = {v}[..., 0]\n{u}.add_(2)", 1),
     ("checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False)\n{v}.diagonal().add_(10)", 1), ("checkpoint", "def part{n}(t):\n    t = {lin}(t)\n    return t, t.relu()\n{v}, {u} = checkpoint(part{n}, {x}, use_reentrant=False)", 1),
+    ("selective_checkpoint", "{v} = checkpoint({lin}, {x}, use_reentrant=False, context_fn=keep_products)", 1), ("selective_checkpoint", "{v} = checkpoint(lambda t: {lin}({lin}(t).relu()) + t, {x} * {w}, use_reentrant=False, context_fn=keep_products)", 1),
+    ("selective_checkpoint", "{v} = checkpoint(lambda t: torch.tanh(t @ t.mT), {lin}({x}), use_reentrant=False, context_fn=keep_products)"),
 )  # fmt: skip
 
 DERIVATIVES = (
     ("function", "{v} = Square.apply({x})", 1), ("function", "{v} = Product.apply({x}, {lin}.weight)", 1), ("function", "{v} = Product.apply(Product.apply({x}, {lin}.weight), {lin}.weight)", 1),
     ("function", "{v} = Through.apply({x})", 1), ("function", "{v} = Bounded.apply({x}, {lin}.weight)", 0), ("function", "{v}, {u} = Two.apply({x}, {lin}.weight)", 1), ("hook", "if {x}.requires_grad:\n    {x}.register_hook(lambda g: g * 2)", 1),
-    ("hook", "{v} = {lin}({x})\nif {v}.requires_grad:\n    {v}.register_hook(lambda g: g.clamp(-1, 1))", 1), ("func_grad", "{v} = torch.func.grad(lambda t: (t * t).sum())({x})", 1),
+    ("hook", "{v} = {lin}({x})\nif {v}.requires_grad:\n    {v}.register_hook(lambda g: g.clamp(-1, 1))", 1),
+    ("hook_identity", "{u} = {x}.contiguous()\nif {u}.requires_grad:\n    {u}.register_hook(lambda g: g * 2)\n{v} = {lin}({u}) + {x}", 1), ("hook_identity", "{u} = F.dropout({lin}({x}), 0.0)\nif {u}.requires_grad:\n    {u}.register_hook(lambda g: g * 2)\n{v} = {u} * 2", 1),
+    ("hook_identity", "t{n} = {lin}({x})\n{u} = t{n}.to(t{n}.dtype)\nif {u}.requires_grad:\n    {u}.register_hook(lambda g: g.clamp(-1, 1))\n{v} = t{n} @ t{n}.mT", 1), ("hook_identity", "{u} = {lin}({x}).view_as({x})\nif {u}.requires_grad:\n    {u}.register_hook(lambda g: -g)\n{v} = {u}.relu()", 1),
+    ("func_grad", "{v} = torch.func.grad(lambda t: (t * t).sum())({x})", 1),
     ("func_jvp", "{v} = torch.func.jvp(lambda t: t * 2, ({x},), ({x},))[1]", 1), ("func_vjp", "{v} = torch.func.vjp(lambda t: t * t, {x})[1]({x})[0]", 1), ("func_vmap", "{v} = torch.func.vmap(lambda t: t * 2)({x})", 1),
     ("func_vmap", "{v} = torch.func.vmap(lambda t: {lin}(t))({x})", 1), ("func_grad", "{v} = torch.func.grad(lambda t: {lin}(t).sum())({x})", 1), ("func_jac", "{v} = torch.func.jacrev(lambda t: (t * t).sum(-1))({x}[0])", 1),
     ("autograd_grad", "{v} = torch.autograd.grad({lin}({x}).relu().sum(), {x}, create_graph=True)[0]", 1), ("autograd_grad", "{v} = torch.autograd.grad((torch.tanh({lin}({x})) ** 2).sum(), {x}, create_graph=True)[0]"),
@@ -223,6 +228,8 @@ RANGE = (
     ("large_while", "{u}, {v} = while_loop(lambda i, c: i < 3, lambda i, c: (i + 1, {lin}(c) * 1e3), (torch.tensor(0), {x}))\n{v} = {v} * 1e-9"), ("large_scan", "{u}, {v} = scan(lambda c, t: (c + t, F.linear((c + t) * 2.0**17, {lin}.weight) * 2.0**-17), torch.zeros_like({x}[0]), {x})", 1),
     ("large_unread", "{v}, _ = scan(lambda c, t: (c + t, F.linear((c + t) * 2.0**17, {lin}.weight) * 2.0**-17), torch.zeros_like({x}[0]), {x})", 1),
     ("large_unread", "{v}, _ = cond({x}.sum() > -99, lambda t: ({lin}(t), F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17), lambda t: ({lin}(t), {lin}(t)), ({x},))"),
+    ("small", "{v} = torch.log({lin}({x}).softmax(-1) * 1e-5)"), ("small", "{v} = {lin}({x}) / ({lin}({x}).softmax(-1) * 1e-6).sqrt() * 1e-3"), ("small", "{v} = F.linear({x}, {lin}.weight, {lin}.bias * 1e-12)"),
+    ("steps", "{v} = {x}\nfor _ in range(12):\n    {v} = {v} + 0.1 * torch.tanh({lin}({v}))"), ("steps", "{v} = {lin}({x})\nfor _ in range(16):\n    {v} = {v} - 0.05 * {v}.tanh()"),
     ("large_hidden", "{v} = torch.nan_to_num(F.linear({x} * 2.0**17, {lin}.weight)) * 2.0**-17", 1), ("large_hidden", "t{n} = F.linear({x} * 2.0**17, {lin}.weight)\n{v} = t{n}.where(t{n}.isfinite(), 0.0) * 2.0**-17", 1),
     ("large_refused", "t{n} = torch.softmax({lin}({x} * 1e6) * 1e-6, -1)\n{v} = F.binary_cross_entropy(t{n} * 0.9 + 0.05, torch.zeros_like(t{n}))"),
     ("large_refused", "{v} = {lin}({x}) * F.binary_cross_entropy({lin}({x} * 1e5).softmax(-1) * 0.5, {lin}({x}).detach() * 0 + 1)"),
@@ -250,6 +257,7 @@ PAIRED_MODULES = (
     ("{v} = {m}({x})[0]", "nn.GRU({L}, 4, batch_first=True)"), ("{v} = {m}({x})[0]", "nn.LSTM({L}, 4)"), ("{v} = {m}({x})[0]", "nn.RNN({L}, 4)"), ("{v} = {m}({x})", "nn.GRUCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u} + 0", "nn.LSTMCell({L}, 4)"),
     ("{v} = {m}({x}, {x})[0]", "nn.MultiheadAttention({L}, 1, batch_first=True)"), ("{v} = {m}({x}, {x}, {x}, need_weights=False)[0]", "nn.MultiheadAttention({L}, 1 + ({L} % 2 == 0), batch_first=True)"), ("{v} = {m}({x}, {s})", "nn.Bilinear({L}, {L}, 4)"),
     ("{v} = {m}({x}.argmax(-1))", "nn.Embedding(8, 4)"), ("{v} = {m}({x}) + 0", "nn.RNNCell({L}, 4)"), ("{v}, {u} = {m}({x})\n{u} = {u}[0]", "nn.LSTM({L}, 4, batch_first=True)"), ("{v} = {m}({x}.argmax(-1))", "nn.EmbeddingBag(8, 4, mode='sum')"),
+    ("{v} = {m}({x}.argmax(-1)) @ {m}.weight.mT", "nn.Embedding(8, 4, max_norm=0.5)"), ("{v} = {m}({x}) + {m}.running_mean", "nn.BatchNorm1d({L})"), ("{v} = {m}({x}).mT @ {m}.running_var", "nn.BatchNorm1d({C})"),
 )  # fmt: skip
 """Calls of modules, and the modules. What an LSTM or RNN cell gives is read once more: whether its own backward reads the very tensor, so
 that `retain_grad` sees a gradient of the second order, is the kernel's matter. A CPU's is made of ops, CUDA's LSTM is one."""
@@ -333,6 +341,11 @@ class Out:
 
 
 torch.utils._pytree.register_dataclass(Out)
+''',
+    "keep_products": '''
+keep_products = functools.partial(
+    torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
 ''',
     "Named": '''
 Named = collections.namedtuple("Named", ["first", "rest"])
