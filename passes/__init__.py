@@ -46,6 +46,7 @@ from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
 from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
+from amprewrite.passes.repaint.repaint_unrounded import RepaintUnrounded
 
 Deciding = Pass[Problem, Decisions]
 Applying = Pass[RegionPlan, EditedGraph]
@@ -75,7 +76,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
-BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintSmallSteps())
+BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintSmallSteps(), RepaintUnrounded())
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
 """The passes that choose colours by prices."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {

@@ -36,6 +36,7 @@ from amprewrite.passes import APPLY, CLEAN_EXPORTED, NORMALISE, TIDY, WEIGH, dec
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import nodes_outside
 from amprewrite.passes.lower.dry_run import Refused, dry_run
+from amprewrite.passes.repaint.repaint_unrounded import Unrounded
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import PassError, PlanError
 from amprewrite.tables.formats import FP32
@@ -239,7 +240,9 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), part.module.graph.find_nodes(op="placeholder"), strict=True))
     known = {inside[copies[inner]]: around.magnitudes.get(outside.get(outer, "")) for inner, outer in given}
     known = {**part.problem.magnitudes, **{vertex: size for vertex, size in known.items() if size is not None}}
-    part.know(magnitudes=known, inside_scaled=around.scale_loss or around.inside_scaled)
+    exact = Unrounded(around).exact
+    rounded = frozenset(inside[copies[inner]] for inner, outer in given if outside.get(outer, "") not in exact)
+    part.know(magnitudes=known, inside_scaled=around.scale_loss or around.inside_scaled, rounded=rounded)
     part.match_given = captured.match_given
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)

@@ -59,6 +59,8 @@ class Problem:
     """Norms that keep their statistics in the dtype of what they read."""
     small_steps: tuple[str, ...] = ()
     """Sums that go on with one value in many small steps."""
+    rounded: frozenset[str] = frozenset()
+    """Inputs of an inner graph that the graph around it made of a product."""
     far_constants: tuple[str, ...] = ()
     """Ops with finite constants beyond the range of the low format among their arguments."""
     device: str = "cpu"

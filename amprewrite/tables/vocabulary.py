@@ -99,6 +99,7 @@ class Reason(Enum):
     CONSTANT = "a constant it uses does not fit the low format"
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
+    UNROUNDED = "no product has rounded it yet, and what it leads to needs all of its bits"
     DRAWN = "a random draw below one would round up to one, where a logarithm of it has its pole"
     SMALL_STEPS = "it goes on in many small steps, and its rounding would outweigh theirs"
     SENSITIVE = "rounding it costs more accuracy than was asked for"

@@ -27,6 +27,8 @@ from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
 from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.repaint.decline_small_graphs import all_high
+from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
+from amprewrite.passes.repaint.repaint_unrounded import RepaintUnrounded
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -36,6 +38,8 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
     "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
 }
 """The passes that paint by rules that other tools have."""
+SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintUnrounded())
+"""What holds for our lists, whoever paints by them."""
 PARITY = "parity with the model's other graphs costs "
 """How the note begins that says what one plan for all graphs costs this one."""
 LEAST_TOLD = 1e-3
@@ -106,7 +110,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
     if lists.name != problem.lists.name:
         graph = graph.exchanged({node.name: _relisted(node, lists) for node in graph})
     relisted, decisions = replace(problem, graph=graph, lists=lists), Decisions()
-    for each in PAINTERS[lists.rule]:
+    for each in (*PAINTERS[lists.rule], *(SOUND if lists.name == problem.lists.name else ())):
         each(relisted, decisions)
     return decisions.colours
 

@@ -280,7 +280,7 @@ class Scaled(nn.Module):
         self.up = nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.up((x * y + x) * torch.sigmoid(y) * x)
+        return self.up(x * y * x * torch.sigmoid(y) * x)
 
 
 def test_memory_has_a_price() -> None:

@@ -217,6 +217,7 @@ _CONDITIONS = {
     Reason.CONSTANT: "in a format that holds the constant: {detail}",
     Reason.OUT_OF_RANGE: "with values that fit: {detail}",
     Reason.CANCELS: "if no difference magnified its rounding ({detail})",
+    Reason.UNROUNDED: "if it led to products alone, or with overrides={{'{op}': 'low'}}",
     Reason.DRAWN: "if no logarithm read the draw",
     Reason.SMALL_STEPS: "with fewer or larger steps, or with overrides={{'{op}': 'low'}}",
     Reason.SENSITIVE: "with a looser tolerance ({detail})",

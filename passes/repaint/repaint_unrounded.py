@@ -1,0 +1,138 @@
+"""Keep high what has full precision yet, where a rounding of it would be magnified.
+
+torch.autocast rounds at the first product. Until then inputs, buffers and weights are as exact as fp32 is, and code may rely on that:
+`(x - mean) / std` of large values, `1 / (1 - p)` of a p near one, differences of times or positions, a norm of raw features, thresholds.
+Rounded before a difference, what is left of it may be nothing but rounding, or zero. So a plan does not round there, either, whatever a
+cast in front would save.
+
+1. A value is *exact* if no product is upstream: of inputs, weights and numbers alone. Rows of an embedding are not: they are learnt, and
+   rounding them is rounding weights.
+2. An exact value must not be rounded on its way to an op that magnifies a rounding: a difference or sum of exact values, a norm that
+   takes a mean away, a softmax, a comparison or another step, a denied or unlisted op, a result of the graph. Ops that hand on a relative
+   error as it is, such as views, products by one number, maxima, stay open where they lead to products alone.
+3. A sum of an exact value and one that came of a product, `x * scale + shift`, may be large and exact beside a small product. It stays
+   high, with what is made of it one by one, on its way to a denied op, to a result, or to a sum with another such value. Masks and
+   biases of scores are no such summands: what the softmax is given loses nothing there.
+4. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+
+An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
+
+By name it knows `add`, which may shift a weight by a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from amprewrite.ir.op_graph import Operand, OpGraph, OpNode
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_ties import paint_ties
+from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+SUMS, STEEP, SOFTMAX = ops_with(Trait.ADDS_UP), ops_with(Trait.MAGNIFIES_ROUNDING), ops_with(Trait.SHARES_OUT)
+LEARNT, SCORES = ops_with(Trait.LOOKS_UP), ops_with(Trait.MAKES_SCORES)
+
+
+class RepaintUnrounded(Pass[Problem, Decisions]):
+    name = "repaint-unrounded"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = dict(decisions.paints)
+        if all(paint.colour is not Colour.LOW for paint in before.values()):
+            return False  # no product runs low, and nothing else will
+        for name, reader in Unrounded(problem).kept().items():
+            node, paint = problem.graph[name], decisions.paints.get(name)
+            asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
+            if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
+                decisions.paint(name, Colour.HIGH, Reason.UNROUNDED, because_of="" if reader == name else reader)
+        if decisions.paints != before:
+            paint_ties(problem, decisions)
+        return decisions.paints != before
+
+
+class Unrounded:
+    """The values of a graph that have full precision under torch.autocast: `exact` ones, and `sums` of one with a product."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.graph, self.exact, self.sums = problem.graph, set[str](), set[str]()
+        for node in problem.graph:
+            if node.carries_fp32 and node.name not in problem.rounded:
+                self._classify(node)
+
+    def _classify(self, node: OpNode) -> None:
+        given = [operand.value for operand in node.operands]
+        if node.role != "op":
+            self.exact.add(node.name)
+        elif is_product(node) or node.op in LEARNT:
+            return
+        elif self.exact.issuperset(given):
+            self.exact.add(node.name)
+        elif node.op in SUMS and any(self._firm(operand) for operand in node.operands):
+            self.sums.add(node.name)
+        elif node.op not in STEEP and self._whole(node):
+            self.sums.add(node.name)
+
+    def _firm(self, operand: Operand) -> bool:
+        """Whether an operand of a sum is exact, and has the sum computed in fp32 under torch.autocast."""
+        return operand.value in self.exact and not operand.scalar and not self.graph[operand.value].may_saturate
+
+    def _whole(self, node: OpNode) -> bool:
+        """Whether no operand came of a product alone."""
+        return all(operand.value in self.exact or operand.value in self.sums for operand in node.operands)
+
+    def kept(self) -> dict[str, str]:
+        """The ops that must not round, each with an op that would magnify its rounding."""
+        found: dict[str, str] = {}
+        for node in self.graph:
+            for name in self._needed(node):
+                self._keep(name, node.name, found)
+        return found
+
+    def _needed(self, node: OpNode) -> Iterator[str]:
+        """What must not be rounded for the sake of `node`: its operands, or the op itself."""
+        given = [operand.value for operand in node.operands]
+        if node.role == "output" or (node.role == "op" and node.kind in (OpKind.DENY, None)):
+            yield from given
+        elif node.op in STEEP | SUMS and node.name in self.exact and given and not _shifts_weight(node, self.graph):
+            yield node.name
+        elif node.op in STEEP and not node.carries_fp32 and self.exact.issuperset(given):
+            yield from given
+        elif node.name in self.sums and node.op in SUMS:
+            whole = sum(operand.value in self.sums or self._firm(operand) for operand in node.operands)
+            if (whole > 1 or self._whole(node)) and not self._is_score(node):
+                yield node.name
+
+    def _keep(self, name: str, reader: str, found: dict[str, str]) -> None:
+        """Keep an op that has full precision, and those that it has it from."""
+        waiting = [(name, reader)]
+        while waiting:
+            name, reader = waiting.pop()
+            if name not in found and name in self.exact | self.sums and self.graph[name].role == "op":
+                found[name] = reader
+                waiting += [(operand.value, name) for operand in self.graph[name].operands]
+
+    def _is_score(self, node: OpNode) -> bool:
+        """Whether a sum is read by softmax alone, perhaps with more added to it."""
+        readers = list(self.graph.readers(node.name))
+        return bool(readers) and all(each.op in SOFTMAX or (each.op in SCORES and self._is_score(each)) for each in readers)
+
+
+def is_product(node: OpNode) -> bool:
+    """Whether an op is one that torch.autocast runs low, or that may hold such ops."""
+    return node.kind is OpKind.ALLOW or node.flops > 0 or (node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY))
+
+
+def _shifts_weight(node: OpNode, graph: OpGraph) -> bool:
+    """Whether an op adds a number to a weight, `1 + weight`: that is rounded as the weight itself would be."""
+    if node.op != "add" or len(node.operands) != 1:
+        return False
+    source = graph[node.operands[0].value]
+    while source.role == "op" and source.kind is OpKind.CLEAR and len(source.operands) == 1:
+        source = graph[source.operands[0].value]
+    return source.role == "parameter"
+
+
+__all__ = ["RepaintUnrounded", "Unrounded"]

@@ -1,0 +1,125 @@
+"""What no product has rounded yet stays fp32 in front of what would magnify a rounding, and costs nothing elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import amprewrite
+from amprewrite.tables.vocabulary import Colour, Reason
+
+ROWS = 2048
+"""So many that low copies in front save more time than they cost."""
+FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.how = forward
+        self.register_buffer("schedule", torch.linspace(0.9999, 0.98, ROWS))
+        self.register_buffer("mean", torch.full((1, 16), 1000.0))
+        self.offset = nn.Parameter(torch.randn(16, 16) + 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+
+def small(x: Tensor) -> Tensor:
+    """Values around nought, of inputs that lie between 1000 and 1001."""
+    return x - 1000
+
+
+CASES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a number is taken away": lambda net, x: net.a((x - 1000) / 0.5),
+    "from least to greatest": lambda net, x: net.a((x - x.amin(0)) / (x.amax(0) - x.amin(0))),
+    "a batch norm first": lambda net, x: net.a(net.norm(x)),
+    "a layer norm first": lambda net, x: net.a(F.layer_norm(x, (16,))),
+    "a softmax first": lambda net, x: net.a(F.softmax(x, -1)),
+    "differences along a dim": lambda net, x: net.a(F.relu(x[1:] - x[:-1])),
+    "an average is taken away": lambda net, x: net.a(x - F.avg_pool1d(x, 3, 1, 1)),
+    "what is left of a number": lambda net, x: net.a(x - x.floor()),
+    "one less a value near one": lambda net, x: net.b(net.a(small(x)) / (1 - net.schedule[:, None]).sqrt() * 1e-2),
+    "a threshold": lambda net, x: net.a(torch.where(x > 1000.5, small(x), -small(x))),
+    "pairs": lambda net, x: net.a((x[:128, None] - x[None, :16]).abs().sqrt()),
+    "a power": lambda net, x: net.a(((x - 999) / 2).pow(3)),
+    "weights less their mean": lambda net, x: F.linear(small(x), net.offset - net.offset.mean(1, keepdim=True)),
+    "mean and deviation come back": lambda net, x: net.a((x - net.mean) * 0.5) * 0.5 + net.mean - 1000,
+    "an input is added and taken away": lambda net, x: net.b((net.a(small(x)) + x) - x),
+    "in a checkpoint": lambda net, x: net.b(checkpoint(lambda t: net.a((t - 1000) / 0.5), x, use_reentrant=False)),
+    "a small correction": lambda net, x: (x + 1e-3 * net.a(small(x))).clamp(0, 2000),
+}
+
+
+def worst(got: Tensor, want: Tensor) -> float:
+    assert got.isfinite().all()
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_errors_are_no_larger_than_those_of_autocast(name, dtype):
+    net, x = Net(CASES[name]), torch.rand(ROWS, 16) + 1000
+    amp = amprewrite.rewrite(net, dtype=dtype)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
+            warnings.simplefilter("error", amprewrite.AmpRewriteWarning)
+            want, got = net(x), amp(x)
+            with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]):
+                other = net(x)
+        taken = 1000.0 if name == "a small correction" else 0.0
+        limit = max(FLOOR[dtype], 2 * worst(other.float() - taken, want - taken))
+        assert worst(got - taken, want - taken) <= limit
+
+
+def test_a_loss_in_the_model_sees_small_differences() -> None:
+    """What a product gave is added to a large mean, and compared with a large target: the gradient is their difference."""
+    net, x = Net(lambda net, x: F.mse_loss(net.a(small(x)) * 0.5 + net.mean, x)), torch.rand(ROWS, 16) + 1000
+    amp = amprewrite.rewrite(net, dtype="bf16")
+    net(x).backward()
+    want, net.a.weight.grad = net.a.weight.grad, None
+    amp(x).backward()
+    assert worst(net.a.weight.grad, want) < 1e-2
+
+
+def reasons(how: Callable[[nn.Module, Tensor], Tensor], **options: object) -> list[str]:
+    plan = amprewrite.plan(Net(how), (torch.randn(ROWS, 16),), dtype="bf16", **options)
+    return [node.op for node in plan.nodes if node.reason is Reason.UNROUNDED]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda net, x: net.a(x.view(16, -1).t().contiguous().abs() * 3.0),
+        lambda net, x: net.b(F.layer_norm(net.a(x), (16,)) + x),
+        lambda net, x: net.b(net.a(x) * (1 + net.a.bias)),
+        lambda net, x: net.b(F.softmax(net.a(x) + net.mean, -1)),
+    ],
+    ids=["relative errors are handed on", "behind products", "a number is added to a weight", "a bias of scores"],
+)
+def test_the_rest_is_left_to_its_price(how):
+    assert reasons(how) == []
+
+
+def test_an_override_is_followed() -> None:
+    assert reasons(CASES["a number is taken away"], overrides={"sub": "low"}) == []
+
+
+def test_bodies_know_what_products_made() -> None:
+    """The input of the first checkpoint is as exact as it came, that of the second is not."""
+
+    def twice(net: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda t: net.a(F.layer_norm(t, (16,))), x, use_reentrant=False)
+        return x
+
+    plan = amprewrite.plan(Net(twice), (torch.randn(ROWS, 16),), dtype="bf16")
+    assert [node.colour for node in plan.nodes if node.op == "layer_norm"] == [Colour.HIGH, Colour.LOW]
