@@ -12,8 +12,8 @@ import torch.fx
 from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target
-from amprewrite.graphs.fx.node_facts import bodies, is_checkpoint, is_held, memory_of
-from amprewrite.graphs.fx.ops.checkpoint_state import checkpoint_with_state
+from amprewrite.graphs.fx.node_facts import BODIES, bodies, is_held, memory_of
+from amprewrite.graphs.fx.run.checkpoint_state import checkpoint_with_state
 from amprewrite.ir.pass_base import Pass
 
 
@@ -29,7 +29,9 @@ def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) 
 
     `held` are the places of inputs that the model holds, for a body, where capture does not say it of all. True if there was one.
     """
-    found = [node for node in module.graph.nodes if is_checkpoint(node)]
+    found = [node for node in module.graph.nodes if node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES]
+    if not found:
+        return False
     inputs = module.graph.find_nodes(op="placeholder")
     own = {inputs[place] for place in held} | {node for node in module.graph.nodes if is_held(node)}
     memory = {storage for node in own for storage in memory_of(node)}
@@ -43,6 +45,5 @@ def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) 
             restore_checkpoints(body, state)
         node.target = checkpoint_with_state if state else checkpoint
         node.kwargs = {**({"state": state} if state else {}), "use_reentrant": False, **node.kwargs}
-    if found:
-        module.recompile()
-    return bool(found)
+    module.recompile()
+    return True
