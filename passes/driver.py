@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
-from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, tensors
+from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants, read_small_steps
@@ -81,6 +81,7 @@ def read_problem(
     reading = Reading(lists, policy.low, training or alike, grad)
     run_passes(NORMALISE, reading, normalised, name)
     module = normalised.module
+    note_held(module.graph)
     graph, nodes = read_graph(module, policy.low, lists, entry, names, reading.training, grad)
     problem = Problem(
         graph=graph, policy=policy, lists=lists, name=name, entry=entry, training=training, scale_loss=scale_loss,

@@ -1,14 +1,19 @@
 """Activation checkpoints that really free memory when a graph runs without a compiler.
 
-Dynamo turns `torch.utils.checkpoint` into a higher-order op that only compilers honour; run eagerly it keeps every activation.
+Dynamo turns `torch.utils.checkpoint` into a higher-order op that only compilers honour; run eagerly it keeps every activation. What the
+model holds becomes an operand of it. A body may write that, so it goes in as it did in the model: as what its code closes over.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch.fx
 from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.node_facts import BODIES, bodies, is_held, memory_of
+from amprewrite.graphs.fx.run.checkpoint_state import checkpoint_with_state
 from amprewrite.ir.pass_base import Pass
 
 
@@ -19,14 +24,26 @@ class RestoreCheckpoints(Pass[Target, EditedGraph]):
         return target.eager and restore_checkpoints(edited.module)
 
 
-def restore_checkpoints(module: torch.fx.GraphModule) -> bool:
-    """Call `torch.utils.checkpoint.checkpoint` wherever the graph holds the higher-order op; True if there was one."""
-    found = False
-    for node in module.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
-            node.target = checkpoint
-            node.kwargs = {"use_reentrant": False, **node.kwargs}
-            found = True
-    if found:
-        module.recompile()
-    return found
+def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) -> bool:
+    """Call `torch.utils.checkpoint.checkpoint` wherever the graph, or the body of a checkpoint in it, holds the higher-order op.
+
+    `held` are the places of inputs that the model holds, for a body, where capture does not say it of all. True if there was one.
+    """
+    found = [node for node in module.graph.nodes if node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES]
+    if not found:
+        return False
+    inputs = module.graph.find_nodes(op="placeholder")
+    own = {inputs[place] for place in held} | {node for node in module.graph.nodes if is_held(node)}
+    memory = {storage for node in own for storage in memory_of(node)}
+    for node in found:
+        state = tuple(
+            place
+            for place, operand in enumerate(node.args[1:])
+            if isinstance(operand, torch.fx.Node) and not memory.isdisjoint(memory_of(operand))
+        )
+        for body in bodies(node):
+            restore_checkpoints(body, state)
+        node.target = checkpoint_with_state if state else checkpoint
+        node.kwargs = {**({"state": state} if state else {}), "use_reentrant": False, **node.kwargs}
+    module.recompile()
+    return True

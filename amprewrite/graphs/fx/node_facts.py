@@ -37,6 +37,8 @@ that its own backward reads (READ_BACK)."""
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
 """Key in a node's meta: which memory its result really lies in, if capture says another."""
+HELD = "amprewrite_held"
+"""Key in the meta of an input that the model holds."""
 NODE = "amprewrite_node"
 """Key in the meta of a node of an edited graph: its name in the plan; a cast has the name of the value it copies."""
 
@@ -238,6 +240,20 @@ def source_name(node: torch.fx.Node) -> str:
     source = getattr(arg, "source", None)
     name = getattr(source, "name", "")
     return name() if callable(name) else name
+
+
+def note_held(graph: torch.fx.Graph) -> None:
+    """Mark the inputs that Dynamo found in a module or in a global, not in what a call was given. It forgets that after the capture."""
+    for node in graph.find_nodes(op="placeholder"):
+        kind = getattr(getattr(node.meta.get("grapharg"), "source", None), "guard_source", None)
+        name = getattr(kind() if callable(kind) else kind, "name", "")
+        if name.startswith("GLOBAL") or name.endswith("MODULE"):
+            node.meta[HELD] = True
+
+
+def is_held(node: torch.fx.Node) -> bool:
+    """Whether the model holds the value: a weight, a buffer, a counter in an attribute or in a global."""
+    return node.op == "get_attr" or HELD in node.meta
 
 
 def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
