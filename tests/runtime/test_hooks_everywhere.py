@@ -145,9 +145,21 @@ class Case:
             torch.testing.assert_close(result, like, rtol=0.05, atol=0.05 * float(like.abs().max()))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(6, 16), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(16, 60))])
 def test_hooks_run_as_often_and_in_the_order_of_fp32(seed):
     Case(seed).check()
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre"])
+def test_a_hook_behind_a_backward_hook_and_a_break(kind):
+    """The backward hook has the code of the first block captured in parts, and the break has the second block run it."""
+    case = Case(0)
+    case.between = case.inside = ""
+    lost = (kind, "blocks.1.second", "lost", 1.0, "", -1, None)
+    breaking = ("forward", "blocks.1", "breaking", 0.0, "item", -1, None)
+    case.hooks = [lost, ("backward", "blocks.0.first", "backward", 0.0, "", -1, None), breaking]
+    case.options, case.watched = {"dtype": "bf16"}, False
+    case.check()
 
 
 class Chosen(nn.Module):
