@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import amprewrite
+from amprewrite.runtime.ambient.hook_watch import may_differ
 from amprewrite.tables.errors import AmpRewriteWarning
 
 PATHS = ("blocks.0", "blocks.1", *(f"blocks.{i}.{part}" for i in range(2) for part in ("first", "second")))
@@ -205,6 +206,16 @@ def test_hooks_on_a_module_that_takes_another_s_place(change):
     for _ in range(2):
         amp(data(3, 8))
     assert len(seen) == 2
+
+
+def test_hooks_are_looked_at_where_modules_may_differ_in_them():
+    model = amprewrite.rewrite(Blocks("", ""), dtype="bf16")
+    assert not may_differ(model)
+    handle = model.blocks[1].second.register_forward_pre_hook(lambda *_: None)
+    assert may_differ(model)
+    handle.remove()
+    model.blocks[0].cache = {"other": nn.Linear(8, 8)}
+    assert may_differ(model)
 
 
 def test_a_forward_leaves_dynamo_s_settings_as_they_were():

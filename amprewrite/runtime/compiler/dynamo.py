@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.runtime.ambient.hook_watch import may_differ
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen, unseen
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason, traced
 from amprewrite.tables.errors import CaptureError
@@ -52,9 +53,8 @@ def compile_afresh(
     Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
     `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
     does, and noted. An int that a model counts up in an attribute becomes a number like others after COUNTS_FROM graphs.
-    Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`.
-    One frame of Python runs for all instances of a class. By default Dynamo does not look whether the instance has the hooks of the
-    one it captured, and loses them or runs them where there are none: here it looks.
+    Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Code captured for one module
+    runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if they `may_differ`.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
@@ -63,7 +63,9 @@ def compile_afresh(
     filtered: dict[str, Any] = {"options": {"guard_filter_fn": _all_of(filters)}} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(clone_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
-    settings: dict[str, Any] = {"skip_nnmodule_hook_guards": False} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
+    settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
+    if may_differ(root):
+        settings["skip_nnmodule_hook_guards"] = False
     if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
         settings["allow_rnn"] = True
     if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
