@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
-from amprewrite.runtime.ambient.hook_watch import may_differ
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen, unseen
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason, traced
 from amprewrite.tables.errors import CaptureError
@@ -46,7 +45,7 @@ ONE_EXPORT = threading.RLock()
 
 def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
-    recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False,
+    recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
 ) -> Callable[..., Any]:  # fmt: skip
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
@@ -54,7 +53,7 @@ def compile_afresh(
     `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
     does, and noted. An int that a model counts up in an attribute becomes a number like others after COUNTS_FROM graphs.
     Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Code captured for one module
-    runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if they `may_differ`.
+    runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
@@ -64,7 +63,7 @@ def compile_afresh(
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(clone_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
-    if may_differ(root):
+    if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
     if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
         settings["allow_rnn"] = True
