@@ -1,5 +1,7 @@
-"""Hooks on modules. Dynamo puts those of the parts into its graphs, but does not guard on them.
+"""Hooks on modules. Dynamo puts those of the parts into its graphs, but by default does not guard on them.
 
+Code runs for all modules of a class. Where they may differ in hooks, Dynamo is told to guard on them (`may_differ`). That takes
+most of a microsecond a module and call, so a model without hooks goes without, and a HookWatch sees when hooks come.
 PyTorch numbers the hooks of modules and of tensors by one counter. Our own on tensors, some in every training forward, are counted
 apart: each would have the hooks of all modules looked at.
 """
@@ -35,8 +37,9 @@ def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
 class HookWatch:
     """Tells, in no time if nothing happened, whether the hooks below a root have changed.
 
-    Every registration takes a number from one counter of PyTorch's, so only a new number that is not our own, or fewer hooks in the
-    places that had any, is worth a look. The root's own hooks run outside the captured graphs and do not count.
+    Every registration takes a number from one counter of PyTorch's, so only a new number that is not our own, fewer hooks in the
+    places that had any, or another child of the root, is worth a look. The root's own hooks run outside the captured graphs and do
+    not count.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -45,7 +48,8 @@ class HookWatch:
 
     def changed(self) -> bool:
         """Whether a hook came or went since the last time this was asked."""
-        if RemovableHandle.next_id - _Own.taken == self._counter and [len(place) for place in self._places] == self._sizes:
+        same = RemovableHandle.next_id - _Own.taken == self._counter and list(self.root._modules.values()) == self._children
+        if same and [len(place) for place in self._places] == self._sizes:
             return False
         before = self._mark
         self._look()
@@ -54,6 +58,7 @@ class HookWatch:
     def _look(self) -> None:
         with _Own.lock:
             self._counter = RemovableHandle.next_id - _Own.taken
+        self._children = list(self.root._modules.values())
         self._places = [place for place in _places(self.root) if place]
         self._sizes = [len(place) for place in self._places]
         self._mark = [key for place in self._places for key in place]
@@ -64,6 +69,20 @@ def _places(root: nn.Module) -> Iterator[dict[int, Any]]:
         if module is not root:
             for kind in _KINDS:
                 yield getattr(module, kind)
+
+
+def may_differ(root: nn.Module) -> bool:
+    """Whether modules below `root` may differ in hooks: some has one, or there are modules that PyTorch does not list."""
+    return any(_places(root)) or any(_unlisted(root))
+
+
+def _unlisted(root: nn.Module) -> Iterator[bool]:
+    """Of each module in an attribute, or in a list, tuple or dict there, whether it is none of the root's."""
+    listed = {id(module) for module in root.modules()}
+    for module in root.modules():
+        for value in vars(module).values():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
+            yield any(isinstance(each, nn.Module) and id(each) not in listed for each in inside)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[misc]

@@ -15,7 +15,7 @@ from torch import nn
 from amprewrite.graphs.fx.node_facts import forget_inputs
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
-from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook
+from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ
 from amprewrite.runtime.ambient.low_cache import CacheReadHigh, LowCaches
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.past import Past
@@ -81,6 +81,7 @@ class Graphs:
                 dynamo.compile_afresh(
                     entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
                     recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed), beside_hooks=beside_hooks,
+                    hooks_differ=may_differ(session.root),
                 )
                 for beside_hooks in (False, True)
             )  # fmt: skip
