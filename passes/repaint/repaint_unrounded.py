@@ -70,9 +70,7 @@ class Unrounded:
             return
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
-        elif node.op in SUMS and any(self._firm(operand) for operand in node.operands):
-            self.sums.add(node.name)
-        elif node.op not in STEEP and self._whole(node):
+        elif (node.op in SUMS and any(map(self._firm, node.operands))) or (node.op not in STEEP and self._whole(node)):
             self.sums.add(node.name)
 
     def _firm(self, operand: Operand) -> bool:
