@@ -21,6 +21,8 @@ from amprewrite.tables.vocabulary import Colour
 Measure = Literal["accumulated", "introduced", "overflow", "underflow", "largest"]
 WIDTH = 80
 """Columns that a printed report takes at most."""
+LOST = 0.1
+"""Relative error from which on a value is shown though its op rounded nothing itself."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Report:
 
     def table(self, n: int = 20, by: Measure = "accumulated") -> str:
         """The `n` worst rows as text, at most 80 columns wide: each row's own error, that in total, the largest value,
-        over- and underflow; low ops that only hand values on are left out."""
+        over- and underflow; low ops that only hand values on are left out, but not a difference that magnifies what was lost before."""
         columns = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
-        shown = [row for row in self.worst(len(self.rows), by) if row.colour is Colour.HIGH or row.introduced or row.overflow]
+        shown = [row for row in self.worst(len(self.rows), by) if row.colour is Colour.HIGH or row.introduced or row.overflow or not row.accumulated < LOST]
 
         def figures(row: Row) -> Sequence[str]:
             errors = (f"{figure:.2e}" for figure in (row.introduced, row.accumulated, row.largest))

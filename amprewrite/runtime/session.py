@@ -38,7 +38,7 @@ from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
-from amprewrite.runtime.captured.forward_scale import ForwardScale
+from amprewrite.runtime.captured.forward_scale import ForwardScale, evaluates
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
 from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
@@ -234,7 +234,7 @@ class Session:
         """The loss scale of this forward, the same for all of its graphs, made on `device` if it is the first that asks."""
         state = self.state
         if state.scale is None:
-            state.scale = ForwardScale(self.gate.snapshot(device), self._in_parts(), self.gate.took_gradients)
+            state.scale = ForwardScale(self.gate.snapshot(device, evaluates(self.root)), self._in_parts(), self.gate.took_gradients)
         return state.scale
 
     def _in_parts(self) -> bool:

@@ -360,3 +360,24 @@ def test_memory_that_elements_share_is_rounded_once():
         report = amprewrite.verify(amp, (x,))
     true = float((got - want).norm() / want.norm())
     assert 0.5 * true < report.output_error < 2 * true < 2e-2
+
+
+class Magnified(nn.Module):
+    """A difference of low values, exact in itself, that is nothing but what they lost; and an infinity made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.load_state_dict({name: value * (1 + 1e-4) for name, value in self.a.state_dict().items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        apart = self.a(x) - self.b(x)
+        return self.a(apart) + (1 / apart).relu()
+
+
+def test_a_difference_that_rounds_nothing_and_loses_all_is_printed():
+    report = verify(amprewrite.rewrite(Magnified(), dtype="bf16", overrides={"sub": "low"}), (torch.randn(4, 8),))
+    row = next(row for row in report.rows if row.name == "sub")
+    assert row.introduced == 0 and row.accumulated > 1
+    assert "\nsub " in report.table()

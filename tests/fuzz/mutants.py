@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
-        (("amprewrite/runtime/session.py", "ForwardScale(self.gate.snapshot(device)", "ForwardScale(self.gate.snapshot(next(iter(self.root.parameters())).device)"),),
+        (("amprewrite/runtime/session.py", "ForwardScale(self.gate.snapshot(device,", "ForwardScale(self.gate.snapshot(next(iter(self.root.parameters())).device,"),),
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
@@ -62,4 +62,9 @@ class ForwardScale:
             self.dropped()
 
 
-__all__ = ["ForwardScale"]
+def evaluates(root: nn.Module) -> bool:
+    """Whether a model is in eval mode throughout: nothing in it is in train mode."""
+    return not root.training and not any(module.training for module in root.modules())
+
+
+__all__ = ["ForwardScale", "evaluates"]

@@ -12,6 +12,9 @@ Optimizers are known
 3. at their first step, through the one hook that PyTorch keeps for all optimizers. The gradients of that step were not
    scaled, so it does not move the scale; it is skipped if they overflowed.
 
+A forward in eval mode has a scale of 1, too, until a step follows forwards in eval mode alone: saliency maps, forces and attacks take
+gradients there that no step follows, and none would bring the scale down for them.
+
 To every other optimizer the hook does nothing; without it an optimizer that was copied, unpickled or made by a trainer would
 step on infinities in silence. It goes with the last gate.
 
@@ -172,17 +175,22 @@ class StepGate:
     @property
     def ran_unscaled(self) -> bool:
         """Whether gradients that a step is about to use come from a forward that did not use the dynamic scale."""
-        return self._unscaled
+        return self._unscaled or (self._evaluated == {True} and not self._learns_in_eval)
 
-    def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """(scale, inverse) for one forward: 0-dim fp32 tensors.
+    def snapshot(self, device: torch.device | str, evaluates: bool = False) -> tuple[Tensor, Tensor]:
+        """(scale, inverse) for one forward: 0-dim fp32 tensors. `evaluates`: the model is in eval mode throughout.
 
-        A dynamic scale is 1 until an optimizer is known, and while all parameters are frozen: no step of theirs would bring it down.
+        A dynamic scale is 1 until an optimizer is known, while all parameters are frozen, and in eval mode, unless the model is trained
+        in eval mode: no step would bring it down.
         """
         for optimizer in self._guarded:
             guard_of(optimizer).resume()
         if self.loss_scale.kind == "dynamic" and not any(p.requires_grad for p in self.parameters()):
             return self._ones_on(device)
+        if self.loss_scale.kind == "dynamic" and torch.is_grad_enabled():
+            self._evaluated.add(evaluates)
+            if evaluates and not self._learns_in_eval:
+                return self._ones_on(device)
         if self.loss_scale.kind != "dynamic" or self._knows_optimizer():
             if self._stepped:
                 self._unscaled = False
@@ -325,6 +333,8 @@ class StepGate:
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Raise if training is stuck.  `overflow` is None if only the device knows: then look every so often."""
         self._stepped = True
+        if self._evaluated:
+            self._learns_in_eval, self._evaluated = self._evaluated == {True}, set()
         if overflow is None:
             self.loss_scale.ask = self._locate
         else:
@@ -395,6 +405,10 @@ class StepGate:
         """Whether a forward did not use the scale."""
         self._stepped = False
         """Whether an optimizer stepped since."""
+        self._evaluated: set[bool] = set()
+        """Whether forwards since the latest step were in eval mode."""
+        self._learns_in_eval = False
+        """Whether all forwards before the latest step were."""
         self._ones: dict[torch.device, Tensor] = {}
         self._rest = Noted()
         """What backwards left in gradients of parameters that no known optimizer owns."""
@@ -410,7 +424,7 @@ class StepGate:
         """Without the optimizers: a copy belongs to a copied model, whose optimizers it will find."""
         mine = (
             "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_unscaled", "_stepped", "_ones", "_rest", "_notes",
-            "_stray", "_known", "_copies", "_backwards", "_first",
+            "_stray", "_known", "_copies", "_backwards", "_first", "_evaluated", "_learns_in_eval",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in mine} | {"_facts": {}}
 

@@ -366,3 +366,73 @@ def test_a_model_that_is_frozen_again_goes_without_the_scale_of_its_optimizer():
         gradients.append(stem.weight.grad)
     assert torch.isfinite(gradients[0]).all()
     torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02 * float(gradients[1].abs().max()))
+
+
+def trained(mode: bool, steps: int = 3, **options: object) -> tuple[Net, nn.Module, torch.optim.Optimizer]:
+    """A model after a few steps in one mode, the same in fp32, and the optimizer, which lives on."""
+    model, amp, _ = pair(**options)
+    optimizer = torch.optim.SGD(amp.train(mode).parameters(), 0.0)
+    for _ in range(steps):
+        learn(amp, optimizer)
+    optimizer.zero_grad()
+    return model.eval(), amp, optimizer
+
+
+def learn(amp: nn.Module, optimizer: torch.optim.Optimizer, size: float = 0.1) -> None:
+    optimizer.zero_grad()
+    (amp(torch.randn(4, 16)).square().mean() * size).backward()
+    optimizer.step()
+
+
+def test_eval_mode_goes_without_the_scale_of_training():
+    """Saliency, forces, attacks, importance of weights: no step follows that would bring the scale down."""
+    model, amp, optimizer = trained(True)
+    amp.eval()
+    x = torch.randn(4, 16, requires_grad=True)
+    for _ in range(3):
+        (want,), (got,) = (torch.autograd.grad(net(x).sum() * 4, x) for net in (model, amp))
+        assert error(got, want) < 3e-3
+        for net in (model, amp):
+            net.zero_grad()
+            net(x).sum().backward()
+        assert error(amp.body[0].weight.grad, model.body[0].weight.grad) < 3e-3
+    assert amp.loss_scale.value == 2.0**16
+    optimizer.zero_grad()
+    learn(amp.train(), optimizer, 1e9)
+    assert amp.loss_scale.value == 2.0**15, "a step in train mode moves the scale"
+
+
+def test_a_model_that_is_trained_in_eval_mode_has_the_scale_from_its_second_step():
+    _, amp, optimizer = trained(False, 0, loss_scale="torch")
+    for step in range(4):
+        learn(amp, optimizer, 1e9)  # too large for fp16 even without a scale
+        assert amp.loss_scale.value == 2.0 ** (16 - step), "the first step ran without the scale, and does not move it"
+
+
+def test_eval_mode_for_a_part_alone_is_training():
+    _, amp, optimizer = trained(True)
+    amp.eval()
+    amp.body[2].train()
+    learn(amp, optimizer, 1e9)
+    assert amp.loss_scale.value == 2.0**15
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_in_eval_mode_in_every_step_do_not_hold_the_scale(first):
+    _, amp, optimizer = trained(True)
+    for step in range(3):
+        x = torch.randn(4, 16, requires_grad=True)
+        if first:
+            torch.autograd.grad(amp.eval()(x).sum(), x)
+        optimizer.zero_grad()
+        (amp.train()(x).square().mean() * 1e9).backward()
+        if not first:
+            torch.autograd.grad(amp.eval()(x).sum(), x)
+        optimizer.step()
+        assert amp.loss_scale.value == 2.0 ** (15 - step)
+
+
+def test_a_static_scale_is_used_in_eval_mode():
+    _, amp, _ = trained(True, loss_scale=2.0**16)
+    x = torch.randn(4, 16, requires_grad=True)
+    assert not torch.autograd.grad(amp.eval()(x).sum() * 4, x)[0].isfinite().all()
