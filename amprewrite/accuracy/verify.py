@@ -55,13 +55,15 @@ class Report:
         """The `n` worst rows as text, at most 80 columns wide: each row's own error, that in total, the largest value,
         over- and underflow; low ops that only hand values on are left out, but not a difference that magnifies what was lost before."""
         columns = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
-        shown = [row for row in self.worst(len(self.rows), by) if row.colour is Colour.HIGH or row.introduced or row.overflow or not row.accumulated < LOST]
+
+        def tells(row: Row) -> bool:
+            return row.colour is Colour.HIGH or row.introduced > 0 or row.overflow > 0 or not row.accumulated < LOST
 
         def figures(row: Row) -> Sequence[str]:
             errors = (f"{figure:.2e}" for figure in (row.introduced, row.accumulated, row.largest))
             return row.colour.value, *errors, percentage(row.overflow), percentage(row.underflow)
 
-        return table_of("node", columns, shown, n, figures)
+        return table_of("node", columns, [row for row in self.worst(len(self.rows), by) if tells(row)], n, figures)
 
     def __str__(self) -> str:
         bad = self.overflows

@@ -360,6 +360,8 @@ def options_of(choose: random.Random, low: str) -> tuple[tuple[str, Any], ...]:
         found["loss_scale"] = 8
     if choose.random() < 0.05:
         found["pad"] = "always"
+    if choose.random() < 0.25:
+        found["memory"] = 1e6  # so that low copies pay on tensors of any size, as they do on large ones
     return tuple(found.items())
 
 
