@@ -41,8 +41,6 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = dict(decisions.paints)
-        if all(paint.colour is not Colour.LOW for paint in before.values()):
-            return False  # no product runs low, and nothing else will
         for name, reader in Unrounded(problem).kept().items():
             node, paint = problem.graph[name], decisions.paints.get(name)
             asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))

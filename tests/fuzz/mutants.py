@@ -129,12 +129,12 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or _inside_checkpoint():\n", "        if self.differentiates or self.unseen:\n"),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or before.recorded or _inside_checkpoint():\n", "        if self.differentiates or self.unseen or before.recorded:\n"),
          ("amprewrite/runtime/captured/overflow_retry.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
     ),
     Mutant(
         "hooks-called-twice", "a first call that overflows runs a graph with torch.autograd.grad twice", ("programs",), ("large_grad", "traced=True", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or _inside_checkpoint():\n", "        if self.unseen or _inside_checkpoint():\n"),),
+        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or before.recorded or _inside_checkpoint():\n", "        if self.unseen or before.recorded or _inside_checkpoint():\n"),),
     ),
     Mutant(
         "inner-results-unseen", "no range is known of what an inner checkpoint gives", ("programs",), ("checkpoint(lambda t: checkpoint(", "'fp16'", "'o2'"),

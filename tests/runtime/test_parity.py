@@ -159,6 +159,7 @@ class Chain(nn.Module):
         self.ops = ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(x[:, 0].long(), torch.ones(4, 64, device="meta"))  # rows that are learnt may be rounded
         for _ in range(self.ops):
             x = F.relu(x)
         return x
@@ -307,7 +308,7 @@ def test_a_recomputation_runs_on_the_graphs_of_its_forward():
 
 
 def test_the_plan_says_what_parity_costs():
-    model, x = Chain(3), launches(0.4)  # in training a gradient is cast for three passes over the bytes, in inference for one
+    model, x = Chain(2), launches(0.35)  # in training a gradient is cast for three passes over the bytes, in inference for one
     found = inference_plan(model, x, device="a100")
     alone = inference_plan(model, x, device="a100", parity=False)
     assert Colour.LOW in colours(found).values() and Colour.LOW not in colours(alone).values()
