@@ -9,8 +9,9 @@ the whole reads and writes low and computes in fp32 inside. Recognised are, with
 4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm, but not on CPU: PyTorch has no
    kernel there and would convert and write it out again
 
-A pattern is fused only if nothing outside reads what is inside it, and for lists that call its op internal. Conversions inside are
-the kernel's business. The captured graph is left as it is: a copy is edited.
+A pattern is fused only if nothing outside reads what is inside it, nothing later writes what it reads or gives, which the kernel may keep
+for backward, and for lists that call its op internal. Conversions inside are the kernel's business. The captured graph is left as it is:
+a copy is edited.
 
 By name it knows what such patterns are written with: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`,
 `amax`, `max`, `getitem`, `detach`.
@@ -19,16 +20,17 @@ By name it knows what such patterns are written with: `mul`, `div`, `square`, `p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
-from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, device_of, example_value
+from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, device_of, example_value, memory_of, written
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import OpLists, op_name
@@ -86,19 +88,24 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
     """Units of a graph, none within another; from its end, so that a bias or weight is taken along."""
     taken: set[Node] = set()
+    last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
         if node in taken or not _is_fp32(node):
             continue
         for match in (_gelu, _softmax, _layer_norm, _rms_norm):
             unit = match(node)
-            if unit is not None and _closed(unit) and _allowed(unit, lists) and not unit.inside & taken:
+            if unit is not None and _closed(unit, last_write) and _allowed(unit, lists) and not unit.inside & taken:
                 taken |= unit.inside | {node}
                 yield unit
                 break
 
 
-def _closed(unit: Pattern) -> bool:
-    """Whether nothing outside reads what is inside, and nothing inside writes in place."""
+def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
+    """Whether nothing outside reads what is inside, nothing inside writes in place, and nothing later writes what goes in or comes out."""
+    edge = [unit.end, *(leaf for leaf in tree_leaves((unit.args, unit.kwargs)) if isinstance(leaf, Node))]
+    kept = example_value(unit.end).requires_grad
+    if kept and any(unit.end < last_write[storage] for node in edge for storage in memory_of(node) if storage in last_write):
+        return False
     unit.inside.discard(unit.end)
     members = unit.inside | {unit.end}
     own = [node for node in members if isinstance(node.target, str) and node.target.endswith("_")]
