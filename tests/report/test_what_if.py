@@ -124,6 +124,10 @@ def test_flipping_the_named_cause_flips_the_node(model: nn.Module, shape: tuple[
                 assert moved.find(node.name)[0].colour is OTHER[node.colour], node
             elif node.reason in BY_NEIGHBOURS:
                 check_neighbours(plan, asked, node, model, shape, lists)
+            elif node.reason is Reason.UNROUNDED:  # by what it leads to, which an override of its own can set aside
+                change = asked.forced(node.name)
+                assert change is not None and conditions(node, "bf16")
+                assert plans(model, shape, lists=lists, overrides=change.overrides).find(node.name)[0].colour is Colour.LOW, node
             else:
                 freed = {other.name: other for other in unpinned(region, node.name).nodes}[node.name]
                 assert freed.reason is not node.reason, node
