@@ -11,8 +11,8 @@ cast in front would save.
    takes a mean away, a softmax, a comparison or another step, a denied or unlisted op, a result of the graph. Ops that hand on a relative
    error as it is, such as views, products by one number, maxima, stay open where they lead to products alone.
 3. A sum of an exact value and one that came of a product, `x * scale + shift`, may be large and exact beside a small product. It stays
-   high, with what is made of it one by one, on its way to a denied op, to a result, or to a sum with another such value. Masks and
-   biases of scores are no such summands: what the softmax is given loses nothing there.
+   high, with what is made of it one by one, on its way to a denied op, to a result, or to a sum with another such value. Masks
+   and biases are no such summands: layers add weights to products throughout, and a softmax loses nothing.
 4. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
@@ -72,8 +72,10 @@ class Unrounded:
             self.sums.add(node.name)
 
     def _firm(self, operand: Operand) -> bool:
-        """Whether an operand of a sum is exact, and has the sum computed in fp32 under torch.autocast."""
-        return operand.value in self.exact and not operand.scalar and not self.graph[operand.value].may_saturate
+        """Whether an operand of a sum is exact, has the sum computed in fp32 under torch.autocast, and is neither a mask nor a bias."""
+        source = self.graph[operand.value]
+        bias = source.role in ("parameter", "constant")
+        return operand.value in self.exact and not (operand.scalar or source.may_saturate or bias)
 
     def _whole(self, node: OpNode) -> bool:
         """Whether no operand came of a product alone."""
