@@ -102,6 +102,8 @@ class StepGate:
     """Whether there may be a parameter that no known optimizer owns."""
     _known: set[int] | None
     """Ids of all parameters of known optimizers, where this forward has asked."""
+    _evaluated: set[bool]
+    """Whether forwards since the latest step were in eval mode."""
 
     def __init__(
         self,
@@ -405,8 +407,7 @@ class StepGate:
         """Whether a forward did not use the scale."""
         self._stepped = False
         """Whether an optimizer stepped since."""
-        self._evaluated: set[bool] = set()
-        """Whether forwards since the latest step were in eval mode."""
+        self._evaluated = set()
         self._learns_in_eval = False
         """Whether all forwards before the latest step were."""
         self._ones: dict[torch.device, Tensor] = {}
