@@ -14,7 +14,7 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
-from amprewrite.tables.vocabulary import Colour, Reason
+from amprewrite.tables.vocabulary import Reason
 
 
 class RepaintSmallSteps(Pass[Problem, Decisions]):
@@ -23,10 +23,7 @@ class RepaintSmallSteps(Pass[Problem, Decisions]):
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = dict(decisions.paints)
         for name in problem.small_steps:
-            node, paint = problem.graph[name], decisions.paints.get(name)
-            asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
-            if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
-                decisions.paint(name, Colour.HIGH, Reason.SMALL_STEPS)
+            decisions.keep_high(problem, name, Reason.SMALL_STEPS)
         if decisions.paints != before:
             paint_ties(problem, decisions)
         return decisions.paints != before

@@ -30,7 +30,7 @@ from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
-from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.tables.vocabulary import OpKind, Reason
 
 SUMS, STEEP, SOFTMAX = ops_with(Trait.ADDS_UP), ops_with(Trait.MAGNIFIES_ROUNDING), ops_with(Trait.SHARES_OUT)
 LEARNT, SCORES = ops_with(Trait.LOOKS_UP), ops_with(Trait.MAKES_SCORES)
@@ -42,17 +42,14 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = dict(decisions.paints)
         for name, reader in Unrounded(problem).kept().items():
-            node, paint = problem.graph[name], decisions.paints.get(name)
-            asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
-            if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
-                decisions.paint(name, Colour.HIGH, Reason.UNROUNDED, because_of="" if reader == name else reader)
+            decisions.keep_high(problem, name, Reason.UNROUNDED, because_of="" if reader == name else reader)
         if decisions.paints != before:
             paint_ties(problem, decisions)
         return decisions.paints != before
 
 
 class Unrounded:
-    """The values of a graph that have full precision under torch.autocast: `exact` ones, and `sums` of one with a product."""
+    """The values of a graph that no product has rounded: `exact` ones, and `sums` of one with a product, by name."""
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.exact, self.sums = problem.graph, set[str](), set[str]()
@@ -64,7 +61,7 @@ class Unrounded:
         given = [operand.value for operand in node.operands]
         if node.role != "op":
             self.exact.add(node.name)
-        elif is_product(node) or node.op in LEARNT:
+        elif _is_product(node) or node.op in LEARNT:
             return
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
@@ -118,7 +115,7 @@ class Unrounded:
         return bool(readers) and all(each.op in SOFTMAX or (each.op in SCORES and self._is_score(each)) for each in readers)
 
 
-def is_product(node: OpNode) -> bool:
+def _is_product(node: OpNode) -> bool:
     """Whether an op is one that torch.autocast runs low, or that may hold such ops."""
     return node.kind is OpKind.ALLOW or node.flops > 0 or (node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY))
 

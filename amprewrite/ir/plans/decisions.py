@@ -37,6 +37,13 @@ class Decisions:
     def paint(self, name: str, colour: Colour, reason: Reason, because_of: str = "", detail: str = "") -> None:
         self.paints[name] = Painted(colour, reason, because_of, detail)
 
+    def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
+        """Paint an op high, unless it carries no fp32 value or is high already, a fact pins it, or an override asks for its colour."""
+        node, paint = problem.graph[name], self.paints.get(name)
+        asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
+        if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
+            self.paint(name, Colour.HIGH, reason, because_of)
+
     @property
     def colours(self) -> dict[str, Colour]:
         return {name: painted.colour for name, painted in self.paints.items()}

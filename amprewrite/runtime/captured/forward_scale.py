@@ -64,7 +64,7 @@ class ForwardScale:
 
 def evaluates(root: nn.Module) -> bool:
     """Whether a model is in eval mode throughout: nothing in it is in train mode."""
-    return not root.training and not any(module.training for module in root.modules())
+    return not any(module.training for module in root.modules())
 
 
 __all__ = ["ForwardScale", "evaluates"]
