@@ -1,8 +1,9 @@
 """Build loss scaling into a training graph: inside it gradients are scaled, outside the scale is never seen.
 
 1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors.
-2. Some nodes stand outside though they are in the graph: inputs, writes to their memory, values that leave as themselves
-   (`graphs/fx/read/leaving.py`), ops whose backward is code of the user, and fp32 ops that only lead from such values to results.
+2. Some nodes stand outside though they are in the graph: inputs, writes to their memory, hooks on them (also on what an op gives back
+   as it was), values that leave as themselves (`graphs/fx/read/leaving.py`), ops whose backward is code of the user, and fp32 ops that
+   only lead from such values to results.
 3. A value that goes from inside to outside passes `scale_gradient`: its gradient enters times the scale.
 4. A value that goes from outside to inside passes `cast_in`, if it is cast, or `unscale_gradient`: its gradient leaves in fp32,
    times the inverse. Memory that is written is crossed at each
@@ -41,6 +42,7 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked, hooked_unscaled
+from amprewrite.graphs.fx.read.aliasing import same_tensor
 from amprewrite.graphs.fx.read.bodies import has_own_backward
 from amprewrite.graphs.fx.read.leaving import read_results
 from amprewrite.ir.pass_base import Pass
@@ -98,15 +100,27 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
     """Nodes whose gradients are not scaled."""
     found: set[Node] = set()
     returned = set(next(node for node in graph.nodes if node.op == "output").all_input_nodes)
+    given_back = _given_back_with_hooks(graph)
     for node in graph.nodes:
         first = node.args[0] if node.args else None
         part = node.target is operator.getitem and first in found and not isinstance(example_value(first), torch.Tensor)  # type: ignore[arg-type]
-        hook = node.target is hooked and first in found
+        hook = (node.target is hooked and first in found) or given_back.get(node) in found
         writes = any(target in found and differentiable(example_value(target)) for target in written(node))
         apart = has_own_backward(node) or _gives_what_it_reads(node, returned) or scales_itself(node)
         if node.op == "placeholder" or LEAVES in node.meta or apart or part or hook or writes:
             found.add(node)
     return found | _ends(graph, found, high)
+
+
+def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
+    """The ops whose results have hooks and are the very tensor that they were given, and the node of that: it has the hooks, too."""
+    found: dict[Node, Node] = {}
+    for hook in graph.find_nodes(op="call_function", target=hooked):
+        (inner,) = hook.all_input_nodes[:1]
+        while (given := same_tensor(inner)) is not None and given in inner.all_input_nodes:
+            found[inner] = given
+            inner = given
+    return found
 
 
 def scales_itself(node: Node) -> bool:

@@ -195,6 +195,38 @@ def test_a_hook_on_a_tensor_that_an_op_gave_back_counts_for_all_its_readers(how,
     assert (got - want).norm() < 2e-2 * want.norm()
 
 
+class HookedOutside(HookedAlike):
+    """Hooks what the graph gets from outside, or what it returns; either is read under both names."""
+
+    def __init__(self, alike, place):
+        super().__init__(alike)
+        self.place = place
+
+    def forward(self, x):
+        value = x if self.place == "given" else x * 2
+        same = self.alike(value)
+        same.register_hook(lambda gradient: gradient * 2)
+        result = self.first(same) + value
+        return (result, same) if self.place == "returned" else (result,)
+
+
+@pytest.mark.parametrize("how", ALIKE)
+@pytest.mark.parametrize("place", ["given", "made", "returned"])
+@pytest.mark.parametrize(
+    "options", [{}, {"lists": "o2"}, {"lists": "tf", "loss_scale": 16.0}, {"dtype": "fp16", "loss_scale": 16.0}], ids=str
+)
+def test_a_hook_on_what_an_op_gave_back_of_outside_counts_for_all_its_readers(how, place, options):
+    plain, amp, found = HookedOutside(ALIKE[how], place), low(HookedOutside(ALIKE[how], place), **options), []
+    for each in (plain, amp):
+        x = data().requires_grad_() * 1
+        results = each(x)
+        for tensor in (x, *results):
+            tensor.retain_grad()
+        sum(result.sum() for result in results).backward()
+        found.append([tensor.grad for tensor in (x, *results)])
+    assert all((got - want).norm() < 2e-2 * want.norm() for want, got in zip(*found, strict=True))
+
+
 def test_tensor_and_parameter_hooks():
     model, x, seen = mlp(), data(), []
     amp = low(model)

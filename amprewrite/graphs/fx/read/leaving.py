@@ -190,10 +190,11 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 def _read_as_another(result: Node) -> bool:
     """Whether a result is the very tensor that an op was given, and others read that one; the body of a checkpoint may."""
+    result = _before_hooks(result)
     while (given := same_tensor(result)) is not None:
         if len(given.users) > 1 or made_inside(result) is not None:
             return True
-        result = given
+        result = _before_hooks(given)
     return False
 
 
