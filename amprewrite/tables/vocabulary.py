@@ -80,6 +80,7 @@ class Reason(Enum):
     FORCED = "the lists put every op there"
     UNLISTED = "its op is on no list"
     NO_FLOAT = "it carries no fp32 value"
+    NOT_DENSE = "its value is sparse or nested, and no cast is made of such"
     HALF = "the model computes it in half precision itself"
     BOUNDARY = "it enters or leaves the graph as it did before"
     PARAMETER = "parameters stay in fp32: they are the master weights"

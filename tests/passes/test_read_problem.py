@@ -12,6 +12,7 @@ import amprewrite
 from amprewrite.accuracy.strict.run import StrictRun
 from amprewrite.accuracy.verify import verify
 from amprewrite.api.export_program import export_with_plan
+from amprewrite.tables.vocabulary import Reason
 
 
 class Two(nn.Module):
@@ -103,3 +104,11 @@ def test_no_two_nodes_have_one_name(dtype: str) -> None:
         assert len(names) == len(set(names))
     planned = [node.name for region in amp.plan.regions for node in region.nodes]
     assert {"linear", "linear_2", "mul", "mul_2"} <= set(planned)
+
+
+def test_a_nested_tensor_stays_fp32_and_the_plan_says_why():
+    amp = amprewrite.rewrite(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), dtype="bf16")
+    ragged = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    assert amp(ragged).dtype == torch.float32
+    linear = next(node for node in amp.plan.nodes if node.op == "linear")
+    assert linear.reason is Reason.NOT_DENSE and "nested fp32" in str(amp.plan)

@@ -142,12 +142,16 @@ def differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+NOT_DENSE = ("sparse", "nested")
+"""How the dtypes of values begin that are not laid out densely, by strides."""
+_LAYOUTS = {torch.strided: "", torch.jagged: "nested "}
+
+
 def value_dtype(value: Any) -> str:
-    """Name of the dtype of a value's floating tensors, or of all its tensors if none is floating."""
+    """Name of the dtype of a value's floating tensors, or of all its tensors if none is floating; "sparse" or "nested" before it."""
     every = tensors(value)
     floating = [t for t in every if t.is_floating_point() or t.is_complex()]
-    names = {dtype_name(t.dtype) if t.layout == torch.strided else f"sparse {dtype_name(t.dtype)}" for t in floating or every}
-    return "+".join(sorted(names))
+    return "+".join(sorted({f"{_LAYOUTS.get(t.layout, 'sparse ')}{dtype_name(t.dtype)}" for t in floating or every}))
 
 
 def hint(size: Any) -> int:

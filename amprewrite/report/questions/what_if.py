@@ -199,6 +199,7 @@ _CONDITIONS = {
     Reason.FORCED: "with lists='default', or with an override",
     Reason.UNLISTED: "if {op} had a row in the op table that says what it does in {low}",
     Reason.NO_FLOAT: "never: there is nothing to cast",
+    Reason.NOT_DENSE: "on dense tensors: this one is {detail}",
     Reason.HALF: "never: it is in {detail} already",
     Reason.BOUNDARY: "never: {detail}; only its copies can be low",
     Reason.PARAMETER: "never: the optimizer steps it; only its copies can be low",

@@ -28,6 +28,7 @@ from amprewrite.graphs.fx.node_facts import (
     ENTER_AUTOCAST,
     GRAD_SWITCHES,
     LEAVES,
+    NOT_DENSE,
     READ_BACK,
     RETURNED,
     SHARED,
@@ -55,7 +56,7 @@ from amprewrite.tables.formats import LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
-_FLOATING = ("fp", "bf", "float", "complex", "sparse")
+_FLOATING = ("fp", "bf", "float", "complex", *NOT_DENSE)
 """How the names of dtypes begin that hold fractions."""
 
 
@@ -215,6 +216,8 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
     """The colour that facts force; None if lists and passes decide."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
+    if fact.role == "op" and fact.dtype.startswith(NOT_DENSE) and fact.dtype.endswith("fp32"):
+        return Colour.PLAIN, Reason.NOT_DENSE, fact.dtype
     if fact.role == "output" or fact.dtype != "fp32":
         return Colour.PLAIN, Reason.NO_FLOAT, ""
     if fact.role != "op":
