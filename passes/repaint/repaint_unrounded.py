@@ -11,13 +11,14 @@ cast in front would save.
    takes a mean away, a softmax, a comparison or another step, a denied or unlisted op, a result of the graph. Ops that hand on a relative
    error as it is, such as views, products by one number, maxima, stay open where they lead to products alone.
 3. A sum of an exact value and one that came of a product, `x * scale + shift`, may be large and exact beside a small product. It stays
-   high, with what is made of it one by one, on its way to a denied op, to a result, or to a sum with another such value. Masks
-   and biases are no such summands: layers add weights to products throughout, and a softmax loses nothing.
+   high, with what is made of it one by one, on its way to a denied op, to a result, to a step or a choice of places (the nearest code
+   of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`), or to a sum with another such value. Masks and biases are no such summands: layers
+   add weights to products throughout, and a softmax loses nothing.
 4. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
 
-By name it knows `add`, which may shift a weight by a number.
+By name it knows `add`, which may shift a weight by a number, and `getitem`, which picks one result of several.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
-SUMS, STEEP, SOFTMAX = ops_with(Trait.ADDS_UP), ops_with(Trait.MAGNIFIES_ROUNDING), ops_with(Trait.SHARES_OUT)
+SUMS, STEPS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS)
+STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS, ops_with(Trait.SHARES_OUT)
 LEARNT, SCORES = ops_with(Trait.LOOKS_UP), ops_with(Trait.MAKES_SCORES)
 
 
@@ -93,12 +95,16 @@ class Unrounded:
             yield from given
         elif node.op in STEEP | SUMS and node.name in self.exact and given and not _shifts_weight(node, self.graph):
             yield node.name
-        elif node.op in STEEP and not node.carries_fp32 and self.exact.issuperset(given):
+        elif (node.op in STEPS or self._gives_places(node)) and self._whole(node):
             yield from given
         elif node.name in self.sums and node.op in SUMS:
             whole = sum(operand.value in self.sums or self._firm(operand) for operand in node.operands)
             if (whole > 1 or self._whole(node)) and not self._is_score(node):
                 yield node.name
+
+    def _gives_places(self, node: OpNode) -> bool:
+        """Whether a result of the op that is read says where, not what, as the indices of `min` do."""
+        return any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
 
     def _keep(self, name: str, reader: str, found: dict[str, str]) -> None:
         """Keep an op that has full precision, and those that it has it from."""

@@ -90,6 +90,33 @@ def test_a_loss_in_the_model_sees_small_differences() -> None:
     assert worst(net.a.weight.grad, want) < 1e-2
 
 
+NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmin": lambda distances: distances.argmin(1),
+    "the places of min": lambda distances: distances.min(1).indices,
+    "the last of topk": lambda distances: distances.topk(3, largest=False)[1][:, 0],
+    "all that are near": lambda distances: distances < 12.0,
+}
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_the_nearest_code_is_found_as_often_as_under_autocast(name: str) -> None:
+    """Distances are one small number left of three larger ones, of which the products are rounded, and the codes' squares are not."""
+
+    def quantized(net: nn.Module, x: Tensor) -> Tensor:
+        found = net.a(x)
+        distances = found.square().sum(1, keepdim=True) - 2 * found @ net.codes.t() + net.codes.square().sum(1)
+        return NEAREST[name](distances)
+
+    torch.manual_seed(1)
+    net, x = Net(quantized), torch.randn(ROWS, 16)
+    net.register_buffer("codes", torch.randn(64, 16))
+    amp = amprewrite.rewrite(net, dtype="bf16")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        other = net(x)
+    want, got = net(x), amp(x)
+    assert int((got != want).sum()) <= 2 * int((other != want).sum()) + 4
+
+
 def reasons(how: Callable[[nn.Module, Tensor], Tensor], **options: object) -> list[str]:
     plan = amprewrite.plan(Net(how), (torch.randn(ROWS, 16),), dtype="bf16", **options)
     return [node.op for node in plan.nodes if node.reason is Reason.UNROUNDED]

@@ -48,8 +48,9 @@ TRAITS: dict[Trait, str] = {
     # what becomes of a rounding
     Trait.ADDS_UP: "add sub rsub addcmul addcdiv lerp diff",
     Trait.MAGNIFIES_ROUNDING: "layer_norm group_norm batch_norm instance_norm sum nansum mean nanmean var var_mean std std_mean softmax "
-    "log_softmax softmin log log2 log10 sign sgn ceil floor trunc round floor_divide sort msort topk argmax argmin argsort eq ne lt le gt "
-    "ge isin bool byte char short int long item tolist",
+    "log_softmax softmin log log2 log10 sort msort topk",
+    Trait.HAS_STEPS: "sign sgn ceil floor trunc round floor_divide argmax argmin argsort eq ne lt le gt ge isin bool byte char short int "
+    "long item tolist",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
     # how a factor of an operand comes out
