@@ -17,7 +17,7 @@ from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, 
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants, read_small_steps
-from amprewrite.graphs.fx.read.magnitudes import magnitudes
+from amprewrite.graphs.fx.read.magnitudes import magnitudes, offsets
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
 from amprewrite.graphs.fx.run.unseen_overflow import exchanges_infinities
@@ -91,7 +91,7 @@ def read_problem(
         far_constants=read_far_constants(nodes, policy.low), small_steps=read_small_steps(graph, nodes),
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
-    captured.know(magnitudes=magnitudes(captured, inputs), masks=_read_masks(captured))
+    captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), masks=_read_masks(captured))
     if policy.measure and policy.low is not FP32 and lists.rule == "cost":
         measured = measure(captured)
         kept = f"; {measured.refused} that cannot be made alone keep the table's prices" if measured.refused else ""

@@ -116,6 +116,13 @@ class OpGraph:
         for operand in node.operands:
             self.digraph.add_edge(operand.value, node.name)
 
+    def seen(self, name: str) -> OpNode:
+        """The vertex that `name` is a view or a plain function of: behind harmless ops that read one value."""
+        node = self[name]
+        while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:
+            node = self[node.operands[0].value]
+        return node
+
     def exchanged(self, nodes: Mapping[str, OpNode]) -> OpGraph:
         """The graph with other facts about some of its vertices; edges stay."""
         return OpGraph(nodes={**self.nodes, **nodes}, digraph=self.digraph, rank=self.rank)

@@ -70,6 +70,8 @@ class Problem:
     """Measured prices; None: the device table's."""
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     """Largest magnitude of each parameter and buffer, if the low format's range is narrow."""
+    offsets: frozenset[str] = frozenset()
+    """Weights that are added to something, and whose values have more in common than they differ by."""
     constants: tuple[ConstantRead, ...] = ()
     """Who reads the constants of an ONNX file, which are stored in the format in which they are read."""
     calibration: Calibration | None = None

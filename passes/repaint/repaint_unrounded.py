@@ -11,9 +11,9 @@ cast in front would save.
    takes a mean away, a softmax, a comparison or another step, a denied or unlisted op, a result of the graph. Ops that hand on a relative
    error as it is, such as views, products by one number, maxima, stay open where they lead to products alone.
 3. A sum of an exact value and one that came of a product, `x * scale + shift`, may be large and exact beside a small product. It stays
-   high, with what is made of it one by one, on its way to a denied op, to a result, to a step or a choice of places (the nearest code
-   of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`), or to a sum with another such value. Masks and biases are no such summands: layers
-   add weights to products throughout, and a softmax loses nothing.
+   high, with what is made of it one by one, on its way to a denied op, to a result, to a norm, to a step or a choice of places (the
+   nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`), or to a sum with another such value. Masks are no such summands, and
+   biases are none unless they have an offset (`Problem.offsets`): layers add weights to products throughout, and a softmax loses nothing.
 4. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
@@ -33,8 +33,8 @@ from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
-SUMS, STEPS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS)
-STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS, ops_with(Trait.SHARES_OUT)
+SUMS, STEPS, NORMS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS), ops_with(Trait.TAKES_MEAN_AWAY)
+STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Trait.SHARES_OUT)
 LEARNT, SCORES = ops_with(Trait.LOOKS_UP), ops_with(Trait.MAKES_SCORES)
 
 
@@ -55,6 +55,7 @@ class Unrounded:
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.exact, self.sums = problem.graph, set[str](), set[str]()
+        self.offsets = problem.offsets
         for node in problem.graph:
             if node.carries_fp32 and node.name not in problem.rounded:
                 self._classify(node)
@@ -72,9 +73,9 @@ class Unrounded:
 
     def _firm(self, operand: Operand) -> bool:
         """Whether an operand of a sum is exact, has the sum computed in fp32 under torch.autocast, and is neither a mask nor a bias."""
-        source = self.graph[operand.value]
-        bias = source.role in ("parameter", "constant")
-        return operand.value in self.exact and not (operand.scalar or source.may_saturate or bias)
+        source = self.graph.seen(operand.value)
+        bias = source.role in ("parameter", "constant") and source.name not in self.offsets
+        return operand.value in self.exact and not (operand.scalar or self.graph[operand.value].may_saturate or bias)
 
     def _whole(self, node: OpNode) -> bool:
         """Whether no operand came of a product alone."""
@@ -86,6 +87,10 @@ class Unrounded:
         for node in self.graph:
             for name in self._needed(node):
                 self._keep(name, node.name, found)
+            for operand in node.operands[:1] if node.op in NORMS else ():
+                if operand.value in self.sums:
+                    self._keep(operand.value, node.name, found)
+                    found[node.name] = operand.value
         return found
 
     def _needed(self, node: OpNode) -> Iterator[str]:
@@ -128,12 +133,7 @@ def _is_product(node: OpNode) -> bool:
 
 def _shifts_weight(node: OpNode, graph: OpGraph) -> bool:
     """Whether an op adds a number to a weight, `1 + weight`: that is rounded as the weight itself would be."""
-    if node.op != "add" or len(node.operands) != 1:
-        return False
-    source = graph[node.operands[0].value]
-    while source.role == "op" and source.kind is OpKind.CLEAR and len(source.operands) == 1:
-        source = graph[source.operands[0].value]
-    return source.role == "parameter"
+    return node.op == "add" and len(node.operands) == 1 and graph.seen(node.operands[0].value).role == "parameter"
 
 
 __all__ = ["RepaintUnrounded", "Unrounded"]

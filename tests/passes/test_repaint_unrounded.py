@@ -27,6 +27,7 @@ class Net(nn.Module):
         self.how = forward
         self.register_buffer("schedule", torch.linspace(0.9999, 0.98, ROWS))
         self.register_buffer("mean", torch.full((1, 16), 1000.0))
+        self.shift = nn.Parameter(torch.full((16,), 50.0))
         self.offset = nn.Parameter(torch.randn(16, 16) + 100)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,6 +55,10 @@ CASES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "weights less their mean": lambda net, x: F.linear(small(x), net.offset - net.offset.mean(1, keepdim=True)),
     "mean and deviation come back": lambda net, x: net.a((x - net.mean) * 0.5) * 0.5 + net.mean - 1000,
     "an input is added and taken away": lambda net, x: net.b((net.a(small(x)) + x) - x),
+    "a norm of a shifted product": lambda net, x: F.layer_norm(net.a(small(x)) + net.shift, (16,)),
+    "a norm of a product seen otherwise": lambda net, x: F.layer_norm((net.a(small(x)) + net.shift).view(-1, 4, 16), (16,)),
+    "a norm of a product and an input": lambda net, x: F.layer_norm(net.a(small(x)) + x, (16,)),
+    "a batch norm of a product and an input": lambda net, x: net.norm(net.a(small(x)) + x),
     "in a checkpoint": lambda net, x: net.b(checkpoint(lambda t: net.a((t - 1000) / 0.5), x, use_reentrant=False)),
     "a small correction": lambda net, x: (x + 1e-3 * net.a(small(x))).clamp(0, 2000),
 }

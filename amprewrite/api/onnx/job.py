@@ -9,7 +9,7 @@ By name it knows `Constant`: such a node holds a weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
 from amprewrite.graphs.onnx.write.save import Written, written
+from amprewrite.ir.evidence.range_rules import has_offset, summands
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import ConstantRead, Problem
@@ -36,7 +37,7 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
-from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 
 TARGET = "meta"
@@ -303,7 +304,10 @@ class Job:
 
 def decide_region(reading: Reading, policy: Policy, lists: OpLists, given: ModelPlan | None = None) -> RegionPlan:
     """Run the deciding passes over what was read; edits nothing. PlanError if `given` does not fit."""
-    problem = Problem(graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=constant_reads(reading))
+    problem = Problem(
+        graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=constant_reads(reading),
+        offsets=frozenset(_offsets(reading)),
+    )  # fmt: skip
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
     return plan_region(problem)
@@ -317,6 +321,14 @@ def constant_reads(reading: Reading) -> tuple[ConstantRead, ...]:
         )
         for each in reading.constants
     )
+
+
+def _offsets(reading: Reading) -> Iterator[str]:
+    """The constants that are added to something and have an offset."""
+    for name in sorted(summands(reading.graph)):
+        tensor = constant_tensor(reading.values[name]) if name in reading.values else None
+        if tensor is not None and tensor.size > 1 and format_of(reading.values[name]) == FP32.name and has_offset(tensor.numpy()):
+            yield name
 
 
 def _saturates(reading: Reading, constant: str) -> bool:

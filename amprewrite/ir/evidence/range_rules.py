@@ -6,7 +6,9 @@ Evidence is the largest and the smallest magnitude of a value: of a weight, on s
 from __future__ import annotations
 
 import enum
+from typing import Any
 
+from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
@@ -18,6 +20,7 @@ MASK = 1e8
 EXTREME = 1e30
 """So large is a mask of either sign."""
 PASSES_MASK, MAKES_SCORES = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES)
+ADDS_UP = ops_with(Trait.ADDS_UP)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
@@ -62,6 +65,19 @@ def thinned_out(largest: float, low: Format) -> bool:
     return 0 < largest < low.smallest_normal
 
 
+def summands(graph: OpGraph) -> set[str]:
+    """What is added to something, or taken from it; a weight that is seen otherwise there counts as itself."""
+    return {graph.seen(operand.value).name for node in graph if node.op in ADDS_UP for operand in node.operands}
+
+
+def has_offset(values: Any) -> Any:
+    """Whether the rows of a weight, a tensor or an array of one dim or more, have more in common than they differ by.
+
+    Their means are then larger than what is left without them, as root mean squares: what a norm takes away is most of them.
+    """
+    return 2 * (values.mean(-1) ** 2).mean() > (values**2).mean()
+
+
 def drowns_in(largest_sum: float, low: Format) -> bool:
     """Whether the rounding of a small summand is nothing beside that of a sum that reaches `largest_sum`."""
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
@@ -79,6 +95,6 @@ def hands_on_small(op: str) -> bool:
 
 
 __all__ = [
-    "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "drowns_in", "fit", "hands_on_small", "near_a_pole", "near_the_end",
-    "thinned_out",
+    "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "drowns_in", "fit", "hands_on_small", "has_offset", "near_a_pole",
+    "near_the_end", "summands", "thinned_out",
 ]  # fmt: skip

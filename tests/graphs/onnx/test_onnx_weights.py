@@ -110,3 +110,16 @@ def test_a_bound_becomes_the_end_of_the_range_on_its_own_side_alone(op, inputs, 
     made = rewrite_onnx(given.model, dtype="fp16", calibration=given.feed)
     assert (colours(made.model)["bounds"] == "low") == low
     np.testing.assert_allclose(run(made.model, given.feed)[0], run(given.model, given.feed)[0], rtol=2e-2, atol=1e-7)
+
+
+@pytest.mark.parametrize(("bias", "colour"), [([3000.0] * 16, "high"), ([3000.0, 3010.0] * 8, "high"), (list(noise(16)), "low")])
+def test_a_norm_reads_a_bias_with_an_offset_in_fp32(bias, colour):
+    """Rounded with the offset, what the norm leaves would be rounding; a bias around nought is rounded as the product is."""
+    made = gemm_chain(
+        node("Add", ["h", "bias"], ["sum"], name="add"), node("LayerNormalization", ["sum", "one"], ["mid"], name="norm"),
+        inits=[const("bias", bias), const("one", [1.0] * 16)],
+    )  # fmt: skip
+    found = rewrite_onnx(made.model, dtype="fp16")
+    assert colours(found.model)["add"] == colour
+    want, got = run(made.model, made.feed)[0], run(found.model, made.feed)[0]
+    assert np.abs(got - want).max() < 3e-2 * np.abs(want).max()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.range_rules import MAKES_SCORES, PASSES_MASK, bound_fits, means_mask
+from amprewrite.ir.evidence.range_rules import MAKES_SCORES, PASSES_MASK, bound_fits, has_offset, means_mask, summands
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -43,8 +43,10 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
 
     {} for a wide low format. Tensors of other classes (distributed, fake) are left out: looking at them is not free.
     """
-    if not captured.problem.policy.low.narrow:
-        return {}
+    return _plain_weights(captured, inputs) if captured.problem.policy.low.narrow else {}
+
+
+def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
     names, graph = captured.names, captured.module.graph
     placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     held = ((node, held_value(node)) for node in graph.find_nodes(op="get_attr"))
@@ -57,18 +59,35 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
     return found
 
 
+def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
+    """The parameters and buffers that are added to something and have an offset (`has_offset`), by node; one read by the host a device.
+
+    Training moves none to an offset in front of a norm: the norm takes it away, and its gradient with it.
+    """
+    found = summands(captured.problem.graph)
+    weights = _plain_weights(captured, inputs).items()
+    added = {name: weight.detach() for name, weight in weights if name in found and weight.numel() > 1}
+    with torch.no_grad(), unselected():
+        flags = _read([has_offset(weight) for weight in added.values()])
+    return frozenset(name for name, offset in zip(added, flags, strict=True) if offset)
+
+
 def largest(tensors: Sequence[Tensor]) -> list[float]:
     """Largest magnitude of each; one read by the host for each device."""
     if not tensors:
         return []
     with torch.no_grad(), unselected():
-        norms = torch._foreach_norm([tensor.detach() for tensor in tensors], ord=float("inf"))
-    sizes = [0.0] * len(norms)
-    for device in {norm.device for norm in norms}:
-        places = [place for place, norm in enumerate(norms) if norm.device == device]
-        for place, size in zip(places, torch.stack([norms[place] for place in places]).tolist(), strict=True):
-            sizes[place] = size
-    return sizes
+        return _read(torch._foreach_norm([tensor.detach() for tensor in tensors], ord=float("inf")))
+
+
+def _read(numbers: Sequence[Tensor]) -> list[Any]:
+    """0-dim tensors as numbers; one read by the host for each device."""
+    found: list[Any] = [None] * len(numbers)
+    for device in {number.device for number in numbers}:
+        places = [place for place, number in enumerate(numbers) if number.device == device]
+        for place, number in zip(places, torch.stack([numbers[place] for place in places]).tolist(), strict=True):
+            found[place] = number
+    return found
 
 
 def _constants(node: torch.fx.Node) -> list[float]:
@@ -155,4 +174,4 @@ def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
                 waiting.append(user)
 
 
-__all__ = ["largest", "magnitudes", "may_saturate", "pin_constant", "weights_among"]
+__all__ = ["largest", "magnitudes", "may_saturate", "offsets", "pin_constant", "weights_among"]

@@ -47,8 +47,8 @@ TRAITS: dict[Trait, str] = {
     Trait.IN_POLYNOMIALS: "add mul",
     # what becomes of a rounding
     Trait.ADDS_UP: "add sub rsub addcmul addcdiv lerp diff",
-    Trait.MAGNIFIES_ROUNDING: "layer_norm group_norm batch_norm instance_norm sum nansum mean nanmean var var_mean std std_mean softmax "
-    "log_softmax softmin log log2 log10 sort msort topk",
+    Trait.TAKES_MEAN_AWAY: "layer_norm group_norm batch_norm instance_norm var var_mean std std_mean",
+    Trait.MAGNIFIES_ROUNDING: "sum nansum mean nanmean softmax log_softmax softmin log log2 log10 sort msort topk",
     Trait.HAS_STEPS: "sign sgn ceil floor trunc round floor_divide argmax argmin argsort eq ne lt le gt ge isin bool byte char short int "
     "long item tolist",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
