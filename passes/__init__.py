@@ -14,6 +14,7 @@ from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.keep_views import KeepViews
 from amprewrite.passes.apply.scale_loss import ScaleLoss
+from amprewrite.passes.apply.spread_copies import SpreadCopies
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.keep_constants import KeepConstants
 from amprewrite.passes.lower.name_sources import NameSources
@@ -45,6 +46,7 @@ from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
+from amprewrite.passes.repaint.repaint_read_by_many import RepaintReadByMany
 from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
 from amprewrite.passes.repaint.repaint_unrounded import RepaintUnrounded
 
@@ -68,7 +70,7 @@ EVIDENCE: tuple[Deciding, ...] = (
     RepaintByError(),  # what a search for an accuracy keeps high
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # one cast wherever two colours meet
+    PlanCasts(),  # one cast wherever two colours meet, and several copies of what many read in training
     PlanConstants(),  # constants of an ONNX file are stored in the format in which they are read
     PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
     PlanClamps(),  # constants beyond the low range become its ends
@@ -76,7 +78,9 @@ PLAN: tuple[Deciding, ...] = (
     PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
-BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, RepaintSmallSteps(), RepaintUnrounded())
+KEEP = (RepaintSmallSteps(), RepaintUnrounded(), RepaintReadByMany())
+"""What torch.autocast would not round, and a price would."""
+BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
 """The passes that choose colours by prices."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
@@ -92,6 +96,7 @@ WEIGH: tuple[Deciding, ...] = (
 )
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # edit the graph as the plan says
+    SpreadCopies(),  # several copies of what many read
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
     InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it

@@ -16,7 +16,7 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
-from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants, read_small_steps
+from amprewrite.graphs.fx.read.calls import read_bare_norms, read_by_many, read_calls, read_far_constants, read_small_steps
 from amprewrite.graphs.fx.read.magnitudes import magnitudes, offsets
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
@@ -89,6 +89,7 @@ def read_problem(
         calibration=calibration, keep_high=keep_high, agreed=agreed, pad=pad,
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
         far_constants=read_far_constants(nodes, policy.low), small_steps=read_small_steps(graph, nodes),
+        read_by_many=read_by_many(graph, nodes),
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
     captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), masks=_read_masks(captured))

@@ -59,6 +59,8 @@ class Problem:
     """Norms that keep their statistics in the dtype of what they read."""
     small_steps: tuple[str, ...] = ()
     """Sums that go on with one value in many small steps."""
+    read_by_many: tuple[str, ...] = ()
+    """Values with gradients to which more ops give a share than a low format adds up well; weights are none of them."""
     rounded: frozenset[str] = frozenset()
     """Inputs of an inner graph that the graph around it made of a product."""
     far_constants: tuple[str, ...] = ()

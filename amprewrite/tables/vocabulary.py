@@ -34,6 +34,7 @@ class Edit(Enum):
     LOOK_AT_MASK = "look at mask"
     FP32_STATISTICS = "fp32 statistics"
     CLAMP_CONSTANTS = "clamp constants"
+    SPREAD_COPIES = "spread copies"
 
     @property
     def says(self) -> str:
@@ -47,6 +48,7 @@ _EDITS = {
     "look up mask": "takes no mask at sizes at which its own, made of sizes alone, is causal or allows all positions",
     "look at mask": "takes no mask in a forward in which its own is causal or allows all positions",
     "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
+    "spread copies": "has a low copy for every two that read one, so that fp32 adds up the gradients of the copies",
     "clamp constants": "takes the ends of the low range for constants beyond it",
 }
 
@@ -103,6 +105,7 @@ class Reason(Enum):
     UNROUNDED = "no product has rounded it yet, and what it leads to needs all of its bits"
     DRAWN = "a random draw below one would round up to one, where a logarithm of it has its pole"
     SMALL_STEPS = "it goes on in many small steps, and its rounding would outweigh theirs"
+    READ_BY_MANY = "many ops read it, and the low format would add their gradients up"
     SENSITIVE = "rounding it costs more accuracy than was asked for"
     RETURNED = "it is returned and read: one fp32 value for both"
     SHARED = "it shares memory with what is returned"

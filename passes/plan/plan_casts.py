@@ -4,6 +4,7 @@
 2. Where that is not the maker's format, its reader joins the one copy of (value, format, write version).
 3. Promoting ops keep mixed operands; where a copy exists all the same they join it in training, and in graphs planned alike:
    autograd then casts the value's gradient once. Copies are never shared across an in-place write.
+4. In training a value that many read (`Problem.read_by_many`) has several copies: fp32 then adds up their gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.formats import FP32
-from amprewrite.tables.vocabulary import Colour
+from amprewrite.tables.vocabulary import Colour, Edit
 
 
 class PlanCasts(Pass[Problem, Decisions]):
@@ -29,6 +30,8 @@ class PlanCasts(Pass[Problem, Decisions]):
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = decisions.casts
         decisions.casts = plan_casts(problem, decisions)
+        for value in dict.fromkeys(cast.value for cast in decisions.casts if _is_spread(problem, cast)):
+            decisions.edit(problem, value, Edit.SPREAD_COPIES)
         return decisions.casts != before
 
 
@@ -52,6 +55,10 @@ def plan_casts(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
         )
         for (value, to, write_version), readers in users.items()
     )
+
+
+def _is_spread(problem: Problem, cast: Cast) -> bool:
+    return problem.training and cast.to == problem.policy.low.name and cast.value in problem.read_by_many and not cast.saturate
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:

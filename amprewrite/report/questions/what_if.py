@@ -221,6 +221,7 @@ _CONDITIONS = {
     Reason.UNROUNDED: "if it led to products alone, or with overrides={{'{op}': 'low'}}",
     Reason.DRAWN: "if no logarithm read the draw",
     Reason.SMALL_STEPS: "with fewer or larger steps, or with overrides={{'{op}': 'low'}}",
+    Reason.READ_BY_MANY: "if eight or fewer read it, or with overrides={{'{op}': 'low'}}",
     Reason.SENSITIVE: "with a looser tolerance ({detail})",
     Reason.RETURNED: "if it were returned only, or read only",
     Reason.SHARED: "if what is returned did not lie in its memory",

@@ -13,7 +13,7 @@ import torch
 import torch.fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, tensors, transformed_nodes, written
+from amprewrite.graphs.fx.node_facts import LEAVES, differentiable, example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format, is_far
@@ -135,6 +135,31 @@ def _sum_behind(value: torch.fx.Node, sums: Mapping[torch.fx.Node, torch.fx.Node
 def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
     value = example_value(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+_STOP = ops_with(Trait.STOPS_GRADIENT)
+MOST_READERS = 8
+"""So many gradients a low format may add up: each sum is rounded, which for eight is what one product's rounding is in bf16, 0.4 %."""
+
+
+def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
+    """Values with gradients that more than MOST_READERS ops read: memories of encoders, biases shared by layers, matrices of loops.
+
+    torch.autocast copies each for every reader, and adds the gradients of the copies up in fp32. Of weights it makes one copy, too.
+    """
+    names, found = {node: name for name, node in nodes.items()}, list[str]()
+    trained: set[torch.fx.Node] = set()
+    for node in next(iter(names)).graph.nodes if names else ():
+        value = example_value(node)
+        held = node.op in ("placeholder", "get_attr")
+        learns = value.requires_grad if held and isinstance(value, torch.Tensor) else not trained.isdisjoint(node.all_input_nodes)
+        if learns and op_name(node.target) not in _STOP and any(map(differentiable, tensors(value))):
+            trained.add(node)
+    for node in trained & names.keys():
+        vertex = graph[names[node]]
+        if vertex.carries_fp32 and vertex.role != "parameter" and sum(user in trained for user in node.users) > MOST_READERS:
+            found.append(vertex.name)
+    return tuple(sorted(found, key=graph.rank.__getitem__))
 
 
 def _call(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.fx.Node, str], opaque: str) -> Call:

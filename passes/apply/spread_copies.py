@@ -1,0 +1,46 @@
+"""Give a value that the plan names a low copy for every two of its readers, where it had one for all.
+
+    before   to = x.to(bfloat16); a(to); b(to); c(to); d(to); ...
+    after    to = x.to(bfloat16); a(to); b(to); to_1 = x.to(bfloat16); c(to_1); d(to_1); ...
+
+The gradients of a copy's readers are added up low, those of the copies in fp32. `plan-casts` says which values, and why.
+"""
+
+from __future__ import annotations
+
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.tables.formats import FP32
+from amprewrite.tables.vocabulary import Edit
+
+READERS = 2
+"""Readers of one copy: the sum of their gradients is rounded once, as each of them is."""
+
+
+class SpreadCopies(Pass[RegionPlan, EditedGraph]):
+    name = "spread-copies"
+
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        copies = [copy for name in plan.edited(Edit.SPREAD_COPIES) for copy in edited.nodes[name].users if _is_low(copy)]
+        for copy in copies:
+            spread(copy)
+        return bool(copies)
+
+
+def _is_low(copy: torch.fx.Node) -> bool:
+    return copy.meta.get(CAST, FP32.name) != FP32.name
+
+
+def spread(copy: torch.fx.Node) -> None:
+    """Leave a copy its first readers, and give every READERS more a copy of their own."""
+    order = {node: place for place, node in enumerate(copy.graph.nodes)}
+    readers = sorted(copy.users, key=order.__getitem__)
+    for start in range(READERS, len(readers), READERS):
+        with copy.graph.inserting_after(copy):
+            another = copy.graph.node_copy(copy)
+        for reader in readers[start : start + READERS]:
+            reader.replace_input_with(copy, another)
