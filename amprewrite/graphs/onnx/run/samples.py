@@ -153,6 +153,8 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
         raise PolicyError(f"{where} is None, the model wants an array")
     array = np.asarray(given)
     wanted = kind.dtype.numpy() if kind is not None else array.dtype
+    if wanted == object and array.dtype.kind == "U":
+        array = array.astype(object)  # strings as NumPy holds them by itself
     if array.dtype != wanted:
         raise PolicyError(f"{where} is {array.dtype}, the model wants {wanted}")
     dims = list(value.shape) if value.shape is not None else list(array.shape)
@@ -191,6 +193,8 @@ def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
 
 def _noise(value: ir.Value, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
     dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.float32)
+    if dtype.kind == "O":
+        return np.full(shape, "a", dtype)
     if dtype.kind == "b":
         return np.ones(shape, dtype)
     if dtype.kind in "iu":
