@@ -204,7 +204,7 @@ class Job:
         elif samples.made_up:
             self.notes.append("ranges come from a run on made-up inputs; calibration= takes real ones")
         if samples.empty:
-            self.notes.append(f"{', '.join(sorted(samples.empty))} held no finite element in a sample, so what reads it shows no range there")
+            self.notes.append(f"{', '.join(sorted(samples.empty))} held no finite element in a sample, so what reads it shows no range")
         if self.before_raising is not None:
             self.check_raised(self.before_raising, samples, limit)
         return samples
@@ -262,8 +262,8 @@ class Job:
         error = report.strict_error
         if error is None:
             raise EmitError(
-                "max_rel_err= cannot be kept: the model did not run on samples, or gave no finite floating number on them; pass calibration= "
-                "on which it does"
+                "max_rel_err= cannot be kept: the model did not run on samples, or gave no finite floating number on them; pass "
+                "calibration= on which it does"
             )
         if not error <= order.max_rel_err:
             plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
