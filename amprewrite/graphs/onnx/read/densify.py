@@ -67,7 +67,8 @@ def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.Tensor
     if onnx.TensorProto.EXTERNAL in (sparse.values.data_location, sparse.indices.data_location):
         raise CaptureError(f"{where} lies in a file of its own; save the model with its sparse constants inside")
     try:
-        held, indices, dims = ir.from_proto(sparse.values), ir.from_proto(sparse.indices).numpy(), list(sparse.dims)
+        held, dims = ir.serde.deserialize_tensor(sparse.values), list(sparse.dims)
+        indices = ir.serde.deserialize_tensor(sparse.indices).numpy()
         values = held.numpy()
         size = math.prod(dims) * values.dtype.itemsize
         places = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), dims)
