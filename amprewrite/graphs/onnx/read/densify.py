@@ -1,4 +1,7 @@
-"""Sparse constants of an ONNX protobuf made dense: onnx_ir reads none, and kernels of the low formats take dense operands alone."""
+"""Sparse constants of an ONNX protobuf made dense: onnx_ir reads none, and kernels of the low formats take dense operands alone.
+
+By name it knows `Constant`, of which an attribute may hold one.
+"""
 
 from __future__ import annotations
 
