@@ -199,6 +199,8 @@ def measured_options(
         found["calibration"].check(module)
     tolerance, accuracy, metric = target
     check_target(tolerance, accuracy, parse_metric(metric))
+    if metric is not None and tolerance is None and accuracy is None:
+        raise PolicyError("metric= says what tolerance= and accuracy= measure, and neither is given: pass one of them, or leave it out")
     if tolerance is not None or accuracy is not None:
         if options.given is not None:
             raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")

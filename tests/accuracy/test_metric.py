@@ -105,6 +105,12 @@ def test_a_function_of_both_outputs_judges() -> None:
     assert any("strict error (by the function given)" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("metric", ["l2", "logprob", lambda exact, got: 0.0], ids=["l2", "logprob", "function"])
+def test_a_metric_that_nothing_asks_for_is_refused(metric: object) -> None:
+    with pytest.raises(amprewrite.PolicyError, match="metric= says what tolerance= and accuracy= measure, and neither is given: pass one"):
+        amprewrite.rewrite(writer(), metric=metric)
+
+
 @pytest.mark.parametrize("metric", ["kl", 3, dict], ids=["word", "number", "class"])
 def test_other_metrics_are_refused(metric: object) -> None:
     with pytest.raises(amprewrite.PolicyError, match=r"metric=.* is not understood"):

@@ -109,7 +109,8 @@ class OptionSet:
         needs_data = chosen & {"tolerance", "accuracy"} and not data & {"calibration", "example_inputs"}
         both = chosen >= {"tolerance", "accuracy"} or chosen >= {"example_inputs", "example_kwargs"}
         given = "plan" in chosen and bool(chosen - {"plan", "example_inputs", "optimizer", "cache_weights", "memory", "high", "measure"})
-        return bool(needs_data or both or given or "tolerance" in chosen)
+        unused = "metric" in chosen and "accuracy" not in chosen
+        return bool(needs_data or both or given or unused or "tolerance" in chosen)
 
 
 def generate(seed: int) -> OptionSet:

@@ -415,6 +415,24 @@ def test_state_dict_holds_what_is_stored_and_loads() -> None:
     assert alike(run(other, data()), run(amp, data()))
 
 
+def test_a_state_dict_with_weights_of_both_kinds_loads_and_stays_frozen() -> None:
+    """A tied table is read in fp32 and low, so it is stored, and loaded, both ways."""
+
+    def tied(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return frozen(nn.Sequential(Tied(), nn.Linear(12, 12)), ids)
+
+    ids = torch.arange(12)
+    amp, other = tied(0), tied(1)
+    before, state = run(amp, ids), amp.state_dict()
+    assert {each.dtype for each in state.values()} == {torch.float32, torch.bfloat16}
+    for loaded in (amp, other):
+        loaded.load_state_dict(state)
+        assert isinstance(loaded[0].table.weight, FrozenWeight) and loaded[0].table.weight.exact
+        assert alike(run(loaded, ids), before)
+        assert torch.equal(loaded[0].table.weight.low(), state["0.table.weight"].bfloat16())
+
+
 def test_loading_fp32_unfreezes() -> None:
     amp, other = frozen(), mlp(seed=3).eval()
     amp.load_state_dict(other.state_dict())

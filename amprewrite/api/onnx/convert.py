@@ -18,6 +18,7 @@ from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, runtime
 from amprewrite.graphs.onnx.run.samples import CallersError, read_feeds
 from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.report.cast_plan import CastPlan
+from amprewrite.tables.boundary.arguments import flag
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import AmpRewriteError, CaptureError, EmitError, PassError, PlanError, PolicyError, one_line
@@ -70,7 +71,7 @@ def rewrite_onnx(
     if low is FP32:
         raise PolicyError("dtype='fp32' leaves nothing to rewrite; use 'fp16' or 'bf16'")
     policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low))
-    order = _order(out, plan_path, external_data, verify, max_rel_err, time_limit)
+    order, keep_io = _order(out, plan_path, external_data, verify, max_rel_err, time_limit), flag("keep_io", keep_io)
     if plan is not None and overrides:
         raise PolicyError("plan= and overrides= both say what runs where; put the overrides into the plan with plan.edit")
     if calibration is not None:
@@ -118,7 +119,7 @@ def export_onnx(
 
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
-    order = _order(path, plan_path, external_data, verify, max_rel_err, time_limit)
+    order, keep_io = _order(path, plan_path, external_data, verify, max_rel_err, time_limit), flag("keep_io", keep_io)
     model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes)
     job = Job(model, policy, keep_io, notes, exported=True)
     if plan is not None and plan.low != policy.low.name:

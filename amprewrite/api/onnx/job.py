@@ -22,7 +22,7 @@ from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.load import make_ready
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.weights import Loss
-from amprewrite.graphs.onnx.run.compare import difference, has_values, relative_error
+from amprewrite.graphs.onnx.run.compare import difference, is_measurable, relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
@@ -34,7 +34,7 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import ConstantRead, Problem
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.tables.boundary.arguments import is_flag, is_word, shown
+from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
 from amprewrite.tables.formats import FORMATS, FP32
@@ -118,6 +118,7 @@ class Order:
     time_limit: TimeLimit = "auto"
 
     def __post_init__(self) -> None:
+        flag("verify", self.verify)
         if not is_flag(self.external_data) and not is_word(self.external_data, "auto"):
             raise PolicyError(f"external_data= takes True, False or 'auto', not {shown(self.external_data)}")
         limit = self.max_rel_err
@@ -204,7 +205,7 @@ class Job:
         elif samples.made_up:
             self.notes.append("ranges come from a run on made-up inputs; calibration= takes real ones")
         if samples.empty:
-            self.notes.append(f"{', '.join(sorted(samples.empty))} held no element in a sample, so what reads it shows no range there")
+            self.notes.append(f"{', '.join(sorted(samples.empty))} held no finite element in a sample, so what reads it shows no range")
         if self.before_raising is not None:
             self.check_raised(self.before_raising, samples, limit)
         return samples
@@ -248,7 +249,7 @@ class Job:
         strict = None
         try:
             loaded = self._run_here(file or proto, samples, order.time_limit)
-            if has_values(samples.outputs):
+            if is_measurable(samples.outputs):
                 folder = made.path.parent if made is not None and outside else None
                 strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
         except TooSlow as error:
@@ -261,7 +262,10 @@ class Job:
             return
         error = report.strict_error
         if error is None:
-            raise EmitError("max_rel_err= cannot be kept: the model did not run on samples, or gave nothing on them; pass calibration=")
+            raise EmitError(
+                "max_rel_err= cannot be kept: the model did not run on samples, or gave no finite floating number on them; pass "
+                "calibration= on which it does"
+            )
         if not error <= order.max_rel_err:
             plan = CastPlan(self.low.name, (region,), notes=tuple(self.notes), lists=self.policy.lists_name)
             result = OnnxResult(plan, replace(report, notes=plan.notes), None, None, self.model)
@@ -290,7 +294,7 @@ class Job:
         seconds = seconds_for(weight_bytes(self.model), limit)
         try:
             found = [run_within(runner, None, feed, seconds) for feed in feeds]
-            return relative_error(samples.outputs, found) if has_values(samples.outputs) else None
+            return relative_error(samples.outputs, found) if is_measurable(samples.outputs) else None
         except TooSlow:
             raise
         except Exception as error:

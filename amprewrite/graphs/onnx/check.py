@@ -47,7 +47,7 @@ def check_constants(model: ir.Model, name: str, folder: Path) -> None:
             raise CaptureError(f"{where} has the shape {list(tensor.shape)}, which is none; export the model again")
         if isinstance(tensor, ir.ExternalTensor):
             _check_external(tensor, where, folder)
-        elif isinstance(tensor, ir.TensorProtoTensor):
+        elif isinstance(tensor, ir.TensorProtoTensor | ir.StringTensor):
             try:
                 held = tensor.numpy().size
             except Exception as error:
@@ -147,13 +147,18 @@ def memory() -> int:
     return 2**34
 
 
+def _least_bytes(dtype: ir.DataType | None) -> float:
+    """Bytes that an element takes at least; a string says nothing of its length."""
+    return 1 if dtype is None or dtype == ir.DataType.STRING else dtype.itemsize
+
+
 def too_large(model: ir.Model) -> str:
     """Which value is declared larger than this machine's memory; "" if none is."""
     most = memory()
     for graph in model.graphs():
         for value in (*graph.inputs, *(result for node in graph for result in node.outputs)):
             dims = [dim for dim in (value.shape or ()) if isinstance(dim, int)]
-            size = math.prod(dims) * (value.dtype.itemsize if value.dtype is not None else 1)
+            size = math.prod(dims) * _least_bytes(value.dtype)
             if min(dims, default=0) < 0:
                 return f"{printable(value.name)} is declared with the shape {dims}"
             if size > most:

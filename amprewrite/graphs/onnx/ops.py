@@ -62,6 +62,12 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     return None
 
 
+def describe(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> None:
+    """Give a tensor the doc string and metadata of the one that it stands for."""
+    tensor.doc_string = like.doc_string
+    tensor.metadata_props.update(like.metadata_props)
+
+
 @dataclass(frozen=True)
 class Signature:
     """What the schema of an op says of floats."""

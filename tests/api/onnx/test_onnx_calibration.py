@@ -123,7 +123,7 @@ def test_an_empty_batch_shows_no_range_and_measures_no_error():
     nodes = [node("MatMul", ["x", "w"], ["out"], name="a")]
     given = net(nodes, [value("x", "batch", 16)], [value("out", "batch", 16)], [weight("w", 16, 16)], {})
     result = rewrite_onnx(given.model, calibration={"x": noise(0, 16)})
-    assert any("x held no element in a sample" in note for note in result.report.notes)
+    assert any("x held no finite element in a sample" in note for note in result.report.notes)
     assert (result.report.samples, result.report.strict_error, result.report.runtime_error) == (1, None, None)
     assert colours(result.model) == {"a": "low"}
     with pytest.raises(EmitError, match="max_rel_err= cannot be kept"):
@@ -132,6 +132,28 @@ def test_an_empty_batch_shows_no_range_and_measures_no_error():
     assert both.report.strict_error is not None and 0 < both.report.strict_error < 1e-2
     with pytest.raises(PolicyError, match=r"x has shape \[3, 15\], the model wants \[batch, 16\]"):
         rewrite_onnx(given.model, calibration={"x": noise(3, 15)})
+
+
+def test_samples_of_nan_show_no_range_and_measure_no_error(tmp_path):
+    given = squares()
+    nan = {"x": np.full((4, 16), np.nan, np.float32)}
+    result = rewrite_onnx(given.model, calibration=nan)
+    assert any("x held no finite element in a sample" in note for note in result.report.notes)
+    assert (result.report.samples, result.report.strict_error, result.report.runtime_error) == (1, None, None)
+    assert colours(result.model)["pow"] == "high"
+    with pytest.raises(EmitError, match=r"cannot be kept: .* gave no finite floating number on them; pass calibration= on which it does"):
+        rewrite_onnx(given.model, tmp_path / "out.onnx", calibration=nan, max_rel_err=1e-6)
+    assert not list(tmp_path.iterdir())
+    assert rewrite_onnx(given.model, calibration=[nan, given.feed]).report.strict_error > 0
+
+
+def test_an_error_is_that_of_floating_outputs():
+    """A model that gives places alone has none, and no limit of it can be kept."""
+    nodes = [node("MatMul", ["x", "w"], ["h"], name="a"), node("ArgMax", ["h"], ["out"], axis=1, keepdims=0)]
+    given = net(nodes, [value("x", 4, 16)], [value("out", 4, dtype=I64)], [weight("w", 16, 16)], {"x": noise(4, 16)})
+    assert rewrite_onnx(given.model, calibration=given.feed).report.strict_error is None
+    with pytest.raises(EmitError, match="max_rel_err= cannot be kept"):
+        rewrite_onnx(given.model, calibration=given.feed, max_rel_err=0.5)
 
 
 def sequence(name: str) -> onnx.ValueInfoProto:

@@ -164,6 +164,8 @@ BAD = [
     pytest.param(lambda m, tmp: rewrite_onnx(m, max_rel_err=0), PolicyError, "takes a relative error", id="no error at all"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, max_rel_err="1e-2"), PolicyError, "takes a relative error", id="an error in words"),
     pytest.param(lambda m, tmp: rewrite_onnx(m, verify=False, max_rel_err=1), PolicyError, "needs verify=True", id="unverified"),
+    *(pytest.param(lambda m, tmp, given={option: word}: rewrite_onnx(m, **given), PolicyError, f"{option}= takes True or False, not ",
+                   id=f"{option}={word}") for option in ("keep_io", "verify") for word in ("no", None, 0, 2)),
     pytest.param(lambda m, tmp: rewrite_onnx(m, 3), PolicyError, "a path is a string", id="out is a number"),
 ]
 

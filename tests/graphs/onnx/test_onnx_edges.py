@@ -122,6 +122,35 @@ def test_initialisers_listed_as_inputs_become_constants():
     assert stored(rewrite_onnx(given.model).model)["w0"] == F16
 
 
+def test_strings_pass_through_untouched():
+    text = onnx.TensorProto.STRING
+    nodes = [
+        node("MatMul", ["x", "w"], ["out"], name="a"),
+        node("ArgMax", ["out"], ["best"], axis=1, keepdims=0),
+        node("Gather", ["labels", "best"], ["label"]),
+        node("Identity", ["said"], ["again"]),
+    ]
+    inits = [weight("w", 16, 16), helper.make_tensor("labels", text, [16], [f"class {at}".encode() for at in range(16)])]
+    outs = [value("out", 4, 16), value("label", 4, dtype=text), value("again", 2, dtype=text)]
+    given = net(nodes, [value("x", 4, 16), value("said", 2, dtype=text)], outs, inits, {"x": noise(4, 16), "said": np.array(["A", "b"])})
+    for calibration in (None, given.feed):
+        result = rewrite_onnx(given.model, calibration=calibration)
+        assert colours(result.model)["a"] == "low" and result.report.strict_error < 2e-3
+        assert not any("no sample run" in note for note in result.report.notes)
+        (_, label, again), (_, wanted, _) = run(result.model, given.feed), run(given.model, given.feed)
+        assert list(label) == list(wanted) and list(again) == ["A", "b"]
+
+
+@pytest.mark.parametrize("op", ["Concat", "ScatterND"])
+def test_an_empty_constant_is_a_constant_like_any_other(op):
+    """As that of a cache that holds nothing yet."""
+    made = {"Concat": node(op, ["h", "empty"], ["mid"], name="op", axis=0), "ScatterND": node(op, ["h", "at", "empty"], ["mid"], name="op")}
+    given = gemm_chain(made[op], inits=[const("empty", np.zeros((0, 16))), const("at", np.zeros((0, 1)), np.int64)])
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert colours(result.model)["op"] == "low"
+    np.testing.assert_allclose(run(result.model, given.feed)[0], run(given.model, given.feed)[0], rtol=0, atol=2e-2)
+
+
 # -- masks --------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_fully_masked_row_gives_what_it_gave(dtype):

@@ -4,7 +4,8 @@
 2. A rewritten graph takes what is stored as it is (`passes/lower/read_frozen_weights.py`). Nothing is cast, and nothing can be stale.
 3. Whatever else reads it gets the low values cast up, and a warning; if the model reads it in fp32 too, the fp32 values are kept
    beside, and that is what is read.
-4. Writing it is an error: the write would be lost in rounding. So is asking gradients of it.
+4. Writing it is an error: the write would be lost in rounding. So is asking gradients of it. A copy of values in the dtype that a state
+   dict has of it loses nothing, and is taken.
 
 Dynamo knows tensors of such classes. In its fake world one plain fp32 fake stands for the weight in every op, so that the captured graph
 is that of the fp32 weight.
@@ -173,8 +174,10 @@ class FrozenWeight(Tensor):
             found = first._converted(kwargs)
             if found is not None:
                 return found
-        if first is not None and func is aten.copy_.default and _is_low(args[1], first):
-            first.low().copy_(args[1])
+        if first is not None and func is aten.copy_.default and _is_as_kept(args[1], first):
+            for kept in (first.low(), first.high):
+                if kept is not None:
+                    kept.copy_(args[1])
             return first
         _refuse_writes(func, args, kwargs)
         if first is not None and first.stand_in is None and _is_view(func):
@@ -235,10 +238,10 @@ def _view(low: Tensor, high: Tensor, weight: FrozenWeight) -> FrozenWeight:
     return made
 
 
-def _is_low(source: Any, weight: FrozenWeight) -> bool:
-    """Whether writing `source` over the weight rounds nothing."""
+def _is_as_kept(source: Any, weight: FrozenWeight) -> bool:
+    """Whether `source` has the dtype that a state dict has of the weight, so that writing it loses nothing."""
     plain = isinstance(source, Tensor) and not isinstance(source, FrozenWeight)
-    return plain and not weight.exact and source.dtype == weight.stored.dtype and source.shape == weight.shape
+    return plain and source.dtype == weight.low_dtype and source.shape == weight.shape
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """What comes in: ONNX models read from anywhere, and made ready for the passes.
 
-1. Read a path, a protobuf or an onnx_ir model; refuse what is broken or incomplete.
+1. Read a path, a protobuf or an onnx_ir model; refuse what is broken or incomplete. Make sparse constants dense (`densify`).
 2. Inline local functions; turn initialisers that are inputs, too, into constants.
 3. Fill in missing types; raise the opset (`opsets`).
 """
@@ -17,7 +17,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands
-from amprewrite.graphs.onnx.ops import OLDEST, fill_types, format_of
+from amprewrite.graphs.onnx.ops import OLDEST, describe, fill_types, format_of
+from amprewrite.graphs.onnx.read.densify import densify
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
@@ -29,6 +30,8 @@ from amprewrite.tables.ops.op_lists import OpLists
 Source = str | Path | onnx.ModelProto | ir.Model
 TRIES = 20
 """How often a model is read that is replaced again and again meanwhile."""
+NOTES = "amprewrite.read"
+"""Key in `meta` of a model that was read: notes on what of it is not as it was."""
 HOLLOW = 1024
 """Elements from which on an initialiser is no shape or axis, so that type inference need not see it."""
 
@@ -69,11 +72,16 @@ def _load(source: Source) -> ir.Model:
         raise CaptureError(f"{name} cannot be read: it is no regular file; name an ONNX file")
     try:
         model = _parsed(source)
+    except CaptureError:
+        raise
     except FileNotFoundError as error:
         raise CaptureError(f"there is no file {name}; check the path") from error
     except OSError as error:
         raise CaptureError(f"{name} cannot be read: {one_line(error)}") from error
     except Exception as error:
+        missing = _not_implemented(error)
+        if missing is not None:
+            raise CaptureError(f"{name} holds what onnx_ir does not read: {one_line(missing)}; export it with tensors instead") from error
         said = f"{type(error).__name__}: {one_line(error)}"
         raise CaptureError(f"{name} is no ONNX model, or a truncated one ({said}); export it again") from error
     if model.graph is None or not len(model.graph.outputs):
@@ -82,8 +90,13 @@ def _load(source: Source) -> ir.Model:
     check_functions(model, name)
     check_operands(model, name)
     if not is_large(model):
+        values = [value for graph in model.graphs() for value in graph.initializers.values()]
+        outside = [(value, value.const_value) for value in values if isinstance(value.const_value, ir.ExternalTensor)]
         try:
             ir.external_data.load_to_model(model)
+            for value, tensor in outside:
+                if value.const_value is not None:
+                    describe(value.const_value, tensor)
         except (OSError, ValueError) as error:
             raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
     return model
@@ -92,17 +105,59 @@ def _load(source: Source) -> ir.Model:
 def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
     """The model of a proto or a file, without external data.
 
-    An input that is an output, too, is one value with one type: the input's. What the file says of the output may be wrong.
+    An input that is an output, too, is one value with one type: the input's. What the file says of the output may be wrong. What onnx_ir
+    would refuse or drop in silence is made dense, refused here, or noted in `model.meta`.
     """
     proto = copy.deepcopy(source) if isinstance(source, onnx.ModelProto) else onnx.load(source, load_external_data=False)
+    name = name_of(source)
+    _refuse_maps(proto.graph, name)
     inputs = {each.name: each.type for each in proto.graph.input}
     for output in proto.graph.output:
         if output.name in inputs:
             output.type.CopyFrom(inputs[output.name])
+    notes = []
+    dense = densify(proto, name)
+    if dense:
+        notes.append(f"{dense} sparse constants are dense now")
+    if proto.training_info:
+        notes.append("training_info was left out: it trains fp32 weights by their names, and the file is one for inference")
     model = ir.from_proto(proto)
+    model.meta[NOTES] = notes
     if not isinstance(source, onnx.ModelProto):
         ir.external_data.set_base_dir(model.graph, Path(source).parent)
     return model
+
+
+def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
+    """Raise CaptureError if an input or output is a map, or holds maps. Where one lies in between, it is not said of what type it is."""
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        for value in values:
+            if _holds_map(value.type):
+                maker = next((node.op_type for node in graph.node if value.name in node.output), "")
+                raise CaptureError(
+                    f"{name}: its {kind} {printable(value.name)} is a map{f' that {maker} makes' if maker else ''}, which cannot be "
+                    "rewritten; export it with tensors instead (skl2onnx: options={'zipmap': False}), or cut it off with "
+                    "onnx.utils.extract_model"
+                )
+    kept = [info for info in graph.value_info if not _holds_map(info.type)]
+    if len(kept) < len(graph.value_info):
+        held = onnx.GraphProto(value_info=kept)
+        del graph.value_info[:]
+        graph.value_info.extend(held.value_info)
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    found = kind.WhichOneof("value")
+    if found in ("sequence_type", "optional_type"):
+        return _holds_map(getattr(kind, found).elem_type)
+    return found == "map_type"
+
+
+def _not_implemented(error: BaseException | None) -> NotImplementedError | None:
+    """What onnx_ir says that it cannot read, among the causes of an error."""
+    while error is not None and not isinstance(error, NotImplementedError):
+        error = error.__cause__
+    return error
 
 
 def name_of(source: Source) -> str:
@@ -123,7 +178,7 @@ class Ready:
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
     """The model as the passes take it. CaptureError if its opset is too old and cannot be raised."""
-    notes: list[str] = []
+    notes: list[str] = model.meta.pop(NOTES, [])
     opset = name_opset(model)
     sort_nodes(model)
     if model.functions:

@@ -218,10 +218,12 @@ class RangeFacts:
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """Whether what exceeds the low range in a constant that `node` reads says the same as the end of the range."""
-        tensor = constant_tensor(value)
-        assert tensor is not None
+        if not self.facts(value).overflow:
+            return False  # nothing does; an empty constant has no least and no most
         if self.facts(value).mask:
             return True
+        tensor = constant_tensor(value)
+        assert tensor is not None
         least, most = float(tensor.numpy().min()), float(tensor.numpy().max())
         if op in BOUNDS:
             lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])

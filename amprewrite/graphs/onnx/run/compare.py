@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, run_within
-from amprewrite.graphs.onnx.run.samples import Samples
+from amprewrite.graphs.onnx.run.samples import Samples, has_numbers
 
 
 def difference(model: ir.Model, samples: Samples, limit: TimeLimit = "auto") -> float | None:
@@ -48,9 +48,9 @@ def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]
     return (error / size) ** 0.5 if size else error**0.5
 
 
-def has_values(outputs: Sequence[Sequence[Any]]) -> bool:
-    """Whether any of the results holds an element: an error over none says nothing."""
-    return any(array.size for array in _arrays(outputs))
+def is_measurable(outputs: Sequence[Sequence[Any]]) -> bool:
+    """Whether any of the results holds a finite floating number: an error over none says nothing."""
+    return any(array.dtype.kind == "f" and has_numbers(array) for array in _arrays(outputs))
 
 
 def _arrays(results: Any) -> Iterator[np.ndarray]:

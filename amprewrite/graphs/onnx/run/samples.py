@@ -68,7 +68,7 @@ class Samples:
     """How many there were in all."""
     made_up: bool = True
     empty: set[str] = field(default_factory=set)
-    """Inputs that held no element in a sample: it shows no range of theirs."""
+    """Inputs that held no finite element in a sample: it shows no range of theirs."""
     problem: str = ""
     """Why there are none."""
     invalid: str = ""
@@ -153,6 +153,8 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
         raise PolicyError(f"{where} is None, the model wants an array")
     array = np.asarray(given)
     wanted = kind.dtype.numpy() if kind is not None else array.dtype
+    if wanted.kind == "O" and array.dtype.kind == "U":
+        array = array.astype(object)  # strings as NumPy holds them by itself
     if array.dtype != wanted:
         raise PolicyError(f"{where} is {array.dtype}, the model wants {wanted}")
     dims = list(value.shape) if value.shape is not None else list(array.shape)
@@ -191,6 +193,8 @@ def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
 
 def _noise(value: ir.Value, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
     dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.float32)
+    if dtype.kind == "O":
+        return np.full(shape, "a", dtype)
     if dtype.kind == "b":
         return np.ones(shape, dtype)
     if dtype.kind in "iu":
@@ -265,7 +269,7 @@ class _Observer:
                 found = run_within(runner, names, feed, self.runnable.seconds)
                 outputs = outputs or found[len(chunk) :]
                 for name, array in zip(names, found, strict=True):
-                    if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.size:
+                    if isinstance(array, np.ndarray) and array.dtype == np.float32 and has_numbers(array):
                         ranges[name] = _range(array)
         except Exception as error:
             self.too_slow = isinstance(error, TooSlow)
@@ -273,12 +277,17 @@ class _Observer:
         for name, seen in ranges.items():
             samples.ranges[name] = samples.ranges[name] | seen if name in samples.ranges else seen
         samples.seen += 1
-        samples.empty |= {name for name, given in feed.items() if isinstance(given, np.ndarray) and not given.size}
+        samples.empty |= {name for name, given in feed.items() if isinstance(given, np.ndarray) and not has_numbers(given)}
         held = sum(_bytes(feed.values()) + _bytes(kept) for feed, kept in zip(samples.feeds, samples.outputs, strict=True))
         if not samples.feeds or (len(samples.feeds) < KEPT and held + _bytes(feed.values()) + _bytes(outputs) <= KEPT_BYTES):
             samples.feeds.append(feed)
             samples.outputs.append(outputs)
         return ""
+
+
+def has_numbers(array: np.ndarray) -> bool:
+    """Whether an array holds an element that says something: of floats a finite one."""
+    return bool(np.isfinite(array).any() if array.dtype.kind == "f" else array.size)
 
 
 def _bytes(arrays: Iterable[Any]) -> int:
@@ -305,10 +314,8 @@ def elements(value: ir.Value) -> int:
 
 
 def _range(array: np.ndarray) -> Range:
-    """Magnitudes of one result. NaN and infinities of the fp32 model itself do not count."""
+    """Magnitudes of one result that has numbers. NaN and infinities of the fp32 model itself do not count."""
     size = np.abs(array)
-    low, high = float(size.min()), float(size.max())
-    if not np.isfinite(high):
-        finite = size[np.isfinite(size)]
-        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    return Range(low, high)
+    if not np.isfinite(size.max()):
+        size = size[np.isfinite(size)]
+    return Range(float(size.min()), float(size.max()))

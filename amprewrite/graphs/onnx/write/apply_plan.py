@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, constant_tensor
+from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, constant_tensor, describe
 from amprewrite.graphs.onnx.read.reader import Reading
 from amprewrite.graphs.onnx.read.weights import rounded
 from amprewrite.ir.plans.plan import Cast, RegionPlan
@@ -94,6 +94,7 @@ def _store_low(reading: Reading, cast: Cast, names: _Names) -> None:
     tensor = constant_tensor(value)
     assert tensor is not None
     low = ir.tensor(rounded(tensor.numpy(), to), name=value.name)
+    describe(low, tensor)
     node, graph = value.producer(), value.graph or (value.producer() or next(iter(value.uses())).node).graph
     assert isinstance(graph, ir.Graph)
     if {(use.node, use.idx) for use in value.uses()} <= users and not value.is_graph_output():

@@ -25,6 +25,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.ops import describe
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.files import (
     alone_in,
@@ -40,6 +41,8 @@ from amprewrite.tables.boundary.files import (
 from amprewrite.tables.boundary.files import write_scratch as write
 from amprewrite.tables.errors import EmitError, one_line
 
+SMALL = 256
+"""Bytes up to which a weight stays inside the model."""
 HASH = 16
 """Letters of the hash in the name of a data file."""
 
@@ -201,8 +204,16 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
 def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | None]:
     """Write the weights into a file named by its content; the model that reads it, and the file."""
     first = made.with_name("weights.data")
-    ir.save(model, made, external_data=first.name)
-    proto = onnx.load(str(made), load_external_data=False)
+    held = [(value, value.const_value) for graph in model.graphs() for value in graph.initializers.values()]
+    try:
+        ir.external_data.unload_from_model(model, made.parent, first.name, size_threshold_bytes=SMALL)
+        for value, tensor in held:
+            if value.const_value is not None and tensor is not None:
+                describe(value.const_value, tensor)
+        proto = ir.to_proto(model)
+    finally:
+        for value, tensor in held:
+            value.const_value = tensor
     if not first.exists():  # all of them are small enough to stay inside
         return proto, None
     with first.open("rb") as file:
