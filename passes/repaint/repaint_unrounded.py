@@ -14,7 +14,9 @@ cast in front would save.
    high, with what is made of it one by one, on its way to a denied op, to a result, to a norm, to a step or a choice of places (the
    nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`), or to a sum with another such value. Masks are no such summands, and
    biases are none unless they have an offset (`Problem.offsets`): layers add weights to products throughout, and a softmax loses nothing.
-4. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+4. In a narrow format a softmax stays high in front of a logarithm, `log(softmax(x) + 1e-9)`: shares come down to zero without end,
+   the format does not, and a logarithm tells them apart.
+5. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
 
@@ -35,7 +37,7 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 
 SUMS, STEPS, NORMS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS), ops_with(Trait.TAKES_MEAN_AWAY)
 STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Trait.SHARES_OUT)
-LEARNT, SCORES = ops_with(Trait.LOOKS_UP), ops_with(Trait.MAKES_SCORES)
+LEARNT, SCORES, LOGS = ops_with(Trait.LOOKS_UP), ops_with(Trait.MAKES_SCORES), ops_with(Trait.LOGARITHM)
 
 
 class RepaintUnrounded(Pass[Problem, Decisions]):
@@ -55,7 +57,7 @@ class Unrounded:
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.exact, self.sums = problem.graph, set[str](), set[str]()
-        self.offsets = problem.offsets
+        self.offsets, self.narrow = problem.offsets, problem.policy.low.narrow
         for node in problem.graph:
             if node.carries_fp32 and node.name not in problem.rounded:
                 self._classify(node)
@@ -91,6 +93,8 @@ class Unrounded:
                 if operand.value in self.sums:
                     self._keep(operand.value, node.name, found)
                     found[node.name] = operand.value
+            if node.op in LOGS and self.narrow:
+                found |= {name: node.name for name in self._shares(node)}
         return found
 
     def _needed(self, node: OpNode) -> Iterator[str]:
@@ -106,6 +110,17 @@ class Unrounded:
             whole = sum(operand.value in self.sums or self._firm(operand) for operand in node.operands)
             if (whole > 1 or self._whole(node)) and not self._is_score(node):
                 yield node.name
+
+    def _shares(self, node: OpNode) -> Iterator[str]:
+        """A softmax that an op reads, and what is made of it one by one in between; nothing if there is none."""
+        behind: list[str] = []
+        while len(given := [operand.value for operand in node.operands if operand.value not in self.exact]) == 1:
+            node = self.graph[given[0]]
+            behind.append(node.name)
+            if node.op in SOFTMAX:
+                yield from behind
+            if node.kind not in (OpKind.CLEAR, OpKind.INFER):
+                return
 
     def _gives_places(self, node: OpNode) -> bool:
         """Whether a result of the op that is read says where, not what, as the indices of `min` do."""

@@ -77,7 +77,7 @@ def decided(name: str, header: str, source: str) -> str:
     text, _, facts = text.partition(" | ")
     lists, low, *more = words.split()
     if source:
-        return with_graph(source, "training" in more, False, lambda module: progress(name, Case(read(module, more).problem)))
+        return with_graph(source, "training" in more, False, lambda module: progress(name, Case(read(module, [low, *more]).problem)))
     case = chain(text, lists, low, training="training" in more, device="cuda" if "cuda" in more else "cpu")
     case.know(**_facts(case, json.loads(facts or "{}")))
     if "given" in more:

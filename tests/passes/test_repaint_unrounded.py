@@ -95,6 +95,13 @@ def test_a_loss_in_the_model_sees_small_differences() -> None:
     assert worst(net.a.weight.grad, want) < 1e-2
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_logarithm_tells_small_shares_apart(dtype: str) -> None:
+    """torch.autocast on a CPU makes shares in fp16, and gives infinities here."""
+    net, x = Net(lambda net, x: (F.softmax(net.a(small(x)) * 20, -1) + 1e-9).log()), torch.rand(ROWS, 16) + 1000
+    assert worst(amprewrite.rewrite(net, dtype=dtype)(x), net(x)) < FLOOR[dtype]
+
+
 NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
     "argmin": lambda distances: distances.argmin(1),
     "the places of min": lambda distances: distances.min(1).indices,

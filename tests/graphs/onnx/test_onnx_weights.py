@@ -123,3 +123,27 @@ def test_a_norm_reads_a_bias_with_an_offset_in_fp32(bias, colour):
     assert colours(found.model)["add"] == colour
     want, got = run(made.model, made.feed)[0], run(found.model, made.feed)[0]
     assert np.abs(got - want).max() < 3e-2 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [node("ReduceL2", ["h"], ["n"], name="norm", axes=[1]), node("Clip", ["n", "tiny"], ["m"], name="most")],
+        [node("ReduceL2", ["h"], ["n"], name="norm", axes=[1]), node("Add", ["n", "tiny"], ["m"], name="plus")],
+        [node("ReduceL2", ["h"], ["n"], name="norm", axes=[1]), node("Max", ["n", "tiny"], ["m"], name="most")],
+        [
+            node("Mul", ["h", "h"], ["q"], name="square"), node("ReduceMean", ["q"], ["n"], name="mean", axes=[1]),
+            node("Add", ["n", "tiny"], ["a"], name="plus"), node("Sqrt", ["a"], ["m"], name="root"),
+        ],
+    ],
+    ids=lambda nodes: nodes[-1].name + str(len(nodes)),
+)  # fmt: skip
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_row_of_zeros_that_no_sample_shows_is_divided_by_its_epsilon(between, seen):
+    made = gemm_chain(*between, node("Div", ["h", "m"], ["mid"], name="share"), inits=[const("tiny", 1e-9)], opset=17)
+    feed = {"x": noise(4, 16)}
+    found = rewrite_onnx(made.model, dtype="fp16", calibration=feed if seen else None)
+    feed["x"][2] = 0
+    want, got = run(made.model, feed)[0], run(found.model, feed)[0]
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(got, want, atol=5e-3 * np.abs(want).max())

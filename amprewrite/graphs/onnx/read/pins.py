@@ -7,8 +7,8 @@
 4. An op that lists deny for what large values do is let be where those are seen not to occur: an op that the fp16 lists deny
    for its range alone, and an exp of small numbers.
 
-By name it knows sums and differences (`add`, `sub`), `exp`, the bounds of `clamp` and `maximum`, the `softmax` that a mask is made for,
-`Cast`, and `BatchNormalization`, whose further results are averages.
+By name it knows sums and differences (`add`, `sub`), `exp`, powers (`pow`), the bounds of `clamp` and `maximum`, the `softmax` that a
+mask is made for, `Cast`, and `BatchNormalization`, whose further results are averages.
 """
 
 from __future__ import annotations
@@ -281,7 +281,10 @@ class RangeFacts:
         return None
 
     def _harmless(self, node: ir.Node, op: str, value: ir.Value) -> bool:
-        """Whether a constant may be rounded: a bias or scale that drowns in a sum, or an epsilon far below the smallest result seen."""
+        """Whether a constant may be rounded: a bias or scale that drowns in a sum, or an epsilon far below the smallest result seen.
+
+        An epsilon in front of a pole is there for the values that no sample shows, such as a row of zeros: it must not vanish.
+        """
         seen = self.ranges.get(str(node.outputs[0].name))
         found, row = self.facts(value), find_op(op)
         bias = row is not None and row.summands and node.inputs[2:] and node.inputs[2] is value and "beta" not in node.attributes
@@ -289,7 +292,7 @@ class RangeFacts:
             return True
         if not found.flushed and not found.overflow and self._drowned(node.outputs[0]):
             return True
-        if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow:
+        if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow or (found.flushed and _before_a_pole(node)):
             return False
         return found.error * HEADROOM <= seen.smallest * self.low.eps
 
@@ -297,6 +300,25 @@ class RangeFacts:
 def _has_pole(op: str, index: int) -> bool:
     """Whether an op has a pole where its operand at this place is zero."""
     return op in POLES or (op in DIVIDES and index == 1)
+
+
+def _before_a_pole(node: ir.Node) -> bool:
+    """Whether the result, or what hands it on while it is small, is divided by or raised to a power that may be negative."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for use in waiting.pop().outputs[0].uses():
+            op = op_of(use.node)
+            if _has_pole(op, use.idx) or (op == "pow" and use.idx == 0 and not _is_positive(use.node.inputs[1])):
+                return True
+            if hands_on_small(op) and use.node not in seen:
+                seen.add(use.node)
+                waiting.append(use.node)
+    return False
+
+
+def _is_positive(value: ir.Value | None) -> bool:
+    tensor = constant_tensor(value) if value is not None else None
+    return tensor is not None and bool((tensor.numpy() > 0).all())
 
 
 def _reaches_softmax(node: ir.Node) -> bool:
