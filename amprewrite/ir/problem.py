@@ -58,7 +58,7 @@ class Problem:
     bare_norms: tuple[str, ...] = ()
     """Norms that keep their statistics in the dtype of what they read."""
     small_steps: tuple[str, ...] = ()
-    """Sums that go on with one value in many small steps."""
+    """Sums that go on with one value in many small steps, and what scales or copies that value in between."""
     rounded: frozenset[str] = frozenset()
     """Inputs of an inner graph that the graph around it made of a product."""
     far_constants: tuple[str, ...] = ()
