@@ -94,7 +94,7 @@ class Unrounded:
                     self._keep(operand.value, node.name, found)
                     found[node.name] = operand.value
             if node.op in LOGS and self.narrow:
-                found |= {name: node.name for name in self._shares(node)}
+                found |= dict.fromkeys(self._shares(node), node.name)
         return found
 
     def _needed(self, node: OpNode) -> Iterator[str]:

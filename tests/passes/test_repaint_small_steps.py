@@ -85,3 +85,96 @@ def test_other_sums_are_not(how):
 @pytest.mark.parametrize("options", [{"lists": "o2"}, {"overrides": {"add": "low"}}], ids=str)
 def test_who_asks_for_low_sums_gets_them(options):
     assert not sums(Net(SMALL["times"], 16), **options)
+
+
+class Sampler(nn.Module):
+    """Forty steps of one network, each scaled by a schedule."""
+
+    def __init__(self, step: Callable[[Sampler, Tensor, Tensor, int], Tensor], conv: bool = False, steps: int = 40) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.step, self.steps = step, steps
+        if conv:
+            self.net = nn.Sequential(nn.Conv2d(9, 32, 3, padding=1), nn.SiLU(), nn.Conv2d(32, 8, 3, padding=1))
+        else:
+            self.net = nn.Sequential(nn.Linear(65, 128), nn.SiLU(), nn.Linear(128, 64))
+        self.register_buffer("sigmas", torch.linspace(1.0, 0.0, steps + 1))
+        self.register_buffer("alphas", torch.cumprod(1 - torch.linspace(1e-4, 0.02, 200), 0))
+        self.register_buffer("size", torch.tensor(0.025))
+        self.scale = nn.Parameter(torch.full((8 if conv else 64,) + (1, 1) * conv, 0.1))
+
+    def times(self, i: int) -> tuple[int, int]:
+        return 199 - i * (199 // self.steps), max(199 - (i + 1) * (199 // self.steps), 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(self.steps):
+            time = torch.full((x.shape[0], 1, *x.shape[2:]), 1 - i / self.steps)
+            x = self.step(self, x, self.net(torch.cat([x, time], 1)), i)
+        return x
+
+
+def root(of: Tensor | float) -> Tensor | float:
+    return of.sqrt() if isinstance(of, Tensor) else of**0.5
+
+
+def ddim(x: Tensor, e: Tensor, now: Tensor | float, then: Tensor | float, bound: float = 0.0) -> Tensor:
+    start = (x - root(1 - now) * e) / root(now)
+    return root(then) * (start.clamp(-bound, bound) if bound else start) + root(1 - then) * e
+
+
+def ddim_by_sample(net: Sampler, x: Tensor, e: Tensor, i: int) -> Tensor:
+    now, then = (net.alphas[torch.full((len(x),), t)].view(-1, *[1] * (x.dim() - 1)) for t in net.times(i))
+    return ddim(x, e, now, then)
+
+
+def towards_start(net: Sampler, x: Tensor, e: Tensor, i: int) -> Tensor:
+    return x + (x - e) / net.sigmas[i] * (net.sigmas[i + 1] - net.sigmas[i])
+
+
+SAMPLERS = {
+    "euler": lambda net, x, e, i: x + (net.sigmas[i + 1] - net.sigmas[i]) * e,
+    "euler towards a start": towards_start,
+    "ddim": lambda net, x, e, i: ddim(x, e, *(net.alphas[t] for t in net.times(i))),
+    "ddim, one factor a sample": ddim_by_sample,
+    "ddim with numbers": lambda net, x, e, i: ddim(x, e, *(0.999**t for t in net.times(i))),
+    "ddim with bounds": lambda net, x, e, i: ddim(x, e, *(net.alphas[t] for t in net.times(i)), bound=4.0),
+    "tanh": lambda net, x, e, i: x + torch.tanh(e) * net.size,
+    "addcmul": lambda net, x, e, i: torch.addcmul(x, e, net.size),
+    "lerp": lambda net, x, e, i: torch.lerp(x, e.float(), net.size),
+    "with another force": lambda net, x, e, i: x + net.size * e + net.size * 0.1 * torch.cos(x),
+}
+STREAMS = {
+    "plain": lambda net, x, e, i: x + e,
+    "scaled sum": lambda net, x, e, i: (x + e) / 2**0.5,
+    "layer scale": lambda net, x, e, i: x + net.scale * e,
+    "made of a parameter": lambda net, x, e, i: x + net.scale.mean().tanh() * e,
+    "a gate of a product": lambda net, x, e, i: x + e.mean(1, keepdim=True) * e,
+    "stochastic depth": lambda net, x, e, i: x + e * torch.empty(len(x), 1).bernoulli_(0.9),
+    "padding": lambda net, x, e, i: x + e * (x[:, :1] > 0).float(),
+    "masked sum": lambda net, x, e, i: (x + e) * net.size,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("how", "conv"), [*((how, False) for how in SAMPLERS), ("euler", True), ("ddim", True)])
+def test_samplers_are_as_exact_as_under_autocast(how, conv, dtype):
+    net = Sampler(SAMPLERS[how], conv).eval()
+    x = torch.randn(4, 8, 16, 16) if conv else torch.randn(1024, 64)
+    with torch.no_grad():
+        want = net(x)
+        with torch.autocast("cpu", getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])):
+            theirs = error(net(x), want)
+        assert error(amprewrite.rewrite(net, dtype=dtype)(x), want) <= max(2 * theirs, {"bf16": 1e-2, "fp16": 2e-3}[dtype])
+
+
+@pytest.mark.parametrize("how", SAMPLERS)
+def test_samplers_keep_the_state_between_their_steps(how):
+    plan = amprewrite.plan(Sampler(SAMPLERS[how]).eval(), (torch.randn(1024, 64),))
+    assert sum(node.reason is Reason.SMALL_STEPS for node in plan.nodes) >= 39
+    assert all(node.colour is Colour.LOW for node in plan.nodes if node.op in ("linear", "silu"))
+
+
+@pytest.mark.parametrize("how", STREAMS)
+def test_residual_streams_are_no_samplers(how):
+    plan = amprewrite.plan(Sampler(STREAMS[how], steps=12), (torch.randn(64, 64),))
+    assert not any(node.reason is Reason.SMALL_STEPS for node in plan.nodes)

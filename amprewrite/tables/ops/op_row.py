@@ -46,6 +46,7 @@ class Trait(Enum):
     TAKES_EPSILON = "a small constant among its operands keeps its result from zero"
     DRAWS = "draws uniformly from below one"
     KEEPS_DRAW = "what it makes of a uniform draw may still be one"
+    RANDOM = "its numbers are drawn anew in each call, or are what the memory held"
     LOGARITHM = "a logarithm"
     SUMS_LAST_DIM = "a product that sums over the last dim of its first operand"
     ADDS_PRODUCT = "adds the product of its second and third operands to its first"

@@ -39,6 +39,9 @@ TRAITS: dict[Trait, str] = {
     Trait.DRAWS: "rand rand_like uniform",
     Trait.KEEPS_DRAW: "add sub rsub mul div neg clamp clamp_min clamp_max minimum maximum view reshape expand unsqueeze squeeze permute "
     "alias detach clone contiguous",
+    Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "
+    "geometric cauchy log_normal gumbel_softmax binomial _standard_gamma _sample_dirichlet dropout dropout1d dropout2d dropout3d empty "
+    "empty_like empty_strided empty_permuted",
     Trait.LOGARITHM: "log log2 log10 log1p",
     # products
     Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner grouped_mm transformers::grouped_mm_fallback",
