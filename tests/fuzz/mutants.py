@@ -211,6 +211,18 @@ MUTANTS = (
         (("amprewrite/graphs/onnx/read/load.py", "    sort_nodes(model)\n", ""),),
     ),
     Mutant(
+        "early-rounding", "values that no product has rounded are rounded in front of differences and norms", ("programs",), ("offset",),
+        (("passes/__init__.py", "KEEP = (RepaintSmallSteps(), RepaintUnrounded(), RepaintReadByMany())", "KEEP = (RepaintSmallSteps(), RepaintReadByMany())"),),
+    ),
+    Mutant(
+        "added-up-low", "the gradients of many readers of one low copy are added up in the low format", ("programs",), ("many_readers",),
+        (("passes/apply/spread_copies.py", "        for copy in copies:\n", "        for copy in ():\n"),),
+    ),
+    Mutant(
+        "hook-beside-input", "a hook on what an op gives back of an input misses its other readers where gradients are scaled", ("programs",), ("hook_identity",),
+        (("passes/apply/scale_loss.py", " or given_back.get(node) in found\n", "\n"),),
+    ),
+    Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),
         (("amprewrite/tables/boundary/arguments.py", "_QUOTE.repr(value)", "repr(value)"),
          ("amprewrite/tables/boundary/arguments.py", "    return text if len(text) <= most else", "    return text if True else")),

@@ -486,6 +486,40 @@ def _() -> bool:
     return amprewrite.rewrite_onnx(model, dtype="bf16") is not None
 
 
+@proof("early-rounding")
+def _() -> bool:
+    x = torch.rand(2048, 4, generator=torch.Generator().manual_seed(1)) + 1000
+    plain, amp = pair(lambda self, x: self.a((x - 1000) / 0.5))
+    with torch.no_grad():
+        return near(amp(x), plain(x))
+
+
+@proof("added-up-low")
+def _() -> bool:
+    def often(self: Any, x: Tensor) -> Tensor:
+        shares = (self.w * x).softmax(-1)
+        return torch.stack([shares @ x.mT for _ in range(400)]).sum(0)  # of so many equal gradients a sum in bf16 stays at 256
+
+    return gradients_agree(often, lambda y: y.square().mean())
+
+
+@proof("hook-beside-input")
+def _() -> bool:
+    def hooked(self: Any, x: Tensor) -> Tensor:
+        same = x.contiguous()
+        same.register_hook(lambda gradient: gradient * 2)
+        return self.a(same) + x
+
+    plain, amp = pair(hooked, lists="tf", loss_scale=8)
+    found = []
+    for net in (plain, amp):
+        x = batch().requires_grad_() * 1
+        x.retain_grad()
+        net(x).sum().backward()
+        found.append(x.grad)
+    return near(found[1], found[0])
+
+
 def refused(**options: Any) -> str:
     """What an AmpRewriteError says about options."""
     try:

@@ -230,6 +230,8 @@ RANGE = (
     ("large_unread", "{v}, _ = cond({x}.sum() > -99, lambda t: ({lin}(t), F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17), lambda t: ({lin}(t), {lin}(t)), ({x},))"),
     ("small", "{v} = torch.log({lin}({x}).softmax(-1) * 1e-5)"), ("small", "{v} = {lin}({x}) / ({lin}({x}).softmax(-1) * 1e-6).sqrt() * 1e-3"), ("small", "{v} = F.linear({x}, {lin}.weight, {lin}.bias * 1e-12)"),
     ("steps", "{v} = {x}\nfor _ in range(12):\n    {v} = {v} + 0.1 * torch.tanh({lin}({v}))"), ("steps", "{v} = {lin}({x})\nfor _ in range(16):\n    {v} = {v} - 0.05 * {v}.tanh()"),
+    ("steps", "{u} = torch.linspace(1, 0, 13)\n{v} = {x}\nfor i in range(12):\n    {v} = {v} + ({u}[i + 1] - {u}[i]) * torch.tanh({lin}({v}))"), ("offset", "t{n} = {lin}({x})\n{v} = F.layer_norm(t{n} + torch.full(t{n}.shape[-1:], 300.0), t{n}.shape[-1:])"),
+    ("many_readers", "{u} = F.layer_norm({x}, {x}.shape[-1:])\n{v} = sum({lin}({u}) * {lin}({u} * 0.5).tanh() for _ in range(9))"), ("many_readers", "{u} = {x}.softmax(-1)\n{v} = {u}.mT @ {u}\nfor _ in range(9):\n    {v} = ({u} @ {v}).tanh().mT @ {u}"),
     ("offset", "{v} = {lin}(({x} + 1000) - 999)"), ("offset", "{u} = {x} + 300\n{v} = {lin}(F.layer_norm({u}, {u}.shape[-1:]))"), ("offset", "{u} = {x} * 0.01 + 50\n{v} = {lin}(({u} - {u}.amin()) / ({u}.amax() - {u}.amin() + 0.01))"),
     ("offset", "{v} = {lin}({x}) / (1 - torch.sigmoid({w}) * 1e-3 - 0.99)"), ("offset", "{u} = {w} + 200\n{v} = ({lin}({x}) + {u}) - {u}"), ("offset", "{v} = ({lin}({x}) * 0.5 + ({w} + 500)) - 500"), ("offset", "{u} = {x} * 3 + 100\n{v} = {lin}({u} - {u}.floor())"),
     ("offset", "{v} = torch.where({x} + 700 > 700.25, {lin}({x}), {x})"), ("offset", "{v} = checkpoint(lambda t: {lin}(t - 400), {x} + 400, use_reentrant=False)"),
