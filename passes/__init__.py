@@ -96,8 +96,8 @@ WEIGH: tuple[Deciding, ...] = (
 )
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # edit the graph as the plan says
-    SpreadCopies(),  # several copies of what many read
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
+    SpreadCopies(),  # several copies of what many read, padded or not
     InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
     FoldMasks(),  # take the masks from the attention calls that the plan names

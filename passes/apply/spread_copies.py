@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.graphs.fx.ops.pad_ops import resize
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
@@ -27,6 +28,8 @@ class SpreadCopies(Pass[RegionPlan, EditedGraph]):
     def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
         copies = [copy for name in plan.edited(Edit.SPREAD_COPIES) for copy in edited.nodes[name].users if _is_low(copy)]
         for copy in copies:
+            for padded in [reader for reader in copy.users if reader.target is resize]:
+                spread(padded)
             spread(copy)
         return bool(copies)
 
@@ -40,7 +43,14 @@ def spread(copy: torch.fx.Node) -> None:
     order = {node: place for place, node in enumerate(copy.graph.nodes)}
     readers = sorted(copy.users, key=order.__getitem__)
     for start in range(READERS, len(readers), READERS):
-        with copy.graph.inserting_after(copy):
-            another = copy.graph.node_copy(copy)
+        another = _another(copy)
         for reader in readers[start : start + READERS]:
             reader.replace_input_with(copy, another)
+
+
+def _another(copy: torch.fx.Node) -> torch.fx.Node:
+    """The same copy once more; of a padded one what is padded, too."""
+    source = copy.args[0]
+    again = {source: _another(source)} if copy.target is resize and isinstance(source, torch.fx.Node) else {}
+    with copy.graph.inserting_after(copy):
+        return copy.graph.node_copy(copy, lambda node: again.get(node, node))
