@@ -13,10 +13,12 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
+from amprewrite.graphs.fx.flow.readers import read_by_many
+from amprewrite.graphs.fx.flow.small_steps import read_small_steps
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
-from amprewrite.graphs.fx.read.calls import read_bare_norms, read_by_many, read_calls, read_far_constants, read_small_steps
+from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import magnitudes, offsets
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure

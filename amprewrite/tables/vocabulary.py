@@ -103,6 +103,8 @@ class Reason(Enum):
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
     UNROUNDED = "no product has rounded it yet, and what it leads to needs all of its bits"
+    PARTLY_ROUNDED = "products have rounded a part of it alone, and what it leads to needs all of its bits"
+    TOLD_APART = "a logarithm tells its smallest values apart, which the low format does not hold"
     DRAWN = "a random draw below one would round up to one, where a logarithm of it has its pole"
     SMALL_STEPS = "it goes on in many small steps, and its rounding would outweigh theirs"
     READ_BY_MANY = "many ops read it, and the low format would add their gradients up"

@@ -9,8 +9,8 @@ import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amprewrite.graphs.fx.log_quiet import Quiet
 from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
+from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.insert_pads import PAD
 from amprewrite.tables.errors import PassError

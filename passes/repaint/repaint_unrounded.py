@@ -45,8 +45,12 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = dict(decisions.paints)
-        for name, reader in Unrounded(problem).kept().items():
-            decisions.keep_high(problem, name, Reason.UNROUNDED, because_of="" if reader == name else reader)
+        found = Unrounded(problem)
+        for name, reader in found.kept().items():
+            reason = Reason.UNROUNDED if name in found.exact else Reason.PARTLY_ROUNDED
+            decisions.keep_high(problem, name, reason, because_of="" if reader == name else reader)
+        for name, reader in found.shares().items():
+            decisions.keep_high(problem, name, Reason.TOLD_APART, because_of=reader)
         if decisions.paints != before:
             paint_ties(problem, decisions)
         return decisions.paints != before
@@ -93,9 +97,12 @@ class Unrounded:
                 if operand.value in self.sums:
                     self._keep(operand.value, node.name, found)
                     found[node.name] = operand.value
-            if node.op in LOGS and self.narrow:
-                found |= dict.fromkeys(self._shares(node), node.name)
         return found
+
+    def shares(self) -> dict[str, str]:
+        """Softmaxes in front of logarithms in a narrow format, what is made of them one by one in between, and the logarithm of each."""
+        logs = (node for node in self.graph if node.op in LOGS and self.narrow)
+        return {name: node.name for node in logs for name in self._shares(node)}
 
     def _needed(self, node: OpNode) -> Iterator[str]:
         """What must not be rounded for the sake of `node`: its operands, or the op itself."""

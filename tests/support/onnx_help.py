@@ -15,7 +15,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from amprewrite.graphs.fx.log_quiet import Quiet
+from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.onnx_runtime import session
 
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL

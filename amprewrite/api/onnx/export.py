@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.log_quiet import Quiet
+from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.compare import relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
 from amprewrite.graphs.onnx.run.samples import Feed

@@ -22,7 +22,7 @@ import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-from amprewrite.graphs.fx.log_quiet import FAKE_TENSORS, Quiet
+from amprewrite.graphs.log_quiet import FAKE_TENSORS, Quiet
 
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
 _PASS = (

@@ -132,3 +132,22 @@ def test_newer_opsets_are_left_alone() -> None:
     result = rewrite_onnx(gemm_chain(node("Add", ["h", "one"], ["mid"]), inits=[const("one", 1.0)]).model)
     assert result.model.opset_import[0].version == 18
     assert not any("raised" in note for note in result.report.notes)
+
+
+def test_no_opset_is_chosen_at_which_the_runtime_lacks_kernels() -> None:
+    """Conv takes bf16 from opset 22 on, at which ONNX Runtime's CPU provider has no RoiAlign: the file stays as it can be run."""
+    nodes = [
+        node("Conv", ["x", "k"], ["h"], kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        node("RoiAlign", ["h", "boxes", "which"], ["crops"], output_height=2, output_width=2),
+        node("Flatten", ["crops"], ["rows"]),
+        node("MatMul", ["rows", "w"], ["out"], name="head"),
+    ]
+    which = const("which", [0, 0], np.int64)
+    inits = [weight("k", 4, 3, 3, 3), weight("w", 16, 8), which]
+    given = net(nodes, [value("x", 1, 3, 8, 8), value("boxes", 2, 4)], [value("out", 2, 8)], inits, {}, opset=16)
+    feed = {"x": noise(1, 3, 8, 8), "boxes": np.array([[0, 0, 4, 4], [2, 2, 7, 7]], np.float32)}
+    result = rewrite_onnx(given.model, dtype="bf16", calibration=feed)
+    assert result.model.opset_import[0].version == 16
+    assert any("opset 16 could not be raised to 22 for bf16: ONNX Runtime does not load it then" in note for note in result.report.notes)
+    assert colours(result.model)["head"] == "low"
+    assert result.report.strict_error < 3e-2

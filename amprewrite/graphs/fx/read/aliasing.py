@@ -18,7 +18,6 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from amprewrite.graphs.fx.log_quiet import Quiet
 from amprewrite.graphs.fx.node_facts import (
     CONVERSIONS,
     LEAVES,
@@ -38,6 +37,7 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.graphs.fx.uncaptured import unhooked
+from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -13,6 +13,7 @@ By name it knows ops that are another op if they are called so (`_kind`: `inner`
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePath
@@ -21,6 +22,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
+from amprewrite.graphs.fx.flow.readers import MOST_READERS, trained_nodes
 from amprewrite.graphs.fx.node_facts import (
     ABSOLUTE,
     BIT_VIEWS,
@@ -79,10 +81,15 @@ def read_graph(
     no_grad = without_grad(module.graph, grad) if training else set()
     for node in idle_where_alike(facts, low.name) if lists.rule == "cost" else ():
         facts[node].may_be_idle = True
+    trained = trained_nodes(module.graph) - no_grad if training else set()
+    products: set[torch.fx.Node] = set()
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
-        fact.pinned = _pin(fact, kind, low, ties, training) or _pin_uneven(fact, kind, lists)
+        fact.pinned = _pin(fact, kind, low, ties) or _pin_summing(fact, kind, trained) or _pin_uneven(fact, kind, lists)
+        if _is_low_under_autocast(fact, kind, facts, products):
+            products.add(fact.node)
+            trained.discard(fact.node)
         fact.may_saturate = may_saturate(fact, facts, low)
     for node in draws_before_logs(facts) if lists.rule == "cost" else ():
         if facts[node].pinned is None:
@@ -212,7 +219,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 
 # -- 3. pins -----------------------------------------------------------------------------
-def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: bool) -> tuple[Colour, Reason, str] | None:
+def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties) -> tuple[Colour, Reason, str] | None:
     """The colour that facts force; None if lists and passes decide."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
@@ -244,9 +251,34 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, training: boo
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
-    if training and kind is OpKind.CLEAR and device in fact.row.low_backward:
-        return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}"
     return _pin_dtype(fact) or _pin_source(fact) or pin_constant(fact, low)
+
+
+def _pin_summing(fact: Fact, kind: OpKind | None, trained: set[torch.fx.Node]) -> tuple[Colour, Reason, str] | None:
+    """Pin an op high in which the gradient of a trained value would be added up low, term by term: by its kernel, or as it reads it often.
+
+    `trained` are the values whose gradients torch.autocast adds up in fp32: not those that products alone have made.
+    """
+    if fact.row is None or fact.role != "op" or kind in (None, OpKind.ALLOW, OpKind.DENY):
+        return None
+    device = device_of(fact.value)
+    read = Counter(node for parameter, node in arguments(fact.node) if node in trained and parameter not in fact.row.data)
+    sums = device in fact.row.low_backward and (fact.op != "getitem" or _takes_places(fact.node))
+    times = max(read.values(), default=0)
+    if (sums and times) or times > MOST_READERS:
+        return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}" if sums else f"{fact.op} reads one value {times} times"
+    return None
+
+
+def _takes_places(node: torch.fx.Node) -> bool:
+    """Whether a getitem is told by tensors which places to take, and may take one more than once."""
+    return any(isinstance(example_value(leaf), torch.Tensor) for leaf in tree_leaves(node.args[1:]) if isinstance(leaf, torch.fx.Node))
+
+
+def _is_low_under_autocast(fact: Fact, kind: OpKind | None, facts: dict[torch.fx.Node, Fact], products: set[torch.fx.Node]) -> bool:
+    """Whether an op is a product, or follows products alone."""
+    given = [node for node in fact.node.all_input_nodes if facts[node].dtype == "fp32"]
+    return kind is OpKind.ALLOW or (kind in (OpKind.CLEAR, OpKind.INFER) and bool(given) and products.issuperset(given))
 
 
 def _pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> tuple[Colour, Reason, str] | None:

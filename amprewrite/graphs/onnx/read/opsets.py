@@ -2,7 +2,7 @@
 
 1. A model of other domains alone gets an opset of onnx's own ops: casts are such ops.
 2. Opsets before OLDEST broadcast by attribute. onnx's version converter brings such a model to OLDEST.
-3. A newer opset is chosen if it lets more ops of the model take the low format.
+3. A newer opset is chosen if it lets more ops of the model take the low format, and ONNX Runtime still loads the model.
 
 A raised model is not trusted: what it gives on sample runs is compared with what the model as it came gives.
 
@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
 from amprewrite.graphs.onnx.ops import OLDEST, constant_tensor, format_of, op_of, opset_taking
-from amprewrite.graphs.onnx.run.onnx_runtime import is_large
+from amprewrite.graphs.onnx.run.onnx_runtime import is_large, refusal
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
 from amprewrite.tables.formats import Format
@@ -144,6 +144,9 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.M
     if raised.opset_imports[""] != needed:
         return model, [f"{kept}: the converter has no way"]
     _raise_ir_version(raised, needed)
+    refused = refusal(raised)
+    if refused and not refusal(model):  # the newest kernels of some ops come late
+        return model, [f"{kept}: ONNX Runtime does not load it then ({refused})"]
     return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
 from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write_scratch
-from amprewrite.tables.errors import EmitError
+from amprewrite.tables.errors import EmitError, one_line
 
 MOST_BYTES = 1_500_000_000
 """Bytes of weights beyond which a model is kept in a file with external data: one protobuf holds 2 GB."""
@@ -145,6 +145,18 @@ class Runnable:
     def session(self, extra: Iterable[str] = ()) -> Any:
         """An unoptimised session whose outputs are the model's and the `extra` values."""
         return session_of(self.proto, self.folder, extra)
+
+
+def refusal(model: ir.Model) -> str:
+    """What ONNX Runtime says against loading a model, such as an op without a kernel; "" if it loads, or if there is no ONNX Runtime."""
+    if not has_runtime():
+        return ""
+    with Runnable(model) as runnable:
+        try:
+            runnable.session()
+        except Exception as error:
+            return one_line(error)
+    return ""
 
 
 def session_of(proto: onnx.ModelProto, folder: Path | None = None, extra: Iterable[str] = ()) -> Any:

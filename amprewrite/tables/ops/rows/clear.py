@@ -3,7 +3,7 @@
 One file because it is one list.
 """
 
-from amprewrite.tables.ops.op_row import CLEAR, rows
+from amprewrite.tables.ops.op_row import BOTH, CLEAR, rows
 
 ROWS = (
     *rows(
@@ -73,7 +73,8 @@ ROWS = (
         "unbind_copy",
         view=True,
     ),
-    *rows(CLEAR, "moves or copies numbers, rounds none", "getitem", "detach", "_get_data_attr", view=True),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "getitem", low_backward=("cpu",), view=True),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "detach", "_get_data_attr", view=True),
     *rows(
         CLEAR,
         "moves or copies numbers, rounds none",
@@ -104,17 +105,10 @@ ROWS = (
         "slice_scatter",
         "tril",
         "triu",
-        "gather",
         "scatter",
-        "index",
-        "_unsafe_index",
-        "index_select",
         "index_fill",
         "index_copy",
-        "index_put _unsafe_index_put _index_put_impl",
         "_unsafe_masked_index",
-        "take_along_dim",
-        "put",
         "masked_fill",
         "masked_scatter",
         "masked_select",
@@ -153,7 +147,18 @@ ROWS = (
         "sgn",
     ),
     *rows(CLEAR, "moves or copies numbers, rounds none", "embedding", low_backward=("cpu",), writes=(("weight", "max_norm"),)),
-    *rows(CLEAR, "moves or copies numbers, rounds none", "take", low_backward=("cpu",)),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "index", "_unsafe_index", low_backward=("cpu",)),
+    # CUDA adds what one place gives several times up by atomic additions in the tensor's format (ATen/native/cuda: Indexing.cu,
+    # ScatterGatherKernel.cu)
+    *rows(CLEAR, "moves or copies numbers, rounds none", "gather", "index_select", "take_along_dim", low_backward=("cuda",)),
+    *rows(CLEAR, "moves or copies numbers, rounds none", "take", low_backward=BOTH),
+    *rows(
+        CLEAR,
+        "moves or copies numbers, rounds none",
+        "index_put _unsafe_index_put _index_put_impl",
+        "put",
+        forms=(("accumulate", "_unsafe_masked_index_put_accumulate"),),
+    ),
     *rows(
         CLEAR,
         "moves numbers; mixed operands are promoted on the way",

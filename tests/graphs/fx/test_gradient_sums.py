@@ -1,0 +1,106 @@
+"""Gradients that a kernel, or an op that reads one value often, adds up term by term: no worse than under torch.autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amprewrite
+from amprewrite.tables.vocabulary import Colour, Reason
+
+FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
+ROWS = 2048
+
+
+class Normed(nn.Module):
+    """Residual blocks with norms, whose weights get a term from every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 100)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((64, 128), (128, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return F.cross_entropy(self.last(x), torch.arange(len(x)) % 100)
+
+
+class Picked(nn.Module):
+    """A table of eight rows, which is read in some way by all rows of a batch."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.read, self.table = read, nn.Parameter(torch.randn(8, 64))
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(len(x)) % 8
+        return self.last(torch.cat([self.read(self.table, places), self.first(x)])).square().mean()
+
+
+PICKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "an index": lambda table, places: table[places],
+    "an index among others": lambda table, places: table[places, :64],
+    "a method": lambda table, places: torch.ops.aten.index.Tensor(table, [places]),
+    "a lookup": lambda table, places: F.embedding(places, table),
+    "a bag": lambda table, places: F.embedding_bag(places.view(-1, 4), table, mode="sum"),
+    "copies": lambda table, places: torch.cat([table] * (len(places) // 8)),
+    "a stack": lambda table, places: torch.stack([table[0]] * len(places)),
+}
+NETS: dict[str, Callable[[], nn.Module]] = {"a norm": Normed, **{name: lambda read=read: Picked(read) for name, read in PICKED.items()}}
+
+
+def gradients(loss: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    net.zero_grad()
+    loss(x).backward()
+    return {name: weight.grad.clone() for name, weight in net.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", NETS)
+def test_sums_of_gradients_are_as_exact_as_under_autocast(name: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    net, x = NETS[name](), torch.randn(ROWS, 64)
+    scale = 1024.0 if dtype == "fp16" else 1.0
+
+    def under_autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]):
+            return net(x) * scale
+
+    want, theirs = gradients(net, net, x), gradients(under_autocast, net, x)
+    ours = gradients(amprewrite.rewrite(net, dtype=dtype, **({"loss_scale": scale} if dtype == "fp16" else {})), net, x)
+    assert want.keys() == ours.keys()
+    for weight, value in want.items():
+        bound = max(2 * float((theirs[weight] / scale - value).norm() / value.norm()), FLOOR[dtype])
+        assert float((ours[weight] - value).norm() / value.norm()) <= bound, weight
+
+
+def reasons(net: nn.Module, x: Tensor) -> dict[str, tuple[Colour, Reason]]:
+    return {node.op: (node.colour, node.reason) for node in amprewrite.plan(net, (x,), dtype="bf16").nodes}
+
+
+def test_a_norm_stays_low_where_its_weights_are_not_trained() -> None:
+    net = Normed()
+    assert reasons(net, torch.randn(ROWS, 64))["layer_norm"] == (Colour.HIGH, Reason.LOW_BACKWARD)
+    net.norms.requires_grad_(requires_grad=False)
+    assert reasons(net, torch.randn(ROWS, 64))["layer_norm"][0] is Colour.LOW
+
+
+def test_what_products_made_is_gathered_low() -> None:
+    """torch.autocast adds those gradients up low, too."""
+
+    class Gathered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)[torch.arange(len(x)) % 8])
+
+    assert reasons(Gathered(), torch.randn(ROWS, 64))["getitem"][0] is Colour.LOW
