@@ -11,20 +11,24 @@ cast in front would save.
    takes a mean away, a softmax, a comparison or another step, a denied or unlisted op, a result of the graph. Ops that hand on a relative
    error as it is, such as views, products by one number, maxima, stay open where they lead to products alone.
 3. A sum of an exact value and one that came of a product, `x * scale + shift`, may be large and exact beside a small product. It stays
-   high, with what is made of it one by one, on its way to a denied op, to a result, to a norm, to a step or a choice of places (the
-   nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`), or to a sum with another such value. Masks are no such summands, and
-   biases are none unless they have an offset (`Problem.offsets`): layers add weights to products throughout, and a softmax loses nothing.
+   high, with what is made of it, on its way to a denied op, to a result, to a norm, to a softmax, to a step or a choice of places (the
+   nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`). A sum of such a sum is one, too, unless it closes a residual branch,
+   whose other operand is made of it. Masks are no such summands. Biases are none unless they have an offset (`Problem.offsets`) or are
+   taken away, as centres are: layers add weights to products throughout.
 4. In a narrow format a softmax stays high in front of a logarithm, `log(softmax(x) + 1e-9)`: shares come down to zero without end,
    the format does not, and a logarithm tells them apart.
 5. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
 
-By name it knows `add`, which may shift a weight by a number, and `getitem`, which picks one result of several.
+By name it knows `add`, which may shift a weight by a number, `sub`, which takes its second operand away, and `getitem`, which picks one
+result of several.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 
 from amprewrite.ir.op_graph import Operand, OpGraph, OpNode
@@ -37,7 +41,8 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 
 SUMS, STEPS, NORMS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS), ops_with(Trait.TAKES_MEAN_AWAY)
 STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Trait.SHARES_OUT)
-LEARNT, SCORES, LOGS = ops_with(Trait.LOOKS_UP), ops_with(Trait.MAKES_SCORES), ops_with(Trait.LOGARITHM)
+LEARNT, LOGS, DIFFERENCES = ops_with(Trait.LOOKS_UP), ops_with(Trait.LOGARITHM), frozenset({"sub"})
+LEVEL = NORMS | STEPS
 
 
 class RepaintUnrounded(Pass[Problem, Decisions]):
@@ -61,6 +66,8 @@ class Unrounded:
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.exact, self.sums = problem.graph, set[str](), set[str]()
+        self._bit: dict[str, int] = {}  # of each sum
+        self._made_of: dict[str, int] = {}  # the bits of all sums upstream of a value
         self.offsets, self.narrow = problem.offsets, problem.policy.low.narrow
         for node in problem.graph:
             if node.carries_fp32 and node.name not in problem.rounded:
@@ -68,20 +75,33 @@ class Unrounded:
 
     def _classify(self, node: OpNode) -> None:
         given = [operand.value for operand in node.operands]
+        self._made_of[node.name] = functools.reduce(operator.or_, (self._made_of.get(value, 0) for value in given), 0)
         if node.role != "op":
             self.exact.add(node.name)
         elif _is_product(node) or node.op in LEARNT:
             return
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
-        elif (node.op in SUMS and any(map(self._firm, node.operands))) or (node.op not in STEEP and self._whole(node)):
+        elif (node.op in SUMS and any(self._firm(node, place) for place in range(len(given)))) or (node.op not in LEVEL and self._whole(node)):
+            self._bit[node.name] = 1 << len(self.sums)
+            self._made_of[node.name] |= self._bit[node.name]
             self.sums.add(node.name)
 
-    def _firm(self, operand: Operand) -> bool:
-        """Whether an operand of a sum is exact, has the sum computed in fp32 under torch.autocast, and is neither a mask nor a bias."""
+    def _firm(self, node: OpNode, place: int) -> bool:
+        """Whether torch.autocast adds an operand of a sum in fp32 and none of it may be lost: it is exact or a sum itself.
+
+        Masks and biases may be rounded, and so may a sum that the other operand is made of, as that of a residual branch is.
+        """
+        operand = node.operands[place]
+        if operand.scalar or self.graph[operand.value].may_saturate:
+            return False
         source = self.graph.seen(operand.value)
-        bias = source.role in ("parameter", "constant") and source.name not in self.offsets
-        return operand.value in self.exact and not (operand.scalar or self.graph[operand.value].may_saturate or bias)
+        if operand.value in self.sums:
+            others = [other.value for other in node.operands if other.value != operand.value]
+            return not any(self._made_of.get(other, 0) & self._bit.get(source.name, 0) for other in others)
+        taken_away = node.op in DIFFERENCES and place == 1
+        bias = source.role in ("parameter", "constant") and source.name not in self.offsets and not taken_away
+        return operand.value in self.exact and not bias
 
     def _whole(self, node: OpNode) -> bool:
         """Whether no operand came of a product alone."""
@@ -113,9 +133,11 @@ class Unrounded:
             yield node.name
         elif (node.op in STEPS or self._gives_places(node)) and self._whole(node):
             yield from given
+        elif node.op in SOFTMAX and node.name in self.sums:
+            yield node.name
         elif node.name in self.sums and node.op in SUMS:
-            whole = sum(operand.value in self.sums or self._firm(operand) for operand in node.operands)
-            if (whole > 1 or self._whole(node)) and not self._is_score(node):
+            whole = sum(operand.value in self.sums or self._firm(node, place) for place, operand in enumerate(node.operands))
+            if whole > 1 or self._whole(node):
                 yield node.name
 
     def _shares(self, node: OpNode) -> Iterator[str]:
@@ -141,11 +163,6 @@ class Unrounded:
             if name not in found and name in self.exact | self.sums and self.graph[name].role == "op":
                 found[name] = reader
                 waiting += [(operand.value, name) for operand in self.graph[name].operands]
-
-    def _is_score(self, node: OpNode) -> bool:
-        """Whether a sum is read by softmax alone, perhaps with more added to it."""
-        readers = list(self.graph.readers(node.name))
-        return bool(readers) and all(each.op in SOFTMAX or (each.op in SCORES and self._is_score(each)) for each in readers)
 
 
 def _is_product(node: OpNode) -> bool:
