@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
-from amprewrite.graphs.fx.flow.readers import read_by_many
+from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
 from amprewrite.graphs.fx.flow.small_steps import read_small_steps
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
@@ -85,13 +85,14 @@ def read_problem(
     module = normalised.module
     note_held(module.graph)
     graph, nodes = read_graph(module, policy.low, lists, entry, names, reading.training, grad)
+    trained = trained_values(nodes)
     problem = Problem(
         graph=graph, policy=policy, lists=lists, name=name, entry=entry, training=training, scale_loss=scale_loss,
         fold_masks=fold_masks, device=device, planned_for=named_device(policy.device) if policy.device else None,
         calibration=calibration, keep_high=keep_high, agreed=agreed, pad=pad,
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
         far_constants=read_far_constants(nodes, policy.low), small_steps=read_small_steps(graph, nodes),
-        read_by_many=read_by_many(graph, nodes),
+        trained=trained, read_by_many=read_by_many(graph, nodes, trained),
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
     captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), masks=_read_masks(captured))

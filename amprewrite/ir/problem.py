@@ -59,6 +59,8 @@ class Problem:
     """Norms that keep their statistics in the dtype of what they read."""
     small_steps: tuple[str, ...] = ()
     """Sums that go on with one value in many small steps, and what scales or copies that value in between."""
+    trained: frozenset[str] = frozenset()
+    """Values that a backward gives gradients."""
     read_by_many: tuple[str, ...] = ()
     """Values with gradients to which more ops give a share than a low format adds up well; weights are none of them."""
     rounded: frozenset[str] = frozenset()

@@ -6,7 +6,7 @@ Rounded before a difference, what is left of it may be nothing but rounding, or 
 cast in front would save.
 
 1. A value is *exact* if no product is upstream: of inputs, weights and numbers alone. Rows of an embedding are not: they are learnt, and
-   rounding them is rounding weights.
+   rounding them is rounding weights, where nothing magnifies it (4).
 2. An exact value must not be rounded on its way to an op that magnifies a rounding: a difference or sum of exact values, a norm that
    takes a mean away, a softmax, a comparison or another step, a denied or unlisted op, a result of the graph. Ops that hand on a relative
    error as it is, such as views, products by one number, maxima, stay open where they lead to products alone.
@@ -15,9 +15,12 @@ cast in front would save.
    nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`). A sum of such a sum is one, too, unless it closes a residual branch,
    whose other operand is made of it. Masks are no such summands. Biases are none unless they have an offset (`Problem.offsets`) or are
    taken away, as centres are: layers add weights to products throughout.
-4. In a narrow format a softmax stays high in front of a logarithm, `log(softmax(x) + 1e-9)`: shares come down to zero without end,
+4. In training an op whose slope jumps, such as `relu`, `clamp`, `maximum`, `sort` or a maximum pool, reads in fp32 what has gradients and
+   no product upstream, what is learnt included: of rounded values others are the greatest, many are equal, and gradients go elsewhere.
+   So does a step, and a difference of such values in any mode.
+5. In a narrow format a softmax stays high in front of a logarithm, `log(softmax(x) + 1e-9)`: shares come down to zero without end,
    the format does not, and a logarithm tells them apart.
-5. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+6. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
 
@@ -41,7 +44,8 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 
 SUMS, STEPS, NORMS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS), ops_with(Trait.TAKES_MEAN_AWAY)
 STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Trait.SHARES_OUT)
-LEARNT, LOGS, DIFFERENCES = ops_with(Trait.LOOKS_UP), ops_with(Trait.LOGARITHM), frozenset({"sub"})
+LEARNT, KINKS = ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)
+LOGS, DIFFERENCES = ops_with(Trait.LOGARITHM), frozenset({"sub"})
 LEVEL = NORMS | STEPS
 
 
@@ -52,7 +56,7 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
         before = dict(decisions.paints)
         found = Unrounded(problem)
         for name, reader in found.kept().items():
-            reason = Reason.UNROUNDED if name in found.exact else Reason.PARTLY_ROUNDED
+            reason = Reason.PARTLY_ROUNDED if name in found.sums else Reason.UNROUNDED
             decisions.keep_high(problem, name, reason, because_of="" if reader == name else reader)
         for name, reader in found.shares().items():
             decisions.keep_high(problem, name, Reason.TOLD_APART, because_of=reader)
@@ -62,20 +66,26 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
 
 
 class Unrounded:
-    """The values of a graph that no product has rounded: `exact` ones, and `sums` of one with a product, by name."""
+    """The values of a graph that no product has rounded, by name.
+
+    `exact` ones are made of inputs, weights and numbers, `sums` of one of those and a product. `unrounded` are both, and what is learnt.
+    """
 
     def __init__(self, problem: Problem) -> None:
-        self.graph, self.exact, self.sums = problem.graph, set[str](), set[str]()
+        self.graph, self.exact, self.sums, self.unrounded = problem.graph, set[str](), set[str](), set[str]()
+        self.trained = problem.trained if problem.training else frozenset[str]()
         self._bit: dict[str, int] = {}  # of each sum
         self._made_of: dict[str, int] = {}  # the bits of all sums upstream of a value
         self.offsets, self.narrow = problem.offsets, problem.policy.low.narrow
         for node in problem.graph:
-            if node.carries_fp32 and node.name not in problem.rounded:
+            if "fp32" in node.dtype.split("+") and node.name not in problem.rounded:
                 self._classify(node)
 
     def _classify(self, node: OpNode) -> None:
         given = [operand.value for operand in node.operands]
         self._made_of[node.name] = functools.reduce(operator.or_, (self._made_of.get(value, 0) for value in given), 0)
+        if not _is_product(node) and (node.op in LEARNT or self.unrounded.issuperset(given)):
+            self.unrounded.add(node.name)
         if node.role != "op":
             self.exact.add(node.name)
         elif _is_product(node) or node.op in LEARNT:
@@ -86,6 +96,7 @@ class Unrounded:
             self._bit[node.name] = 1 << len(self.sums)
             self._made_of[node.name] |= self._bit[node.name]
             self.sums.add(node.name)
+            self.unrounded.add(node.name)
 
     def _firm(self, node: OpNode, place: int) -> bool:
         """Whether torch.autocast adds an operand of a sum in fp32 and none of it may be lost: it is exact or a sum itself.
@@ -131,8 +142,10 @@ class Unrounded:
             yield from given
         elif node.op in STEEP | SUMS and node.name in self.exact and given and not _shifts_weight(node, self.graph):
             yield node.name
-        elif (node.op in STEPS or self._gives_places(node)) and self._whole(node):
+        elif (node.op in STEPS or self._gives_places(node)) and self.unrounded.issuperset(given):
             yield from given
+        elif (node.op in DIFFERENCES and len(given) > 1 and node.name not in self.sums) or (node.op in KINKS and node.name in self.trained):
+            yield node.name
         elif node.op in SOFTMAX and node.name in self.sums:
             yield node.name
         elif node.name in self.sums and node.op in SUMS:
@@ -160,7 +173,7 @@ class Unrounded:
         waiting = [(name, reader)]
         while waiting:
             name, reader = waiting.pop()
-            if name not in found and name in self.exact | self.sums and self.graph[name].role == "op":
+            if name not in found and name in self.unrounded and self.graph[name].role == "op":
                 found[name] = reader
                 waiting += [(operand.value, name) for operand in self.graph[name].operands]
 

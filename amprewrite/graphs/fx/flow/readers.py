@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 import torch.fx
@@ -28,19 +28,24 @@ def trained_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return found
 
 
-def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
-    """Values with gradients that more than MOST_READERS ops read: memories of encoders, biases shared by layers, matrices of loops.
+def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
+    """The names of `trained_nodes` among `nodes`, which are of one graph."""
+    trained = trained_nodes(next(iter(nodes.values())).graph) if nodes else set()
+    return frozenset(name for name, node in nodes.items() if node in trained)
+
+
+def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
+    """Values with gradients (`trained`) that more than MOST_READERS ops read: memories of encoders, biases shared by layers, matrices of loops.
 
     torch.autocast copies each for every reader, and adds the gradients of the copies up in fp32. Of weights it makes one copy, too.
     """
     names = {node: name for name, node in nodes.items()}
-    trained = trained_nodes(next(iter(names)).graph) if names else set()
     found = list[str]()
-    for node in trained & names.keys():
-        vertex = graph[names[node]]
-        if vertex.carries_fp32 and vertex.role != "parameter" and sum(user in trained for user in node.users) > MOST_READERS:
-            found.append(vertex.name)
+    for name in trained:
+        many = sum(names.get(user) in trained for user in nodes[name].users) > MOST_READERS
+        if many and graph[name].carries_fp32 and graph[name].role != "parameter":
+            found.append(name)
     return tuple(sorted(found, key=graph.rank.__getitem__))
 
 
-__all__ = ["MOST_READERS", "read_by_many", "trained_nodes"]
+__all__ = ["MOST_READERS", "read_by_many", "trained_nodes", "trained_values"]

@@ -1,0 +1,89 @@
+"""What sends gradients to the greatest or past a threshold chooses as fp32 does, as long as no product has rounded what it reads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amprewrite
+from amprewrite.tables.vocabulary import Reason
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FLOOR = {"bf16": 2e-3, "fp16": 5e-4}
+DIM, LENGTH, BATCH = 64, 32, 64
+"""So large that low copies in front save more time than they cost."""
+
+
+class Net(nn.Module):
+    def __init__(self, made: Callable[[Net, Tensor, Tensor], Tensor], chosen: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.places = nn.Embedding(500, DIM), nn.Parameter(torch.randn(LENGTH, DIM))
+        self.scale, self.leave = nn.Parameter(torch.randn(DIM)), nn.Linear(DIM, DIM)
+        self.made, self.chosen = made, chosen
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        chosen = self.chosen(self.made(self, tokens, x), self.made(self, (tokens * 7 + 3) % 500, x.flip(0)))
+        return self.leave(chosen).square().mean()
+
+
+MADE: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    "rows": lambda net, tokens, x: net.table(tokens),
+    "rows and places": lambda net, tokens, x: net.table(tokens) + net.places,
+    "rows scaled": lambda net, tokens, x: net.table(tokens) * net.scale,
+    "normed rows": lambda net, tokens, x: F.layer_norm(net.table(tokens), (DIM,)),
+    "an input": lambda net, tokens, x: x * net.scale,
+}
+CHOSEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sort": lambda t, u: t.sort(1)[0] * torch.arange(LENGTH)[:, None],
+    "max": lambda t, u: t.max(1)[0],
+    "amax": lambda t, u: t.amax(1),
+    "median": lambda t, u: t.median(1)[0],
+    "topk": lambda t, u: t.topk(4, 1)[0],
+    "cummax": lambda t, u: t.cummax(1)[0],
+    "maximum": torch.maximum,
+    "fmax": torch.fmax,
+    "max_pool1d": lambda t, u: F.max_pool1d(t.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "max_pool2d": lambda t, u: F.max_pool2d(t, 3, 1, 1),
+    "where": lambda t, u: torch.where(t > u, t, u),
+    "argmax": lambda t, u: t.gather(1, t.argmax(1, keepdim=True)),
+    "clamp": lambda t, u: (t * u).clamp(-0.5, 0.5),
+    "relu": lambda t, u: F.relu(t + u),
+    "abs": lambda t, u: (t - u).abs(),
+}
+
+
+def gradients(net: nn.Module, tokens: Tensor, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    x = x.clone().requires_grad_()
+    net(tokens, x).backward()
+    return [grad.double() for grad in (x.grad, *(p.grad for p in net.parameters())) if grad is not None and grad.any()]
+
+
+def worst(got: list[Tensor], want: list[Tensor]) -> float:
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.parametrize("made", MADE)
+def test_gradients_are_at_most_twice_as_far_off_as_under_autocast(made: str, chosen: str, dtype: str) -> None:
+    net = Net(MADE[made], CHOSEN[chosen])
+    tokens, x = torch.randint(0, 500, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, DIM)
+    want = gradients(copy.deepcopy(net).double(), tokens, x.double())
+    with torch.autocast("cpu", dtype=LOW[dtype]):
+        theirs = gradients(net, tokens, x)
+    ours = gradients(amprewrite.rewrite(copy.deepcopy(net), dtype=dtype), tokens, x)
+    assert worst(ours, want) <= 2 * worst(theirs, want) + FLOOR[dtype]
+
+
+def test_what_has_no_gradients_costs_nothing() -> None:
+    """The greatest of rounded values is the greatest value rounded."""
+    net = Net(MADE["rows and places"], CHOSEN["amax"]).requires_grad_(False)
+    plan = amprewrite.plan(net, (torch.randint(0, 500, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, DIM)), dtype="bf16")
+    assert [node.op for node in plan.nodes if node.reason is Reason.UNROUNDED] == []
