@@ -45,7 +45,8 @@ from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
-from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, FUNCTORCH, own_autocast
+from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
+from amprewrite.runtime.compiler.tracers import refuse_tracers, refuse_whole_graph, transform_at_work
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
 from amprewrite.runtime.model.weights.freezing import lost_values, refuse_training
@@ -104,12 +105,12 @@ class Session:
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
         dynamo.refuse_ambient_autocast()
-        dynamo.refuse_tracers()
+        refuse_tracers()
         if self.options.frozen is not None and self.state.depth == 0:
             refuse_training(self.root, args, kwargs)
-        if dynamo.under_functorch():
+        if why := transform_at_work():
             self.gathered.check_call(entry, ())
-            return self._transformed(entry, args, kwargs)
+            return self._transformed(entry, args, kwargs, why)
         recomputes = torch._C._current_graph_task_id() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
         if self.state.depth == 0 and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
@@ -164,12 +165,12 @@ class Session:
                 self._not_all_ran(entry, ran, "; ".join(said))
         return result
 
-    def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call inside a torch.func transform as it is written. Of calls within each other the outermost is listed."""
+    def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
+        """Run a call inside a transform of derivatives as it is written. Of calls within each other the outermost is listed."""
         if not self.state.transformed:
-            message = f"{entry.place} ran in fp32: {FUNCTORCH}"
+            message = f"{entry.place} ran in fp32: {why}"
             entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
-            self.warn_fp32(message, FUNCTORCH)
+            self.warn_fp32(message, why)
         self.state.transformed += 1
         try:
             return entry.function(*args, **kwargs)
@@ -503,16 +504,14 @@ class Session:
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The one door into a rewritten model; an outer torch.compile breaks its graph here instead of swallowing the model."""
     if torch.compiler.is_compiling() or dynamo.at_work():
+        refuse_whole_graph(type(session.root).__name__)
         return _enter_alone(session, path, args, kwargs)
     if session.state.generating:
         return session.state.step(session.call, session.entries[path], args, kwargs)
     return session.call(session.entries[path], args, kwargs)
 
 
-@torch._dynamo.disable(  # type: ignore[misc]
-    reason=f"{DISABLE_REASON}: pass backend='inductor' to amprewrite.rewrite instead of wrapping it in "
-    "torch.compile, and use amp.export_program(args) instead of torch.export"
-)
+@torch._dynamo.disable(reason=DOOR_REASON)  # type: ignore[misc]
 def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return session.call(session.entries[path], args, kwargs)
 

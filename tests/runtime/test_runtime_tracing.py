@@ -54,19 +54,11 @@ def test_module_compile_in_place():
     assert ran_low(amp(x), model(x))
 
 
-def test_fullgraph_around_the_model_points_to_backend():
-    amp, x = low(mlp()), data()
-    assert ran_low(torch.compile(amp, backend="eager", fullgraph=True)(x), mlp()(x))  # its own graph is the one graph
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="backend="):
-        torch.compile(outer, backend="eager", fullgraph=True)(amp, data())
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_torch_export_points_to_export_program(strict):
     model, x = mlp(), data()
     amp = low(model)
-    with pytest.raises(Exception, match=r"amp\.export_program"):
+    with pytest.raises(CaptureError, match=r"\Aa rewritten model cannot be traced by torch\.export; use amp\.export_program"):
         torch.export.export(amp, (x,), strict=strict)
     assert ran_low(amp(x), model(x))
 
@@ -224,23 +216,6 @@ def test_double_backward():
         assert grad.dtype == torch.float32
         rows.append(torch.autograd.grad(grad.square().sum(), each.first.weight)[0])
     assert ran_low(rows[0] / rows[1].norm(), rows[1] / rows[1].norm())
-
-
-@pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"dtype": "fp16", "loss_scale": 1024.0, "pad": "always"}], ids=str)
-@pytest.mark.parametrize("called", [True, False])
-def test_forward_mode_derivative(options, called):
-    import torch.autograd.forward_ad as forward_ad
-
-    model, x = mlp(), data()
-    amp = low(model, **options)
-    if called:
-        amp(x)
-    tangents = []
-    for each in (amp, model):
-        with forward_ad.dual_level():
-            tangents.append(forward_ad.unpack_dual(each(forward_ad.make_dual(x, torch.ones_like(x)))).tangent)
-    assert tangents[0] is not None
-    torch.testing.assert_close(tangents[0], tangents[1], rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

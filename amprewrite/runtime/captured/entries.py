@@ -188,7 +188,7 @@ class State(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.transformed = 0
-        """How many calls inside a torch.func transform are in flight."""
+        """How many calls inside a transform of torch.func or a level of dual tensors are in flight."""
         self.generating = 0
         """How many calls of `generate()` are in flight."""
         self.captured = 0

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen, unseen
-from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason, traced
+from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.tables.errors import CaptureError
 
 EXACT = "inductor-exact"
@@ -258,44 +258,9 @@ def refuse_ambient_autocast() -> None:
         raise CaptureError(ambient_autocast())
 
 
-def refuse_tracers() -> None:
-    """Raise CaptureError if a foreign tracer would record the graph instead of running it.
-
-    That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
-    """
-    modes = {type(mode).__name__ for mode in user_modes()} if torch._C._len_torch_dispatch_stack() else ()
-    if torch._C._is_tracing():
-        tracer = "torch.jit.trace"
-    elif torch.compiler.is_exporting() and (modes or torch._guards.TracingContext.try_get() is not None):
-        tracer = "torch.export"
-    elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
-        tracer = "make_fx"
-    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing() and not _was_another_export():
-        tracer = "make_fx" if modes else "torch.fx.symbolic_trace"
-    elif "FakeTensorMode" in modes:
-        tracer = "a FakeTensorMode"
-    else:
-        return
-    raise CaptureError(traced(tracer))
-
-
-def _was_another_export() -> bool:
-    """Wait until no other thread exports; whether symbolic tracing ended with that.
-
-    That fx traces is one flag for all threads, and Dynamo runs nothing while it is set.
-    """
-    with ONE_EXPORT:
-        return not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
-
-
 def user_modes() -> list[Any]:
     """The dispatch modes around us, outermost first."""
     return [mode for mode in _get_current_dispatch_mode_stack() if mode is not None]
-
-
-def under_functorch() -> bool:
-    """Whether vmap, grad, jvp and the like of torch.func are at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def at_work() -> bool:

@@ -90,10 +90,30 @@ def traced(tracer: str) -> str:
     return f"a rewritten model cannot be traced by {tracer}; {instead}"
 
 
+def one_graph(name: str) -> str:
+    """The message for a rewritten model of class `name` under a torch.compile that must not break its graph."""
+    return (
+        f"a rewritten model ({name}) cannot be part of one graph of torch.compile(fullgraph=True): it compiles its own graphs; "
+        f"{COMPILE}, or leave fullgraph=True out: the graph breaks around the model"
+    )
+
+
+COMPILE = "pass backend='inductor' to amprewrite.rewrite instead of wrapping it in torch.compile"
+"""What to do instead of compiling a rewritten model."""
 DISABLE_REASON = "a rewritten model compiles its own graphs"
 """Why an outer torch.compile breaks its graph at a rewritten model."""
+DOOR_REASON = f"{DISABLE_REASON}: {COMPILE}, and {_EXPORT} instead of torch.export"
+"""The same with what to do."""
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp) cannot run a captured graph; transform the original model instead"
 """Why a call inside of such a transform runs in fp32."""
+FORWARD_MODE = (
+    "forward-mode derivatives (torch.autograd.forward_ad) cannot go through a captured graph; inside dual_level() call the original "
+    "model instead"
+)
+"""Why a call inside of a level of dual tensors runs in fp32."""
 
 
-__all__ = ["DISABLE_REASON", "FUNCTORCH", "ambient_autocast", "own_autocast", "plain_reason", "traced", "who_switched_autocast"]
+__all__ = [
+    "DISABLE_REASON", "DOOR_REASON", "FORWARD_MODE", "FUNCTORCH", "ambient_autocast", "one_graph", "own_autocast", "plain_reason", "traced",
+    "who_switched_autocast",
+]  # fmt: skip

@@ -1,0 +1,80 @@
+"""Who else would read a rewritten model instead of calling it: exporters and tracers, a torch.compile that wants one graph, derivatives.
+
+1. A tracer that records what runs is refused when the model is called.
+2. Dynamo reads the model's door before it calls anything. Where it breaks its graph there, the model is called as always; where it must
+   not break it, as for `fullgraph=True` and a strict `torch.export`, the door refuses it while it is read: Dynamo's own error would
+   advise to take our door away.
+3. Transforms of torch.func and forward-mode derivatives go through the model as it is written, in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad
+from torch._dynamo.exc import Unsupported
+
+from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, user_modes
+from amprewrite.runtime.compiler.plain_words import FORWARD_MODE, FUNCTORCH, one_graph, traced
+from amprewrite.tables.errors import CaptureError
+
+
+class WantsOneGraph(CaptureError, Unsupported):
+    """Dynamo may not break its graph at a rewritten model. Also of Dynamo's class: it hands on no other as it was raised."""
+
+
+# -- tracers -----------------------------------------------------------------------------
+def refuse_tracers() -> None:
+    """Raise CaptureError if a foreign tracer would record the graph instead of running it.
+
+    That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
+    """
+    modes = {type(mode).__name__ for mode in user_modes()} if torch._C._len_torch_dispatch_stack() else ()
+    if torch._C._is_tracing():
+        tracer = "torch.jit.trace"
+    elif torch.compiler.is_exporting() and (modes or torch._guards.TracingContext.try_get() is not None):
+        tracer = "torch.export"
+    elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
+        tracer = "make_fx"
+    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing() and not _was_another_export():
+        tracer = "make_fx" if modes else "torch.fx.symbolic_trace"
+    elif "FakeTensorMode" in modes:
+        tracer = "a FakeTensorMode"
+    else:
+        return
+    raise CaptureError(traced(tracer))
+
+
+def _was_another_export() -> bool:
+    """Wait until no other thread exports; whether symbolic tracing ended with that.
+
+    That fx traces is one flag for all threads, and Dynamo runs nothing while it is set.
+    """
+    with ONE_EXPORT:
+        return not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+
+
+# -- one graph ---------------------------------------------------------------------------
+@torch.compiler.assume_constant_result  # type: ignore[misc]
+@uncaptured
+def refuse_whole_graph(name: str) -> None:
+    """Raise CaptureError if Dynamo must not break its graph at the rewritten model of class `name`.
+
+    Dynamo calls this while it reads the code that calls it. Where Dynamo does not read, nothing is to be refused.
+    """
+    reading: Any = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    if reading is not None and (reading.one_graph or reading.error_on_graph_break):
+        raise WantsOneGraph(traced("torch.export") if reading.export else one_graph(name))
+
+
+# -- derivatives -------------------------------------------------------------------------
+def transform_at_work() -> str:
+    """Why a call cannot run its graphs: a transform of torch.func, or a level of forward-mode derivatives; "" for neither."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return FUNCTORCH
+    return FORWARD_MODE if torch.autograd.forward_ad._current_level >= 0 else ""
+
+
+__all__ = ["WantsOneGraph", "refuse_tracers", "refuse_whole_graph", "transform_at_work"]
