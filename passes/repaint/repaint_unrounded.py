@@ -34,7 +34,7 @@ import functools
 import operator
 from collections.abc import Iterator
 
-from amprewrite.ir.op_graph import Operand, OpGraph, OpNode
+from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
@@ -92,11 +92,14 @@ class Unrounded:
             return
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
-        elif (node.op in SUMS and any(self._firm(node, place) for place in range(len(given)))) or (node.op not in LEVEL and self._whole(node)):
+        elif self._adds_firm(node) or (node.op not in LEVEL and self._whole(node)):
             self._bit[node.name] = 1 << len(self.sums)
             self._made_of[node.name] |= self._bit[node.name]
             self.sums.add(node.name)
             self.unrounded.add(node.name)
+
+    def _adds_firm(self, node: OpNode) -> bool:
+        return node.op in SUMS and any(self._firm(node, place) for place in range(len(node.operands)))
 
     def _firm(self, node: OpNode, place: int) -> bool:
         """Whether torch.autocast adds an operand of a sum in fp32 and none of it may be lost: it is exact or a sum itself.
@@ -144,14 +147,18 @@ class Unrounded:
             yield node.name
         elif (node.op in STEPS or self._gives_places(node)) and self.unrounded.issuperset(given):
             yield from given
-        elif (node.op in DIFFERENCES and len(given) > 1 and node.name not in self.sums) or (node.op in KINKS and node.name in self.trained):
-            yield node.name
-        elif node.op in SOFTMAX and node.name in self.sums:
+        elif self._needs_all(node):
             yield node.name
         elif node.name in self.sums and node.op in SUMS:
             whole = sum(operand.value in self.sums or self._firm(node, place) for place, operand in enumerate(node.operands))
             if whole > 1 or self._whole(node):
                 yield node.name
+
+    def _needs_all(self, node: OpNode) -> bool:
+        """Whether an op reads in fp32 whatever no product alone has rounded: a softmax of sums, a kink, a difference of what is learnt."""
+        if node.name in self.sums:
+            return node.op in SOFTMAX or (node.op in KINKS and node.name in self.trained)
+        return (node.op in KINKS and node.name in self.trained) or (node.op in DIFFERENCES and len(node.operands) > 1)
 
     def _shares(self, node: OpNode) -> Iterator[str]:
         """A softmax that an op reads, and what is made of it one by one in between; nothing if there is none."""

@@ -35,7 +35,7 @@ def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
 
 
 def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
-    """Values with gradients (`trained`) that more than MOST_READERS ops read: memories of encoders, biases shared by layers, matrices of loops.
+    """Values among the trained that more than MOST_READERS ops read: memories of encoders, biases shared by layers, matrices of loops.
 
     torch.autocast copies each for every reader, and adds the gradients of the copies up in fp32. Of weights it makes one copy, too.
     """

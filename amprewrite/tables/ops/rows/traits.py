@@ -55,9 +55,9 @@ TRAITS: dict[Trait, str] = {
     Trait.HAS_STEPS: "sign sgn ceil floor trunc round floor_divide argmax argmin argsort eq ne lt le gt ge isin bool byte char short int "
     "long item tolist",
     Trait.HAS_KINKS: "relu relu6 leaky_relu prelu rrelu selu hardtanh hardsigmoid hardswish hardshrink softshrink threshold abs clamp "
-    "clamp_min clamp_max maximum minimum fmax fmin max min amax amin aminmax median nanmedian quantile nanquantile kthvalue mode sort msort "
-    "topk cummax cummin max_pool1d max_pool2d max_pool3d adaptive_max_pool1d "
-    "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
+    "clamp_min clamp_max maximum minimum fmax fmin max min amax amin aminmax median nanmedian quantile nanquantile kthvalue "
+    "mode sort msort topk cummax cummin max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+    "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
     # how a factor of an operand comes out
