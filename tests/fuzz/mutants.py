@@ -219,6 +219,14 @@ MUTANTS = (
         (("passes/apply/spread_copies.py", "        for copy in copies:\n", "        for copy in ():\n"),),
     ),
     Mutant(
+        "sums-low", "kernels that add up gradients in the low format run low in training", ("programs",), ("many_rows",),
+        (("amprewrite/graphs/fx/read/reader.py", "    sums = device in fact.row.low_backward and", "    sums = False and"),),
+    ),
+    Mutant(
+        "kinks-rounded", "rounded learnt values choose where gradients go", ("programs",), ("kink",),
+        (("passes/repaint/repaint_unrounded.py", "ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)", "ops_with(Trait.LOOKS_UP), frozenset[str]()"),),
+    ),
+    Mutant(
         "hook-beside-input", "a hook on what an op gives back of an input misses its other readers where gradients are scaled", ("programs",), ("hook_identity",),
         (("passes/apply/scale_loss.py", " or given_back.get(node) in found\n", "\n"),),
     ),

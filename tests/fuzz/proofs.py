@@ -503,6 +503,26 @@ def _() -> bool:
     return gradients_agree(often, lambda y: y.square().mean())
 
 
+@proof("sums-low")
+def _() -> bool:
+    def normed(self: Any, x: Tensor) -> Tensor:
+        return self.b(F.layer_norm(self.a(x).repeat(2000, 1), (4,), self.w))
+
+    return gradients_agree(normed, lambda y: y.square().mean())
+
+
+@proof("kinks-rounded")
+def _() -> bool:
+    draws = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 2, (2, 2048, 64), generator=draws)
+
+    def greatest(self: Any, x: Tensor) -> Tensor:
+        near = torch.stack([self.w, 1.001 + self.b.bias * 0])  # in bf16 they are equal, and each gets half of the gradients
+        return self.a(torch.maximum(F.embedding(rows[0], near), F.embedding(rows[1], near)))
+
+    return gradients_agree(greatest, lambda y: y.square().mean(), lists="default")
+
+
 @proof("hook-beside-input")
 def _() -> bool:
     def hooked(self: Any, x: Tensor) -> Tensor:
