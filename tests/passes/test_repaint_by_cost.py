@@ -63,7 +63,7 @@ def test_colours(text: str, colours: str) -> None:
         pytest.param("matmul softmax matmul", "softmax", Reason.ON_INTERNALLIST, "matmul", id="internal beside low"),
         pytest.param("matmul gelu relu matmul", "relu", Reason.CHEAPER_LOW, "gelu", id="low for the sake of casts"),
         pytest.param("gelu[1] matmul[1]", "gelu", Reason.CHEAPER_HIGH, "x", id="high although a low op is near"),
-        pytest.param("embedding gelu relu", "gelu", Reason.NOT_REACHED, "embedding", id="no low op is near"),
+        pytest.param("embedding gelu relu", "gelu", Reason.UNROUNDED, "relu", id="what is learnt is returned"),
     ],
 )
 def test_reasons(text: str, node: str, reason: Reason, cause: str) -> None:

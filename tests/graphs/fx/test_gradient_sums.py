@@ -81,8 +81,8 @@ def test_sums_of_gradients_are_as_exact_as_under_autocast(name: str, dtype: str)
         assert float((ours[weight] - value).norm() / value.norm()) <= bound, weight
 
 
-def reasons(net: nn.Module, x: Tensor) -> dict[str, tuple[Colour, Reason]]:
-    return {node.op: (node.colour, node.reason) for node in amprewrite.plan(net, (x,), dtype="bf16").nodes}
+def reasons(net: nn.Module, x: Tensor, **options: object) -> dict[str, tuple[Colour, Reason]]:
+    return {node.op: (node.colour, node.reason) for node in amprewrite.plan(net, (x,), dtype="bf16", **options).nodes}
 
 
 def test_a_norm_stays_low_where_its_weights_are_not_trained() -> None:
@@ -90,6 +90,15 @@ def test_a_norm_stays_low_where_its_weights_are_not_trained() -> None:
     assert reasons(net, torch.randn(ROWS, 64))["layer_norm"] == (Colour.HIGH, Reason.LOW_BACKWARD)
     net.norms.requires_grad_(requires_grad=False)
     assert reasons(net, torch.randn(ROWS, 64))["layer_norm"][0] is Colour.LOW
+
+
+@pytest.mark.parametrize("lists", ["o2", "o3", "tf", "autocast"])
+def test_all_lists_heed_what_a_kernel_loses(lists: str) -> None:
+    assert reasons(Normed(), torch.randn(ROWS, 64), lists=lists)["layer_norm"][0] is Colour.HIGH
+
+
+def test_an_override_is_followed() -> None:
+    assert reasons(Normed(), torch.randn(ROWS, 64), overrides={"layer_norm": "allow"})["layer_norm"][0] is Colour.LOW
 
 
 def test_what_products_made_is_gathered_low() -> None:

@@ -86,7 +86,7 @@ def read_graph(
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
-        fact.pinned = _pin(fact, kind, low, ties) or _pin_summing(fact, kind, trained) or _pin_uneven(fact, kind, lists)
+        fact.pinned = _pin(fact, kind, low, ties) or _pin_summing(fact, kind, lists, trained) or _pin_uneven(fact, kind, lists)
         if _is_low_under_autocast(fact, kind, facts, products):
             products.add(fact.node)
             trained.discard(fact.node)
@@ -254,12 +254,15 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties) -> tuple[Colo
     return _pin_dtype(fact) or _pin_source(fact) or pin_constant(fact, low)
 
 
-def _pin_summing(fact: Fact, kind: OpKind | None, trained: set[torch.fx.Node]) -> tuple[Colour, Reason, str] | None:
+def _pin_summing(
+    fact: Fact, kind: OpKind | None, lists: OpLists, trained: set[torch.fx.Node]
+) -> tuple[Colour, Reason, str] | None:
     """Pin an op high in which the gradient of a trained value would be added up low, term by term: by its kernel, or as it reads it often.
 
-    `trained` are the values whose gradients torch.autocast adds up in fp32: not those that products alone have made.
+    `trained` are the values whose gradients torch.autocast adds up in fp32: not those that products alone have made. A fact of the kernel
+    holds under all lists, also those that allow every op; it does not overrule what was asked of this very op.
     """
-    if fact.row is None or fact.role != "op" or kind in (None, OpKind.ALLOW, OpKind.DENY):
+    if fact.row is None or fact.role != "op" or kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
     device = device_of(fact.value)
     read = Counter(node for parameter, node in arguments(fact.node) if node in trained and parameter not in fact.row.data)
