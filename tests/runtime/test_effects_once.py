@@ -8,6 +8,7 @@ import pytest
 import torch
 from runtime_help import data, matmul_dtypes
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
@@ -348,3 +349,39 @@ def test_an_input_with_a_history_is_written_once_in_a_call_that_overflows(record
         assert torch.equal(*inputs)
         assert (got - want).norm() < 2e-3 * want.norm()
         assert (leaves[1].grad - leaves[0].grad).norm() < 2e-3 * leaves[0].grad.norm()
+
+
+class Learns(nn.Module):
+    """Writes something learnt to an input without gradients, or to a part of it, and an op refuses what overflows in fp16."""
+
+    def __init__(self, part: bool, refused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.shift, self.part, self.refused = nn.Linear(8, 8), nn.Parameter(torch.ones(8)), part, refused
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.part:
+            y[0] = self.shift * 2
+        else:
+            y.sub_(self.shift)
+        shares = torch.softmax(self.linear(x * 1e6) * 1e-6, -1)
+        loss = F.binary_cross_entropy(shares * 0.9 + 0.05, torch.zeros_like(shares)) if self.refused else shares.square().mean()
+        return loss + (y * self.shift).mean()
+
+
+@pytest.mark.parametrize("refused", [True, False], ids=["refused", "given"])
+@pytest.mark.parametrize("part", [True, False], ids=["part", "whole"])
+def test_what_is_learnt_is_written_once_in_a_call_that_overflows(part: bool, refused: bool) -> None:
+    plain, amp = Learns(part, refused), amprewrite.rewrite(Learns(part, refused), dtype="fp16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amprewrite.AmpRewriteWarning)
+        for _ in range(3):
+            x, written = data(4, 8), [data(4, 8) for _ in range(2)]
+            want, got = plain(x, written[0]), amp(x, written[1])
+            for net, loss in ((plain, want), (amp, got)):
+                net.zero_grad()
+                loss.backward()
+            assert torch.allclose(*written) and written[1].requires_grad
+            assert abs(float(got - want)) <= 2e-3 * abs(float(want))
+            for ours, theirs in zip(amp.parameters(), plain.parameters(), strict=True):
+                assert (ours.grad - theirs.grad).norm() <= 5e-3 * theirs.grad.norm() + 1e-6

@@ -14,7 +14,7 @@ Some graphs may overflow without a trace in their results (`unseen_overflow`): t
 These further runs need no gradients, unless the graph takes gradients itself: then its inputs want theirs, as in the call.
 Such a graph calls the hooks of its inputs (`retain_grad` is one), and an activation checkpoint counts what runs inside it:
 there the first run is one on copies, and the call itself runs once. So it is where an overflow may be unseen, and where an input
-that is written has gradients: autograd may record the write, which cannot be undone then.
+that is written has gradients, or is written with values that have some: autograd records the write, which cannot be undone then.
 
 A few calls only: later ones cost nothing. This is on by default, since a model that gives NaN is of no use.
 """
@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.flow.recorded_writes import recorded_inputs
 from amprewrite.graphs.fx.node_facts import differentiates, written_inputs
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.observer import Observer
@@ -74,6 +75,7 @@ class OverflowRetry:
         self.left, self.forward = CALLS, -1
         self.differentiates = differentiates(captured.module.graph)
         self.written = written_inputs(captured.module.graph)
+        self.recorded = recorded_inputs(captured.module.graph) if self.written else frozenset[int]()
         self.unseen = may_overflow_unseen(captured, plan)
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
@@ -85,7 +87,7 @@ class OverflowRetry:
             self.forward, self.left = forward, self.left - 1
         if self.left < 0 or any(isinstance(value, torch.Tensor) and recording(value.device) for value in inputs):
             return run(inputs)
-        before = _Before(inputs, self.differentiates, self.written)
+        before = _Before(inputs, self.differentiates, self.written, self.recorded)
         if self.differentiates or self.unseen or before.recorded or _inside_checkpoint():
             broken = self._look_ahead(run, before, inputs)
             return self._looked_at(run(inputs), inputs, broken)
@@ -196,18 +198,19 @@ def _inside_checkpoint() -> bool:
 class _Before:
     """What a call may change, as it was. With `differentiable` copies want gradients if the inputs do.
 
-    `written` are the places of inputs that the graph writes itself. Of parameters only those are copied. `recorded` tells whether
-    autograd may record such a write.
+    `written` are the places of inputs that the graph writes itself, `trained` of those that it writes values with gradients to. Of
+    parameters only those are copied. `recorded` tells whether autograd may record such a write.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], differentiable: bool, written: Set[int]) -> None:
+    def __init__(self, inputs: tuple[Any, ...], differentiable: bool, written: Set[int], trained: Set[int]) -> None:
         self.inputs, self.differentiable = inputs, differentiable
         self.clones = {
             place: value.detach().clone()
             for place, value in enumerate(inputs)
             if isinstance(value, torch.Tensor) and (place in written or not isinstance(value, nn.Parameter))
         }
-        self.recorded = any(inputs[place].requires_grad and not isinstance(inputs[place], nn.Parameter) for place in written)
+        learnt = [place for place in written if place in trained or inputs[place].requires_grad]
+        self.recorded = not all(isinstance(inputs[place], nn.Parameter) for place in learnt)
         self.random = torch.get_rng_state()
         devices = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
         self.random_there = {device: torch.cuda.get_rng_state(device) for device in devices}

@@ -1,0 +1,30 @@
+"""Inputs that a graph writes values with gradients to: autograd records such a write, and it cannot be undone."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.flow.readers import trained_nodes
+from amprewrite.graphs.fx.node_facts import memory_of, written
+from amprewrite.graphs.fx.read.reader import without_grad
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+
+_STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
+
+
+def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
+    """Places of the inputs that autograd may see written, by what writes them; running statistics of norms are written without."""
+    trained = trained_nodes(graph)
+    quiet = without_grad(graph, grad=True)
+    memory = {
+        storage
+        for node in graph.nodes
+        if node not in quiet and op_name(node.target) not in _STATISTICS and not trained.isdisjoint(node.all_input_nodes)
+        for target in written(node)
+        for storage in memory_of(target)
+    }
+    return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
+
+
+__all__ = ["recorded_inputs"]
