@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.api.onnx.plans import REGION, carry_over, given_region
+from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.load import make_ready
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
@@ -190,7 +191,10 @@ class Job:
             weights_after=constant_bytes(self.model),
             losses=tuple(reading.losses.values()),
         )
-        return self.emit(region, report, samples, order)
+        try:
+            return self.emit(region, report, samples, order)
+        finally:
+            forget_guesses(self.model)
 
     def sample(self, feeds: Iterable[Feed] | None, limit: TimeLimit) -> Samples:
         wanted = [v for n in self.model.graph if n.op_type != "Constant" for v in n.outputs if v.name and format_of(v) == "fp32"]
@@ -240,7 +244,7 @@ class Job:
 
     def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
         """Full check, load and run, and the true rounding error. EmitError for what fails."""
-        proto, outside = (ir.to_proto(self.model), False) if made is None else (made.proto, made.outside)
+        proto, outside = (to_proto(self.model), False) if made is None else (made.proto, made.outside)
         file = str(made.path) if made is not None and outside else None
         try:
             onnx.checker.check_model(file or proto, full_check=True)

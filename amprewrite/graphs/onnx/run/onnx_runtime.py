@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
+from amprewrite.graphs.onnx.guesses import to_proto, without_guesses
 from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write_scratch
 from amprewrite.tables.errors import EmitError, one_line
 
@@ -116,13 +117,14 @@ class Runnable:
         self.stack = contextlib.ExitStack()
         self.folder: Path | None = None
         if not is_large(model):
-            self.proto = ir.to_proto(model)
+            self.proto = to_proto(model)
             return
         temporary = Path(tempfile.gettempdir())
         try:
             self.folder = self.stack.enter_context(scratch_folder(temporary))
             path = self.folder / "model.onnx"
-            ir.save(model, path, external_data="model.data")
+            with without_guesses(model):
+                ir.save(model, path, external_data="model.data")
             self.proto = onnx.load(str(path), load_external_data=False)
         except OSError as error:
             self.stack.close()
