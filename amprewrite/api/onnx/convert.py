@@ -78,7 +78,7 @@ def rewrite_onnx(
         runtime()
     with _blamed(model):
         job = Job(load(model), policy, keep_io, name=name_of(model))
-        job.given = plan
+        job.given, job.source = plan, model
         job.prepare()
         return job.run(None if calibration is None else read_feeds(job.model, calibration), order)
 
@@ -146,7 +146,7 @@ def _blamed(source: Source) -> Iterator[None]:
     except Rejected as error:
         problem = _source_problem(source)
         if problem:
-            raise CaptureError(f"{name_of(source)} is not valid ONNX: {problem}; export it again") from error
+            raise CaptureError(f"{name_of(source)} is not valid ONNX: {problem}, and {error.said}; export it again") from error
         raise
     except AmpRewriteError:
         raise

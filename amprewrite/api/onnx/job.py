@@ -12,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from amprewrite.api.onnx.plans import REGION, carry_over, given_region
+from amprewrite.graphs.onnx.check import invalid, same_complaint
+from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
-from amprewrite.graphs.onnx.read.load import make_ready
+from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.compare import difference, is_measurable, relative_error
@@ -51,6 +54,10 @@ LONGEST = 1e6
 class Rejected(EmitError):
     """A rewritten model fails a check. Whose fault it is, its source tells."""
 
+    def __init__(self, said: str) -> None:
+        super().__init__(f"{said}; please report this model")
+        self.said = said
+
 
 @dataclass(frozen=True)
 class OnnxReport:
@@ -67,7 +74,7 @@ class OnnxReport:
     samples: int = 0
     """Sample runs from which ranges come."""
     valid: bool = False
-    """Whether onnx.checker's full check was run, and passed."""
+    """Whether onnx.checker's full check was run, and passed. Where the source does not pass it, a note says so."""
     weights_before: int = 0
     weights_after: int = 0
     """Bytes of constants."""
@@ -158,6 +165,8 @@ class Job:
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
         """The plan, and whether only nodes that an override names count."""
+        self.source: Source | None = None
+        """What the model was read from; None: torch's exporter made it."""
         self.example_inputs = False
         """Whether the samples are what the model was exported with, and not what the caller chose for the purpose."""
 
@@ -173,10 +182,10 @@ class Job:
 
     # -- 1 and 2. decide ------------------------------------------------------------------------
     def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:
-        samples = self.sample(feeds, order.time_limit)
-        if samples.invalid and (order.verify or feeds is not None):
-            remedy = "export it again" if feeds is not None else "export it again, or pass verify=False to have it neither run nor checked"
-            raise CaptureError(f"{self.name} is not valid ONNX: onnx.checker says {samples.invalid}; {remedy}")
+        lenient = order.verify or feeds is not None
+        samples = self.sample(feeds, order.time_limit, lenient)
+        if samples.invalid and lenient:
+            self.take_invalid(samples, "" if feeds is not None else ", or pass verify=False to have it neither run nor checked")
         asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         if self.torch_plan is not None:
@@ -190,12 +199,15 @@ class Job:
             weights_after=constant_bytes(self.model),
             losses=tuple(reading.losses.values()),
         )
-        return self.emit(region, report, samples, order)
+        try:
+            return self.emit(region, report, samples, order)
+        finally:
+            forget_guesses(self.model)
 
-    def sample(self, feeds: Iterable[Feed] | None, limit: TimeLimit) -> Samples:
+    def sample(self, feeds: Iterable[Feed] | None, limit: TimeLimit, lenient: bool) -> Samples:
         wanted = [v for n in self.model.graph if n.op_type != "Constant" for v in n.outputs if v.name and format_of(v) == "fp32"]
         try:
-            samples = observe(self.model, feeds, wanted, limit)
+            samples = observe(self.model, feeds, wanted, limit, lenient)
         except PolicyError as error:
             if not self.example_inputs:
                 raise
@@ -209,6 +221,14 @@ class Job:
         if self.before_raising is not None:
             self.check_raised(self.before_raising, samples, limit)
         return samples
+
+    def take_invalid(self, samples: Samples, remedy: str) -> None:
+        """Note what onnx.checker says of the source. CaptureError if ONNX Runtime does not run it either."""
+        if samples.problem:
+            why = samples.refusal or samples.problem
+            said = f"onnx.checker says {samples.invalid}, and ONNX Runtime does not run it either: {why}"
+            raise CaptureError(f"{self.name} is not valid ONNX: {said}; export it again{remedy}")
+        self.notes.append(f"onnx.checker refuses {self.name}, and the result with it, but ONNX Runtime runs them: {samples.invalid}")
 
     def check_raised(self, before: ir.Model, samples: Samples, limit: TimeLimit) -> None:
         """Raise CaptureError if the model gives something else since its opset was raised. One that did not run before is trusted."""
@@ -239,13 +259,12 @@ class Job:
         return OnnxResult(plan, replace(report, notes=plan.notes), order.target, order.plan_target, model)
 
     def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
-        """Full check, load and run, and the true rounding error. EmitError for what fails."""
-        proto, outside = (ir.to_proto(self.model), False) if made is None else (made.proto, made.outside)
+        """Full check, load and run, and the true rounding error. EmitError for what fails, but for what onnx.checker says of the source."""
+        proto, outside = (to_proto(self.model), False) if made is None else (made.proto, made.outside)
         file = str(made.path) if made is not None and outside else None
-        try:
-            onnx.checker.check_model(file or proto, full_check=True)
-        except Exception as error:
-            raise Rejected(f"the rewritten model fails onnx.checker: {one_line(error)}; please report this model") from error
+        complaint = invalid(file or proto)
+        if complaint and not same_complaint(complaint, samples.invalid):
+            raise Rejected(f"the rewritten model fails onnx.checker: {complaint}")
         strict = None
         try:
             loaded = self._run_here(file or proto, samples, order.time_limit)
@@ -254,7 +273,7 @@ class Job:
                 strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
         except TooSlow as error:
             raise EmitError(f"the rewritten model is too slow to check: {error}, and smaller samples as calibration= take less") from error
-        return replace(report, valid=True, runtime_error=loaded, strict_error=strict)
+        return replace(report, valid=not complaint, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
         """Raise AccuracyError if the error is larger than asked for, or unknown."""
@@ -282,7 +301,7 @@ class Job:
             if samples.problem:
                 self.notes.append(f"ONNX Runtime loads neither the fp32 model nor this one: {one_line(error)}")
                 return None
-            raise Rejected(f"ONNX Runtime refuses the rewritten model: {one_line(error)}; please report this model") from error
+            runner = self._unoptimised(made, error)
         if not samples.feeds:
             return None
         border = {format_of(value) for value in (*self.model.graph.inputs, *self.model.graph.outputs)}
@@ -298,7 +317,34 @@ class Job:
         except TooSlow:
             raise
         except Exception as error:
-            raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}; please report this model") from error
+            raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}") from error
+
+    def _refused_itself(self) -> str:
+        """Why ONNX Runtime, as it is by itself, does not load what the model was read from; "" if it does."""
+        source = self.source
+        if source is None:
+            return ""
+        try:
+            found = to_proto(source) if isinstance(source, ir.Model) else source
+            session(found if isinstance(found, onnx.ModelProto) else str(found))
+        except Exception as error:
+            return one_line(error)
+        return ""
+
+    def _unoptimised(self, made: str | onnx.ModelProto, error: Exception) -> Any:
+        """A session without ONNX Runtime's optimiser, where that fails on the source as well; a note says so. Rejected where it does not."""
+        said = self._refused_itself()
+        if not said:
+            raise Rejected(f"ONNX Runtime refuses the rewritten model: {one_line(error)}") from error
+        try:
+            runner = session(made, level=0)
+        except Exception as plainly:
+            raise Rejected(f"ONNX Runtime refuses the rewritten model, optimised or not: {one_line(plainly)}") from plainly
+        self.notes.append(
+            f"ONNX Runtime's optimiser fails on {self.name}, too ({said}), so this model was run without it; run both with "
+            "graph_optimization_level = ORT_DISABLE_ALL"
+        )
+        return runner
 
     def unchanged(self, order: Order) -> OnnxResult:
         """Write the model as it is: its policy is fp32."""

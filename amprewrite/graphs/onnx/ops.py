@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.tables.formats import FORMATS, Format
 from amprewrite.tables.ops.onnx_names import CONTRIB, DOMAIN, POWERS, SIDE_FOLLOWS, VOCABULARY
 
@@ -130,7 +131,7 @@ def fill_types(node: ir.Node, opset: int) -> None:
     if all(value.type is not None for value in node.outputs):
         return
     if node.op_type == "Cast" and not node.domain:
-        node.outputs[0].type = ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
+        guess(node.outputs[0], ir.TensorType(ir.DataType(node.attributes["to"].as_int())))
     if node.op_type == "Constant" and not node.domain:
         _fill_constant(node)
     sig = signature(node.domain, node.op_type, opset)
@@ -142,9 +143,9 @@ def fill_types(node: ir.Node, opset: int) -> None:
         if value.type is not None:
             continue
         if isinstance(known.get(spelled), ir.TensorType):
-            value.type = known[spelled]
+            guess(value, known[spelled])
         elif spelled in _FIXED:
-            value.type = ir.TensorType(_FIXED[spelled])
+            guess(value, ir.TensorType(_FIXED[spelled]))
 
 
 _CONSTANTS = {
@@ -159,7 +160,7 @@ def _fill_constant(node: ir.Node) -> None:
     if held is not None and held.type == ir.AttributeType.TENSOR:
         kinds.append(held.as_tensor().dtype)
     if kinds:
-        node.outputs[0].type = ir.TensorType(kinds[0])
+        guess(node.outputs[0], ir.TensorType(kinds[0]))
 
 
 def opset_taking(op_type: str, opset: int, fmt: Format) -> int:

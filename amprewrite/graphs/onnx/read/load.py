@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands
+from amprewrite.graphs.onnx.guesses import declared, guess, mark_guesses
 from amprewrite.graphs.onnx.ops import OLDEST, describe, fill_types, format_of
 from amprewrite.graphs.onnx.read.densify import densify
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
@@ -189,11 +190,13 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
         model.ir_version = max(model.ir_version, 4)
         notes.append("initialisers that were inputs, too, are constants now")
     notes += infer_types(model)
-    before = model
+    before, told = model, declared(model)
     if opset < OLDEST:
         model = raise_old(model)
+        mark_guesses(model, told)
         notes += [f"opset raised from {opset} to {OLDEST}: ops of older ones broadcast by attribute", *infer_types(model)]
     model, more = raise_for_format(model, low, lists)
+    mark_guesses(model, told)
     notes += more
     if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):
         notes.append("no value of the model is fp32: there is nothing to rewrite")
@@ -226,7 +229,7 @@ def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
 
 
 def infer_types(model: ir.Model) -> list[str]:
-    """Fill in missing types and shapes of the top graph; the reader works out those of bodies. Notes on failure."""
+    """Guess missing types and shapes of the top graph; the reader works out those of bodies. Notes on failure."""
     plain = (node for node in model.graph if node.op_type not in FLOW)  # what a body gives, the reader sees itself
     missing = {str(v.name): v for node in plain for v in node.outputs if v.name and v.type is None}
     if not missing:
@@ -239,10 +242,8 @@ def infer_types(model: ir.Model) -> list[str]:
         value, found = missing.get(info.name), info.type.tensor_type
         if value is None or not found.elem_type:
             continue
-        value.type = ir.TensorType(ir.DataType(found.elem_type))
-        if found.HasField("shape"):
-            dims = found.shape.dim
-            value.shape = ir.Shape([d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims])
+        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in found.shape.dim]
+        guess(value, ir.TensorType(ir.DataType(found.elem_type)), ir.Shape(dims) if found.HasField("shape") else None)
     for node in model.graph:  # behind ops that onnx does not know
         if node.op_type not in FLOW:
             fill_types(node, model.opset_imports[""])

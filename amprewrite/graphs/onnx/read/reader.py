@@ -25,6 +25,7 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.graphs.onnx.ops import Signature, constant_tensor, fill_types, format_of, op_of, signature
 from amprewrite.graphs.onnx.read.pins import RangeFacts
 from amprewrite.graphs.onnx.read.weights import Loss
@@ -338,7 +339,7 @@ class _Reader:
         if outer is None:
             return
         if inner.type is None and isinstance(outer.type, ir.TensorType):
-            inner.type = outer.type
+            guess(inner, outer.type)
         if not _is_fp32(inner) or not _is_fp32(outer):
             self.add_value(inner, "op", name=self.unique(str(inner.name)), op=node.op_type.lower())
             return
@@ -350,7 +351,7 @@ class _Reader:
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
         """Add a vertex for what a body gives to the graph around it."""
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
-            outer.type = inner[0][1].type
+            guess(outer, inner[0][1].type)
         if _is_fp32(outer):
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 

@@ -17,7 +17,7 @@ def difference(model: ir.Model, samples: Samples, limit: TimeLimit = "auto") -> 
     if not samples.feeds:
         return None
     with Runnable(model, limit) as runnable:
-        if runnable.invalid():
+        if runnable.invalid() and runnable.failure(samples.feeds):
             return None
         try:
             runner = runnable.session()

@@ -13,6 +13,8 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
+from amprewrite.graphs.onnx.guesses import to_proto, without_guesses
+from amprewrite.graphs.onnx.run import trial
 from amprewrite.tables.boundary.files import cannot_write, scratch_folder, write_scratch
 from amprewrite.tables.errors import EmitError, one_line
 
@@ -55,10 +57,14 @@ def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> A
     options.log_severity_level = 4
     if level is not None:
         options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[level])
-    known = ort.get_available_providers()
-    providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
-    return ort.InferenceSession(source, options, providers=providers)
+    return ort.InferenceSession(source, options, providers=providers())
+
+
+def providers() -> list[str]:
+    """Where sessions run."""
+    known = runtime().get_available_providers()
+    return [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
 
 
 class TooSlow(EmitError):
@@ -116,13 +122,14 @@ class Runnable:
         self.stack = contextlib.ExitStack()
         self.folder: Path | None = None
         if not is_large(model):
-            self.proto = ir.to_proto(model)
+            self.proto = to_proto(model)
             return
         temporary = Path(tempfile.gettempdir())
         try:
             self.folder = self.stack.enter_context(scratch_folder(temporary))
             path = self.folder / "model.onnx"
-            ir.save(model, path, external_data="model.data")
+            with without_guesses(model):
+                ir.save(model, path, external_data="model.data")
             self.proto = onnx.load(str(path), load_external_data=False)
         except OSError as error:
             self.stack.close()
@@ -141,6 +148,14 @@ class Runnable:
     def invalid(self) -> str:
         """What onnx.checker says against the model; "" if it passes."""
         return invalid(self.proto if self.folder is None else self.folder / "model.onnx")
+
+    def failure(self, feeds: Iterable[dict[str, Any]]) -> str:
+        """Why ONNX Runtime does not load the model, or run it on any of `feeds`, as a process of its own finds out; "" if it does."""
+        if not has_runtime():
+            return NO_RUNTIME
+        model = self.proto.SerializeToString() if self.folder is None else str(self.folder / "model.onnx")
+        said = trial.failure(model, list(feeds), providers(), self.seconds)
+        return one_line(said) if said else ""
 
     def session(self, extra: Iterable[str] = ()) -> Any:
         """An unoptimised session whose outputs are the model's and the `extra` values."""

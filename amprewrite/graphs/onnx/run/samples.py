@@ -10,8 +10,9 @@ By name it knows `Gather`, whose table says how large an index may be.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ class Samples:
     problem: str = ""
     """Why there are none."""
     invalid: str = ""
-    """What onnx.checker says against the model; then it is not run."""
+    """What onnx.checker says against the model. Then there is a `problem`, too, unless ONNX Runtime runs it all the same."""
+    refusal: str = ""
+    """What ONNX Runtime says against a model that is invalid, if it was asked."""
 
 
 # -- the caller's samples --------------------------------------------------------------
@@ -216,9 +219,12 @@ def _rows_indexed(value: ir.Value) -> int:
 
 
 # -- runs ------------------------------------------------------------------------------
-def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto") -> Samples:
+def observe(
+    model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto", lenient: bool = False
+) -> Samples:
     """Run the fp32 model and keep the magnitudes of the `wanted` values. `feeds` None: on made-up inputs.
 
+    A model that onnx.checker refuses is not run; `lenient`: only if a process of its own finds that ONNX Runtime does not run it either.
     PolicyError if the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
     """
     problem = too_large(model)
@@ -227,10 +233,16 @@ def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.V
     with Runnable(model, limit) as runnable:
         invalid = runnable.invalid()
         if invalid:
-            return Samples(problem=f"onnx.checker refuses the model: {invalid}", invalid=invalid)
+            refused = Samples(problem=f"onnx.checker refuses the model: {invalid}", invalid=invalid)
+            if not lenient:
+                return refused
+            feeds, tried = (feeds, list(made_up_feeds(model))) if feeds is None else _peek(feeds)
+            failure = runnable.failure(tried)
+            if failure:
+                return replace(refused, refusal=failure)
         observer = _Observer(runnable, wanted)
         if feeds is not None:
-            samples = Samples(made_up=False)
+            samples = Samples(made_up=False, invalid=invalid)
             for feed in feeds:
                 problem = observer.run(feed, samples)
                 if problem:
@@ -238,12 +250,19 @@ def observe(model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.V
             if not samples.seen:
                 raise PolicyError("calibration= holds no sample; leave it out to run on made-up inputs")
             return samples
-        samples = Samples(problem="its inputs are of unknown kind")
+        samples = Samples(problem="its inputs are of unknown kind", invalid=invalid)
         for feed in made_up_feeds(model):
             samples.problem = observer.run(feed, samples)
             if not samples.problem or observer.too_slow:
                 break
         return samples
+
+
+def _peek(feeds: Iterable[Feed]) -> tuple[Iterable[Feed], list[Feed]]:
+    """The caller's samples, and the first of them."""
+    rest = iter(feeds)
+    first = list(itertools.islice(rest, 1))
+    return itertools.chain(first, rest), first
 
 
 class _Observer:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.guesses import describe_copy
 from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, constant_tensor, describe
 from amprewrite.graphs.onnx.read.reader import Reading
 from amprewrite.graphs.onnx.read.weights import rounded
@@ -122,12 +123,13 @@ def _insert_cast(model: ir.Model, reading: Reading, cast: Cast, names: _Names) -
         bounds = [_bound(graph, names, bound, value) for bound in (-to.max, to.max)]
         clip = ir.node("Clip", [value, *bounds], name=names.new(f"clip_{value.name}"))
         source = clip.outputs[0]
-        source.name, source.type, source.shape = names.new(f"{value.name}_clipped"), value.type, value.shape
+        source.name = names.new(f"{value.name}_clipped")
+        describe_copy(source, value, value.type)
         nodes.append(clip)
     name = names.new(f"cast_{value.name}")
     node = ir.node("Cast", [source], {"to": int(DTYPES[to.name])}, name=name, metadata_props={CAST: to.name})
     copy = node.outputs[0]
-    copy.type, copy.shape = ir.TensorType(DTYPES[to.name]), value.shape
+    describe_copy(copy, value, ir.TensorType(DTYPES[to.name]))
     outputs = [slot for user in cast.users for slot in reading.slots[user, cast.value] if slot.owner is model.graph]
     _put(reading, cast, copy)
     if outputs and not value.is_graph_output() and not value.is_graph_input():

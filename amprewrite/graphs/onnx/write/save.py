@@ -25,6 +25,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.guesses import to_proto
 from amprewrite.graphs.onnx.ops import describe
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.files import (
@@ -194,7 +195,7 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
         except OSError as error:
             raise cannot_write(shown, error) from error
         try:
-            proto, data = _save_outside(model, made) if outside else (ir.to_proto(model), None)
+            proto, data = _save_outside(model, made) if outside else (to_proto(model), None)
             write(made, proto.SerializeToString())
         except (OSError, ValueError) as error:
             raise EmitError(f"{shown} cannot be written: {one_line(error)}; free some space or give another path") from error
@@ -210,7 +211,7 @@ def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | 
         for value, tensor in held:
             if value.const_value is not None and tensor is not None:
                 describe(value.const_value, tensor)
-        proto = ir.to_proto(model)
+        proto = to_proto(model)
     finally:
         for value, tensor in held:
             value.const_value = tensor

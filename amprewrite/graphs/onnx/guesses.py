@@ -1,0 +1,88 @@
+"""Types and shapes that no file declared: they are for planning, and no file is given them.
+
+onnx's shape inference is wrong about some ops, and what a file declares is believed: ONNX Runtime refuses a model whose values are of
+another shape. So what was worked out is marked where it stands, and left out of every protobuf that is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+KEY = "amprewrite.guessed"
+"""Key in `meta` of a value whose type and shape the model does not declare."""
+
+
+def guess(value: ir.Value, kind: ir.TypeProtocol | None, shape: ir.Shape | None = None) -> None:
+    """Give a value a type, and perhaps a shape, that the model does not declare."""
+    value.type = kind
+    if shape is not None:
+        value.shape = shape
+    value.meta[KEY] = True
+
+
+def is_guessed(value: ir.Value) -> bool:
+    return KEY in value.meta
+
+
+def describe_copy(copy: ir.Value, like: ir.Value, kind: ir.TypeProtocol | None) -> None:
+    """Give a copy of a value its own type, and the shape of the value: declared if the value's is."""
+    copy.type, copy.shape = kind, like.shape
+    if is_guessed(like):
+        copy.meta[KEY] = True
+
+
+def declared(model: ir.Model) -> set[str]:
+    """Names of the values whose type or shape the model declares."""
+    return {str(value.name) for value in _values(model) if _is_known(value) and not is_guessed(value)}
+
+
+def mark_guesses(model: ir.Model, told: set[str]) -> None:
+    """Take what is known of any value but those `told` for a guess: a converter worked it out."""
+    for value in _values(model):
+        if _is_known(value) and value.name not in told:
+            value.meta[KEY] = True
+
+
+def forget_guesses(model: ir.Model) -> None:
+    """Leave no type and no shape that the model does not declare."""
+    for value in _guessed(model):
+        value.type = value.shape = None
+        del value.meta[KEY]
+
+
+@contextlib.contextmanager
+def without_guesses(model: ir.Model) -> Iterator[None]:
+    """What is written inside holds no guess."""
+    hidden = [(value, value.type, value.shape) for value in _guessed(model)]
+    try:
+        for value, _, _ in hidden:
+            value.type = value.shape = None
+        yield
+    finally:
+        for value, kind, shape in hidden:
+            value.type, value.shape = kind, shape
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model as a protobuf that holds no guess."""
+    with without_guesses(model):
+        return ir.to_proto(model)
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    for graph in model.graphs():
+        yield from graph.inputs
+        for node in graph:
+            yield from node.outputs
+
+
+def _guessed(model: ir.Model) -> list[ir.Value]:
+    return [value for value in _values(model) if is_guessed(value)]
+
+
+def _is_known(value: ir.Value) -> bool:
+    return value.type is not None or value.shape is not None

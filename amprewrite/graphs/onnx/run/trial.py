@@ -1,0 +1,78 @@
+"""A trial run of an ONNX model in a process of its own: ONNX Runtime may abort the process on a model that onnx.checker refuses.
+
+The other process runs this very file, and imports nothing of ours, so that it starts quickly.
+
+1. It loads the model without optimisations, and runs it on samples until one runs.
+2. It loads and runs it as ONNX Runtime does by itself. That may fail, but not end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+START = 60.0
+"""Seconds that the process may take to start, on a busy machine."""
+
+
+def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
+    """Why ONNX Runtime does not load a model, or run it on any of `feeds`, each in `seconds`; "" if it does."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        return "there is no Python beside this program to try it in"
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    most = None if seconds is None else START + seconds * (2 * len(feeds) + 1)
+    given = pickle.dumps((model, list(feeds), list(providers)))
+    try:
+        done = subprocess.run([sys.executable, "-P", __file__], input=given, capture_output=True, env=settings, timeout=most, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it takes longer than {most:g} s"
+    except OSError as error:
+        return f"no process can be started to try it in: {error}"
+    if done.returncode:
+        return f"it ends the process ({done.returncode})"
+    return done.stdout.decode(errors="replace").strip()
+
+
+def _load(model: bytes | str, providers: list[str], plainly: bool) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    if plainly:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model, options, providers=providers)
+
+
+def _run_any(runner: Any, feeds: list[dict[str, Any]]) -> str:
+    """What ONNX Runtime says of the last feed; "" if it runs on one."""
+    said = ""
+    for feed in feeds:
+        try:
+            runner.run(None, feed)
+        except Exception as error:
+            said = str(error)
+        else:
+            return ""
+    return said
+
+
+def main() -> None:
+    model, feeds, providers = pickle.load(sys.stdin.buffer)
+    try:
+        said = _run_any(_load(model, providers, plainly=True), feeds)
+    except Exception as error:
+        said = str(error)
+    if not said:
+        with contextlib.suppress(Exception):  # who runs the model finds out by itself
+            _run_any(_load(model, providers, plainly=False), feeds)
+    sys.stdout.buffer.write(said.encode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
