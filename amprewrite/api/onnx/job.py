@@ -332,7 +332,7 @@ class Job:
         return ""
 
     def _unoptimised(self, made: str | onnx.ModelProto, error: Exception) -> Any:
-        """A session without ONNX Runtime's optimiser, where that fails on the source as well; a note says so. Rejected where it does not."""
+        """A session without ONNX Runtime's optimiser, if that fails on the source as well; a note says so. Rejected if it does not."""
         said = self._refused_itself()
         if not said:
             raise Rejected(f"ONNX Runtime refuses the rewritten model: {one_line(error)}") from error
@@ -375,9 +375,10 @@ def constant_reads(reading: Reading) -> tuple[ConstantRead, ...]:
 
 def _offsets(reading: Reading) -> Iterator[str]:
     """The constants that are added to something and have an offset."""
-    for name in sorted(summands(reading.graph)):
+    for name, scores in sorted(summands(reading.graph).items()):
         tensor = constant_tensor(reading.values[name]) if name in reading.values else None
-        if tensor is not None and tensor.size > 1 and format_of(reading.values[name]) == FP32.name and has_offset(tensor.numpy()):
+        plain = tensor is not None and tensor.size > 1 and format_of(reading.values[name]) == FP32.name
+        if plain and tensor is not None and has_offset(tensor.numpy(), scores):
             yield name
 
 

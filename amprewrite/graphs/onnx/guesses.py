@@ -7,7 +7,7 @@ another shape. So what was worked out is marked where it stands, and left out of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx
 import onnx_ir as ir
@@ -26,6 +26,11 @@ def guess(value: ir.Value, kind: ir.TypeProtocol | None, shape: ir.Shape | None 
 
 def is_guessed(value: ir.Value) -> bool:
     return KEY in value.meta
+
+
+def guessed(model: ir.Model) -> list[ir.Value]:
+    """The values whose type or shape the model does not declare."""
+    return [value for value in _values(model) if is_guessed(value)]
 
 
 def describe_copy(copy: ir.Value, like: ir.Value, kind: ir.TypeProtocol | None) -> None:
@@ -47,9 +52,11 @@ def mark_guesses(model: ir.Model, told: set[str]) -> None:
             value.meta[KEY] = True
 
 
-def forget_guesses(model: ir.Model) -> None:
-    """Leave no type and no shape that the model does not declare."""
-    for value in _guessed(model):
+def forget_guesses(model: ir.Model, but: Collection[ir.Value] = ()) -> None:
+    """Leave no type and no shape that the model does not declare; `but` these values keep theirs."""
+    for value in guessed(model):
+        if value in but:
+            continue
         value.type = value.shape = None
         del value.meta[KEY]
 
@@ -57,7 +64,7 @@ def forget_guesses(model: ir.Model) -> None:
 @contextlib.contextmanager
 def without_guesses(model: ir.Model) -> Iterator[None]:
     """What is written inside holds no guess."""
-    hidden = [(value, value.type, value.shape) for value in _guessed(model)]
+    hidden = [(value, value.type, value.shape) for value in guessed(model)]
     try:
         for value, _, _ in hidden:
             value.type = value.shape = None
@@ -78,10 +85,6 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
         yield from graph.inputs
         for node in graph:
             yield from node.outputs
-
-
-def _guessed(model: ir.Model) -> list[ir.Value]:
-    return [value for value in _values(model) if is_guessed(value)]
 
 
 def _is_known(value: ir.Value) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
@@ -19,7 +19,9 @@ MASK = 1e8
 """A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
 EXTREME = 1e30
 """So large is a mask of either sign."""
-PASSES_MASK, MAKES_SCORES = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES)
+BLOCKS = 88.0
+"""A softmax gives no share to a score so far below the greatest: exp(-88) is below fp32's normal numbers."""
+PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP = ops_with(Trait.ADDS_UP)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
@@ -65,16 +67,34 @@ def thinned_out(largest: float, low: Format) -> bool:
     return 0 < largest < low.smallest_normal
 
 
-def summands(graph: OpGraph) -> set[str]:
-    """What is added to something, or taken from it; a weight that is seen otherwise there counts as itself."""
-    return {graph.seen(operand.value).name for node in graph if node.op in ADDS_UP for operand in node.operands}
+def summands(graph: OpGraph) -> dict[str, bool]:
+    """What is added to something, or taken from it, and whether softmaxes alone read the sums.
+
+    A weight that is seen otherwise there counts as itself.
+    """
+    found: dict[str, bool] = {}
+    for node in graph:
+        for operand in node.operands if node.op in ADDS_UP else ():
+            name = graph.seen(operand.value).name
+            found[name] = found.get(name, True) and _are_scores(graph, node)
+    return found
 
 
-def has_offset(values: Any) -> Any:
+def _are_scores(graph: OpGraph, node: OpNode) -> bool:
+    """Whether softmaxes alone read a value, or what may stand in front of them."""
+    readers = list(graph.readers(node.name))
+    return bool(readers) and all(each.op in SHARES_OUT or (each.op in MAKES_SCORES and _are_scores(graph, each)) for each in readers)
+
+
+def has_offset(values: Any, scores: bool = False) -> Any:
     """Whether the rows of a weight, a tensor or an array of one dim or more, have more in common than they differ by.
 
     Their means are then larger than what is left without them, as root mean squares: what a norm takes away is most of them.
+    `scores`: softmaxes read them; what blocks a position, as masks do that an exporter adds to a bias, is then no offset.
     """
+    if scores:
+        least = values.max() - BLOCKS
+        values = values.clip(least) * (values > least)
     return 2 * (values.mean(-1) ** 2).mean() > (values**2).mean()
 
 

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 from onnx import helper
 from onnx_help import BF16, BOOL, F16, F32, I64, Net, const, graph, node, noise, run, value, weight
 
 from amprewrite import rewrite_onnx
+from amprewrite.graphs.onnx.run.compare import relative_error
+from amprewrite.graphs.onnx.run.rounded import strict_outputs
 
 COPIES = {name: (F16, [4, 16]) for name in ("x_fp16", "out_fp16")}
 """What copies of the input and the output declare: what those declare, in fp16."""
@@ -90,3 +93,30 @@ def test_a_wrong_guess_of_onnx_is_in_no_file() -> None:
     want, got = run(given.model, given.feed)[0], run(result.model, given.feed)[0]
     assert got.shape == (1, 8, 9)
     np.testing.assert_allclose(got, want, rtol=0, atol=5e-3 * np.abs(want).max())
+
+
+def branching() -> Net:
+    """Bodies whose inner values no one declared."""
+    branches = {}
+    for name, act in (("then", "Tanh"), ("else", "Relu")):
+        inner = [node("Gemm", ["h", f"w_{name}"], [f"g_{name}"], name=f"gemm_{name}"), node(act, [f"g_{name}"], [f"o_{name}"])]
+        branches[f"{name}_branch"] = graph(inner, name, [], [value(f"o_{name}", 4, 16)], [])
+    nodes = [
+        node("Gemm", ["x", "w0"], ["h"]), node("ReduceSum", ["h"], ["total"], keepdims=0), node("Greater", ["total", "zero"], ["positive"]),
+        node("If", ["positive"], ["chosen"], **branches), node("Gemm", ["chosen", "w1"], ["out"]),
+    ]  # fmt: skip
+    weights = [weight(name, 16, 16) for name in ("w0", "w1", "w_then", "w_else")]
+    return undeclared(nodes, [value("out", 4, 16)], [*weights, const("zero", 0.0)])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("make", [chain, branching])
+def test_the_strict_interpreter_works_out_types_that_a_model_does_not_declare(make, dtype: str) -> None:
+    """bf16 has no kernels in ONNX Runtime on a CPU: a low value that was taken for fp32 would not run."""
+    given = make()
+    result = rewrite_onnx(given.model, dtype=dtype, calibration=given.feed)
+    before = onnx_ir.to_proto(result.ir_model).SerializeToString()
+    (got,) = strict_outputs(result.ir_model, [given.feed])
+    assert relative_error([run(given.model, given.feed)], [got]) == pytest.approx(result.report.strict_error)
+    assert result.report.strict_error > 1e-5, "nothing was rounded"
+    assert onnx_ir.to_proto(result.ir_model).SerializeToString() == before

@@ -126,6 +126,18 @@ def test_a_norm_reads_a_bias_with_an_offset_in_fp32(bias, colour):
 
 
 @pytest.mark.parametrize(
+    ("bias", "colour"), [([*noise(15), -100.0], "low"), ([*noise(8), *[float("-inf")] * 8], "low"), ([3000.0] * 15 + [0.0], "high")]
+)
+def test_a_softmax_reads_a_bias_with_an_offset_in_fp32_and_a_mask_low(bias, colour):
+    """An exporter may fold a mask into a bias: what blocks positions loses nothing, and is no offset."""
+    made = gemm_chain(
+        node("Add", ["h", "bias"], ["sum"], name="add"), node("Softmax", ["sum"], ["mid"], name="softmax"), inits=[const("bias", bias)]
+    )  # fmt: skip
+    found = rewrite_onnx(made.model, dtype="bf16")
+    assert colours(found.model)["add"] == colour
+
+
+@pytest.mark.parametrize(
     "between",
     [
         [node("ReduceL2", ["h"], ["n"], name="norm", axes=[1]), node("Clip", ["n", "tiny"], ["m"], name="most")],

@@ -68,7 +68,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     weights = _plain_weights(captured, inputs).items()
     added = {name: weight.detach() for name, weight in weights if name in found and weight.numel() > 1}
     with torch.no_grad(), unselected():
-        flags = _read([has_offset(weight) for weight in added.values()])
+        flags = _read([has_offset(weight, found[name]) for name, weight in added.items()])
     return frozenset(name for name, offset in zip(added, flags, strict=True) if offset)
 
 

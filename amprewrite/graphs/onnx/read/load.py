@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +16,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 
 from amprewrite.graphs.onnx.check import check_constants, check_functions, check_operands
-from amprewrite.graphs.onnx.guesses import declared, guess, mark_guesses
-from amprewrite.graphs.onnx.ops import OLDEST, describe, fill_types, format_of
+from amprewrite.graphs.onnx.guesses import declared, mark_guesses
+from amprewrite.graphs.onnx.infer import infer_types
+from amprewrite.graphs.onnx.ops import OLDEST, describe, format_of
 from amprewrite.graphs.onnx.read.densify import densify
 from amprewrite.graphs.onnx.read.opsets import name_opset, raise_for_format, raise_old
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, PolicyError, one_line
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.onnx_names import FLOW
 from amprewrite.tables.ops.op_lists import OpLists
 
 Source = str | Path | onnx.ModelProto | ir.Model
@@ -33,8 +32,6 @@ TRIES = 20
 """How often a model is read that is replaced again and again meanwhile."""
 NOTES = "amprewrite.read"
 """Key in `meta` of a model that was read: notes on what of it is not as it was."""
-HOLLOW = 1024
-"""Elements from which on an initialiser is no shape or axis, so that type inference need not see it."""
 
 
 def load(source: Source) -> ir.Model:
@@ -226,42 +223,3 @@ def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
                 return False
         made.add(node)
     return True
-
-
-def infer_types(model: ir.Model) -> list[str]:
-    """Guess missing types and shapes of the top graph; the reader works out those of bodies. Notes on failure."""
-    plain = (node for node in model.graph if node.op_type not in FLOW)  # what a body gives, the reader sees itself
-    missing = {str(v.name): v for node in plain for v in node.outputs if v.name and v.type is None}
-    if not missing:
-        return []
-    try:
-        inferred = onnx.shape_inference.infer_shapes(_hollow(model))
-    except Exception as error:
-        return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
-    for info in inferred.graph.value_info:
-        value, found = missing.get(info.name), info.type.tensor_type
-        if value is None or not found.elem_type:
-            continue
-        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in found.shape.dim]
-        guess(value, ir.TensorType(ir.DataType(found.elem_type)), ir.Shape(dims) if found.HasField("shape") else None)
-    for node in model.graph:  # behind ops that onnx does not know
-        if node.op_type not in FLOW:
-            fill_types(node, model.opset_imports[""])
-    return []
-
-
-def _hollow(model: ir.Model) -> onnx.ModelProto:
-    """A protobuf of the model in which larger weights are inputs, for type inference, which would copy them."""
-    proto = ir.to_proto(model)
-    graph = proto.graph
-    small = []
-    for tensor in graph.initializer:
-        if math.prod(tensor.dims) < HOLLOW:
-            small.append(tensor)
-        else:
-            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    kept = onnx.GraphProto()
-    kept.initializer.extend(small)
-    del graph.initializer[:]
-    graph.initializer.extend(kept.initializer)
-    return proto

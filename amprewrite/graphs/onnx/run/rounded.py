@@ -19,6 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import to_proto
+from amprewrite.graphs.onnx.infer import all_types
 from amprewrite.graphs.onnx.ops import format_of
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, run_within, seconds_for, session_of, weight_bytes
 from amprewrite.graphs.onnx.run.samples import Feed
@@ -43,7 +44,8 @@ def strict_outputs(
     `proto` is the model as it was written, with its external data in `folder`; None: all of it is in memory. TooSlow if a run
     takes longer than ROUNDING times what `limit` allows an ordinary one.
     """
-    strict, low_inputs = strict_model(model, to_proto(model) if proto is None else proto)
+    with all_types(model):
+        strict, low_inputs = strict_model(model, to_proto(model) if proto is None else proto)
     runner = session_of(strict, folder)
     ordinary = seconds_for(weight_bytes(model), limit)
     seconds = None if ordinary is None else ROUNDING * ordinary
