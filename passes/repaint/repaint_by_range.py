@@ -5,7 +5,8 @@
 2. *Underflow.* A value is at risk where all of it lies below the normal range and it does not drown in larger summands, or
    where it would be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
-4. Weights are known without calibration: the readers of one beyond the range run high. A bias may be flushed: it is only added.
+4. Weights are known without calibration: the readers of one beyond the range run high, and those of its views, such as `weight.t()`.
+   A bias may be flushed: it is only added.
 5. Ties share a colour; overrides stand, and a note says what they risk.
 
 What the lists or facts keep high already stays as it is: nothing here makes a node low.
@@ -70,6 +71,7 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
         if not node.carries_fp32 or node.may_saturate:
             continue
         weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a body it is an input
+        weight = weight or (node.name not in values and _of_weight(problem, node) != node.name)
         text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)
         if text:
             if node.role == "op":
@@ -116,9 +118,15 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
     return ""
 
 
+def _of_weight(problem: Problem, node: OpNode) -> str:
+    """The weight that a value is a view or a part of, so that it is no larger; else its own name."""
+    source = problem.graph.seen(node.name).name
+    return source if source in problem.magnitudes else node.name
+
+
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
     """A weight is what it is: no tail, no headroom."""
-    size, low, known = problem.magnitudes.get(node.name, 0.0), problem.policy.low, _fit(problem, node)
+    size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
     if known is Fit.FLUSHED:
@@ -127,7 +135,7 @@ def _too_large_weight(problem: Problem, node: OpNode) -> str:
 
 
 def _fit(problem: Problem, weight: OpNode) -> Fit:
-    return fit(problem.magnitudes.get(weight.name, 0.0), problem.policy.low)
+    return fit(problem.magnitudes.get(_of_weight(problem, weight), 0.0), problem.policy.low)
 
 
 def _drowned(problem: Problem, node: OpNode, values: Mapping[str, ValueRange], depth: int = 4) -> bool:

@@ -303,3 +303,55 @@ def test_a_value_of_several_grad_modes_is_exported() -> None:
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 assert all(node in source.users for source in node.all_input_nodes)
         torch.testing.assert_close(exported.module()(x), amp(x))
+
+
+class Beyond(nn.Module):
+    """Values beyond fp16 on the way to a product: of inputs, or of weights alone. `how` names what is done."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.second = how, nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.5)
+        with torch.no_grad():
+            self.second.weight[0, 0] = 1e6 if how in ("view", "scaled", "added") else 0.5
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = self.norm(self.first(x * scale) + shift)
+        if self.how == "view":
+            return x @ self.second.weight.t()
+        if self.how == "scaled":
+            return F.linear(x, self.second.weight * 0.5)
+        if self.how == "added":
+            return F.linear(x, torch.stack([self.second.weight, self.second.weight]).sum(0))
+        return self.second(self.drop(x * 1e6)) * 1e-6
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("how", ["view", "scaled", "added", "grows"])
+def test_what_overflows_on_the_inputs_of_an_export_stays_fp32_there(how: str, training: bool) -> None:
+    """No call came before. Running statistics and random numbers are as if nothing had been run."""
+    model, x, shift = Beyond(how).train(training), torch.randn(8, 16), torch.randn(8, 16)
+    given = {"scale": 2.0, "shift": shift}  # not in the order of the signature
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    program, plan = export_with_plan(amp, (x,), given)
+    drawn = torch.rand(4)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(4))
+    torch.manual_seed(5)
+    got = program.module()(x, **given)
+    torch.manual_seed(5)
+    assert relative_error([model(x, **given)], [got]) < 2e-3
+    low = {node.name for region in plan.regions for node in region.nodes if node.colour is Colour.LOW and node.role == "op"}
+    assert any(name.startswith("linear") for name in low), "the first product is as it was"
+
+
+def test_an_export_that_overflows_whatever_is_kept_high_says_so() -> None:
+    """What an override asks for is done, and a decision made anew cannot mend it."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    nn.init.constant_(model[0].weight, 6e4)
+    amp = amprewrite.rewrite(model, dtype="fp16", overrides={"module:0": "low"})
+    with pytest.warns(amprewrite.AmpRewriteWarning, match=r"NaN or infinities in fp16 where fp32 gives none"):
+        amp.export_program((torch.ones(2, 16),))

@@ -270,3 +270,33 @@ def test_a_graph_that_cannot_be_tried_stays_fp32_and_says_so(monkeypatch: pytest
     with pytest.warns(amprewrite.AmpRewriteWarning, match="stays fp32: PassError: the edited graph cannot be tried: KeyError"):
         got = amp(x.clone().requires_grad_() + 0)
     assert torch.equal(got, model(x.clone().requires_grad_() + 0))
+
+
+LEAVES_A_TRANSFORM = {
+    "vmap": lambda y: torch.func.vmap(torch.tanh)(y),
+    "jvp": lambda y: torch.func.jvp(torch.sigmoid, (y,), (torch.ones_like(y),))[1],
+    "vjp": lambda y: torch.func.vjp(torch.tanh, y)[0],
+    "grad": lambda y: torch.func.grad(lambda t: torch.tanh(t).sum())(y),
+}
+
+
+@pytest.mark.parametrize("how", LEAVES_A_TRANSFORM)
+@pytest.mark.parametrize("options", [{}, {"dtype": "fp16", "loss_scale": 16.0}], ids=str)
+def test_what_leaves_a_transform_has_its_gradients(how: str, options: dict[str, Any]) -> None:
+    """The op whose backward reads its result stands inside the transform, where no border can: gradients were left scaled."""
+
+    class Transformed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return LEAVES_A_TRANSFORM[how](self.lin(x))
+
+    model, found, x = Transformed(), [], torch.randn(4, 16)
+    for each in (model, amprewrite.rewrite(model, **{"dtype": "bf16", **options})):
+        (first,) = torch.autograd.grad(each(x).square().sum(), model.lin.weight, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), model.lin.weight)))
+    for want, got in zip(*found, strict=True):
+        assert (got - want).norm() < 2e-2 * want.norm()

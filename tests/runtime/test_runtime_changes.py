@@ -203,6 +203,10 @@ class HookedOutside(HookedAlike):
         self.place = place
 
     def forward(self, x):
+        if self.place == "alone":
+            value = self.first(x)
+            value.register_hook(lambda gradient: gradient * 2)
+            return (self.alike(value),)
         value = x if self.place == "given" else x * 2
         same = self.alike(value)
         same.register_hook(lambda gradient: gradient * 2)
@@ -211,7 +215,7 @@ class HookedOutside(HookedAlike):
 
 
 @pytest.mark.parametrize("how", ALIKE)
-@pytest.mark.parametrize("place", ["given", "made", "returned"])
+@pytest.mark.parametrize("place", ["given", "made", "returned", "alone"])
 @pytest.mark.parametrize(
     "options", [{}, {"lists": "o2"}, {"lists": "tf", "loss_scale": 16.0}, {"dtype": "fp16", "loss_scale": 16.0}], ids=str
 )

@@ -12,7 +12,7 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
    node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it. If the
    maker gives a view of a hidden tensor, as `linear` does of more than two dims, so does the node: autograd takes a view
    off the path of what is written beside it, and a base not. In graphs with gradients the same holds if a result is the very
-   tensor that an op was given, as that of `contiguous` may be, and others read that: they are on the path of the result.
+   tensor that an op was given, as that of `contiguous` may be, and others read that, or it has hooks: they are on the result's path.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
    graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as that of `tanh` does, a
@@ -86,8 +86,11 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
 
 
 def read_results_back(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Results that the backward of their own op reads; heavy ops have no second derivative, or do not read them."""
-    apart = _inside_transforms(graph)
+    """Results that the backward of their own op reads; heavy ops have no second derivative, or do not read them.
+
+    What leaves a transform of torch.func is none: no border can stand inside, and what the ops in there read is another tensor.
+    """
+    apart = transform_regions(graph)
     for node in dict.fromkeys(map(_before_hooks, _results(graph))):
         if differentiable(example_value(node)) and _op_of(node)[-1] not in apart and _read_back(node):
             yield node
@@ -189,10 +192,10 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node) -> bool:
-    """Whether a result is the very tensor that an op was given, and others read that one; the body of a checkpoint may."""
+    """Whether a result is the very tensor that an op was given, and others read that one or it has hooks; the body of a checkpoint may."""
     result = _before_hooks(result)
     while (given := same_tensor(result)) is not None:
-        if len(given.users) > 1 or made_inside(result) is not None:
+        if len(given.users) > 1 or given.target is hooked or made_inside(result) is not None:
             return True
         result = _before_hooks(given)
     return False
