@@ -195,8 +195,8 @@ MUTANTS = (
          ("amprewrite/runtime/captured/past.py", "        if node is None or isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]\n", "        if node is None:\n")),
     ),
     Mutant(
-        "export-other-graph", "export_program does not learn how large weights are", ("programs",), ('export', 'huge=True'),
-        (("amprewrite/graphs/fx/read/magnitudes.py", "    for node, value in (*placeholders, *held):\n", "    for node, value in placeholders:\n"),),
+        "export-unseen", "export_program looks at no values: what overflows on its inputs is not finite", ("programs",), ('export', "'fp16'", "large"),
+        (("amprewrite/api/export_program.py", "    if not worth_watching(captured.problem) or", "    if True or not worth_watching(captured.problem) or"),),
     ),
     Mutant(
         "verify-without-hooks", "verify reads a graph whose tensor hooks stand as they were captured", ("programs",), ('verify', 'hook'),
@@ -229,6 +229,14 @@ MUTANTS = (
     Mutant(
         "hook-beside-input", "a hook on what an op gives back of an input misses its other readers where gradients are scaled", ("programs",), ("hook_identity",),
         (("passes/apply/scale_loss.py", " or given_back.get(node) in found\n", "\n"),),
+    ),
+    Mutant(
+        "transform-result-read", "what leaves a torch.func transform counts as read by its op's backward, inside, where no border can stand", ("programs",), ("func_", "'fp16'"),
+        (("amprewrite/graphs/fx/read/leaving.py", "    apart = transform_regions(graph)\n    for node in dict.fromkeys(map(_before_hooks, _results(graph))):\n", "    apart = _inside_transforms(graph)\n    for node in dict.fromkeys(map(_before_hooks, _results(graph))):\n"),),
+    ),
+    Mutant(
+        "hook-on-given-back", "a result that an op gave back of a hooked value leaves beside the hook's path", ("programs",), ("hook_identity",),
+        (("amprewrite/graphs/fx/read/leaving.py", "len(given.users) > 1 or given.target is hooked or made_inside", "len(given.users) > 1 or made_inside"),),
     ),
     Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),

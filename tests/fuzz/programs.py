@@ -396,9 +396,9 @@ def generate(seed: int) -> Program | None:
         return None
     results = _results(choose, builder)
     huge = not exact and low == "fp16" and choose.random() < 0.12
-    shares = (("heavy", 0.6), ("export", 0.5 if huge else 0.05), ("verify", 0.12), ("write", 0.3))
-    checks = tuple(each for each, share in shares if choose.random() < share)
     of_range = any(each.tag.startswith(("large", "small", "nested")) for each in builder.body)
+    shares = (("heavy", 0.6), ("export", 0.5 if huge or of_range else 0.05), ("verify", 0.12), ("write", 0.3))
+    checks = tuple(each for each, share in shares if choose.random() < share)
     calls = choose.choice(CALLS_OF_RANGE if of_range else CALLS)
     parts = _parts(builder.body)
     again = sorted({name for each in builder.body if each.tag == "nested_checkpoint" for name, _ in each.modules} & set(parts))

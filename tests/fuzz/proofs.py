@@ -453,12 +453,31 @@ def _() -> bool:
     return gradients_agree(nested(True), lambda y: y.sum(), dtype="fp16", loss_scale=1.0, granularity=["b"])
 
 
-@proof("export-other-graph")
+@proof("export-unseen")
 def _() -> bool:
-    amp = amprewrite.rewrite(Net(lambda self, x: self.a(x)).eval(), dtype="fp16")
-    with torch.no_grad():
-        amp.a.weight[0, 0] = 1e5  # type: ignore[union-attr, index]
-        return bool(amp.export_program((batch(),)).module()(batch()).isfinite().all())
+    amp = amprewrite.rewrite(Net(lambda self, x: self.b(self.a(x) * 1e6)).eval(), dtype="fp16")
+    return bool(amp.export_program((batch(),)).module()(batch()).isfinite().all())
+
+
+@proof("transform-result-read")
+def _() -> bool:
+    return gradients_agree(lambda self, x: torch.func.vmap(torch.tanh)(self.a(x)), lambda y: y.sum(), dtype="fp16", loss_scale=16.0)
+
+
+@proof("hook-on-given-back")
+def _() -> bool:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        v = self.a(x)
+        v.register_hook(lambda g: g * 2)
+        return v.contiguous()
+
+    found = []
+    for each in (net := Net(forward), amprewrite.rewrite(net, dtype="fp16", loss_scale=16.0)):
+        result = each(batch())
+        result.retain_grad()
+        result.sum().backward()
+        found.append(result.grad)
+    return torch.allclose(*found)
 
 
 @proof("verify-without-hooks")
