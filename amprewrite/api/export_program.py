@@ -17,21 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx._pytree import tree_flatten_spec
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.ir.plans.plan import RegionPlan
-from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high, rewrite_graph
+from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high
 from amprewrite.passes.normalise.strip_checks import strip_checks
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
-from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
+from amprewrite.runtime.captured.overflow_retry import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
-from amprewrite.runtime.session import Session
 from amprewrite.tables.errors import AmpRewriteError, CaptureError
 from amprewrite.tables.vocabulary import Reason
 
@@ -58,7 +53,8 @@ def export_with_plan(
     names = parameter_names(plain.forward)
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
     _leave_between(captured, part_paths(plain, session.options.granularity))
-    edited, region = _rewritten(captured, session, plain, args, kwargs)
+    with state_kept(plain):
+        edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32)
     if session.options.low is not None:  # else graphs that run here may stay fp32, whatever is exported
         with session.lock:
             session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)
@@ -70,33 +66,6 @@ def export_with_plan(
     policy = captured.problem.policy
     plan = CastPlan(policy.low.name, region.flat("graph0"), notes=tuple(session.notes), lists=policy.lists_name)
     return exported, plan
-
-
-def _rewritten(
-    captured: Captured, session: Session, plain: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[CapturedGraph, RegionPlan]:
-    """The edited graph and its plan, decided anew if it overflows on these inputs where fp32 does not."""
-    edited, region = rewrite_graph(captured)
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), captured.module._in_spec))  # as the module's own code takes them
-    if not worth_watching(captured.problem) or not _are_real((inputs, captured.module.state_dict())):
-        return edited, region
-
-    def run(given: tuple[Any, ...]) -> Any:
-        return torch.fx.Interpreter(edited).run(*given, enable_io_processing=False)
-
-    def again(_: tuple[Any, ...]) -> RegionPlan:
-        nonlocal edited, region
-        edited, region = rewrite_graph(captured)
-        return region
-
-    with torch.no_grad(), state_kept(plain), state_kept(captured.module):
-        OverflowRetry(captured, region, session.learn, again, session.warn_fp32).call(run, inputs, 0)
-    return edited, region
-
-
-def _are_real(values: Any) -> bool:
-    """Whether every tensor holds numbers: a model may be exported on fake ones."""
-    return not any(isinstance(t, FakeTensor) or t.is_meta for t in tree_leaves(values) if isinstance(t, torch.Tensor))
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:

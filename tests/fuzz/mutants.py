@@ -196,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "export-unseen", "export_program looks at no values: what overflows on its inputs is not finite", ("programs",), ('export', "'fp16'", "large"),
-        (("amprewrite/api/export_program.py", "    if not worth_watching(captured.problem) or", "    if True or not worth_watching(captured.problem) or"),),
+        (("amprewrite/runtime/captured/overflow_retry.py", "    if not worth_watching(captured.problem) or", "    if True or not worth_watching(captured.problem) or"),),
     ),
     Mutant(
         "verify-without-hooks", "verify reads a graph whose tensor hooks stand as they were captured", ("programs",), ('verify', 'hook'),

@@ -16,18 +16,22 @@ Such a graph calls the hooks of its inputs (`retain_grad` is one), and an activa
 there the first run is one on copies, and the call itself runs once. So it is where an overflow may be unseen, and where an input
 that is written has gradients, or is written with values that have some: autograd records the write, which cannot be undone then.
 
+An export has no first call: `rewrite_for` makes one, on the arguments that it was given.
+
 A few calls only: later ones cost nothing. This is on by default, since a model that gives NaN is of no use.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._pytree import tree_flatten_spec
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
@@ -41,6 +45,8 @@ from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
+from amprewrite.passes.driver import rewrite_graph
+from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.ambient.suspend_modes import unselective
 from amprewrite.tables.vocabulary import Reason
 
@@ -190,6 +196,40 @@ class OverflowRetry:
         self.plan = self.again(inputs)
 
 
+def rewrite_for(
+    captured: Captured,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    learn: Callable[[tuple[RegionRanges, ...]], Calibration],
+    warn: Callable[[str], None],
+) -> tuple[torch.fx.GraphModule, RegionPlan]:
+    """The edited graph of an exported module, and its plan, decided as after a first call on these arguments.
+
+    The call leaves what it writes to buffers of the graph as it was.
+    """
+    edited, plan = rewrite_graph(captured)
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), captured.module._in_spec))  # as the module's own code takes them
+    if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
+        return edited, plan
+
+    def run(given: tuple[Any, ...]) -> Any:
+        return torch.fx.Interpreter(edited).run(*given, enable_io_processing=False)
+
+    def again(_: tuple[Any, ...]) -> RegionPlan:
+        nonlocal edited, plan
+        edited, plan = rewrite_graph(captured)
+        return plan
+
+    with torch.no_grad(), state_kept(captured.module):
+        OverflowRetry(captured, plan, learn, again, warn).call(run, inputs, 0)
+    return edited, plan
+
+
+def _hold_numbers(values: Any) -> bool:
+    """Whether every tensor has values: a model may be exported on fake ones."""
+    return not any(isinstance(t, FakeTensor) or t.is_meta for t in tree_leaves(values) if isinstance(t, torch.Tensor))
+
+
 def _inside_checkpoint() -> bool:
     """Whether what is saved for backward goes through hooks, as inside an activation checkpoint."""
     return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -279,4 +319,4 @@ class _Watched:
         return any(a.shape != b.shape or bool((b.isfinite() & ~a.isfinite()).any()) for a, b in pairs)
 
 
-__all__ = ["OverflowRetry", "all_finite", "worth_watching"]
+__all__ = ["OverflowRetry", "all_finite", "rewrite_for", "worth_watching"]
