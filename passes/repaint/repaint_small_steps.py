@@ -5,7 +5,8 @@ Each sum rounds all of x, while what f loses in its products is scaled down with
 (Inception-ResNet v2, EDSR) are of that kind: Euler's `x + (s[i + 1] - s[i]) * f(x)`, and DDIM, which scales x up and down beside. Large
 steps, as of most residual streams, lose as much by their own rounding.
 
-1. Which sums those are, and what hands their value on from one to the next, is read from the graph (`graphs/fx/flow/small_steps.py`).
+1. Which sums those are, and what hands their value on from one to the next, is read from the graph
+   (`graphs/small_steps.py`, and what a kind of graph knows of it: `graphs/fx/flow/` and `graphs/onnx/read/`).
    The network's own ops, and the scaling of what it gave, are left to their price: torch.autocast rounds there, too.
 2. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 """

@@ -24,6 +24,7 @@ from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
+from amprewrite.graphs.onnx.read.small_steps import read_small_steps
 from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.compare import difference, is_measurable, relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
@@ -356,7 +357,7 @@ def decide_region(reading: Reading, policy: Policy, lists: OpLists, given: Model
     """Run the deciding passes over what was read; edits nothing. PlanError if `given` does not fit."""
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=constant_reads(reading),
-        offsets=frozenset(_offsets(reading)),
+        offsets=frozenset(_offsets(reading)), small_steps=read_small_steps(reading),
     )  # fmt: skip
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))

@@ -1,0 +1,115 @@
+"""Sums of an ONNX file that go on with one value in many small steps: `x = x + 0.1 * f(x)`, unrolled or in the body of a loop.
+
+Factors are constants of one element, whose numbers the file has, and schedules: values of one element that no product made. Constants of
+more elements are no schedules: what is learnt, such as a LayerScale, looks the same in a file.
+
+By name it knows how ops are linear: `add`, `sub`, `mul`, `div`, `neg`; and where a body begins, at a `loop` or a `scan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.ops import constant_tensor
+from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.small_steps import Factor, SmallSteps
+from amprewrite.ir.op_graph import OpNode
+from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.vocabulary import OpKind
+
+LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
+"""What hands on its first operand times one, if it has as many elements."""
+RANDOM = ops_with(Trait.RANDOM)
+SUMS = ops_with(Trait.ADDS_UP)
+BODIES = ("loop", "scan")
+
+
+def read_small_steps(reading: Reading) -> tuple[str, ...]:
+    """Sums that go on with one value in many small steps, where products are in each, and what scales or copies that value in between."""
+    steps = _Steps(reading)
+    kept = steps.found(lambda name: reading.graph[name].op in SUMS and len(steps.given(name)) == 2, steps.is_state)
+    return tuple(node.name for node in reading.graph if node.name in kept)
+
+
+class _Steps(SmallSteps[str]):
+    """The steps of one file, by the names of vertices."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.graph, self.nodes = reading.graph, reading.nodes
+        self.order = self.graph.rank
+        self.names = {value: name for name, value in reading.values.items()}
+        self.heavy = {node.name for node in self.graph if node.flops or node.kind is OpKind.ALLOW}  # FLOPs need a shape
+        self.exact = set[str]()
+        for node in self.graph:
+            if self._is_exact(node):
+                self.exact.add(node.name)
+
+    def is_state(self, name: str) -> bool:
+        """Whether a value is what a loop hands from turn to turn."""
+        node = self.graph[name]
+        return node.op in BODIES and bool(node.precision_group)
+
+    def inputs(self, node: str) -> Iterable[str]:
+        return (operand.value for operand in self.graph[node].operands)
+
+    def shape(self, node: str) -> tuple[object, ...] | None:
+        return self.graph[node].shape
+
+    def given(self, name: str) -> list[ir.Value]:
+        """The operands of a node; none of what is no node, or stands at the border of a body."""
+        node = self.graph[name]
+        if node.role != "op" or node.op in BODIES or name not in self.nodes:
+            return []
+        return [value for value in self.nodes[name].inputs if value is not None]
+
+    def terms(self, node: str) -> dict[str, Factor]:
+        op, given = self.graph[node].op, self.given(node)
+        parts: list[tuple[ir.Value, Factor | None]] = []
+        if op in SUMS and len(given) == 2:
+            parts = [(given[0], Factor()), (given[1], Factor(-1.0 if op == "sub" else 1.0))]
+        elif op == "neg":
+            parts = [(given[0], Factor(-1.0))]
+        elif op == "mul" and len(given) == 2:
+            factor = self._factor(given[1])
+            parts = [(given[0], factor)] if factor is not None else [(given[1], self._factor(given[0]))]
+        elif op == "div":
+            parts = [(given[0], self._factor(given[1], "divided by"))]
+        elif op in LINEAR and given and self.only(node) == self.names.get(given[0]):
+            parts = [(given[0], Factor())]
+        found: dict[str, Factor] = {}
+        for value, times in parts:
+            name = self.names.get(value)
+            if times is None:
+                return {}
+            if name is not None and constant_tensor(value) is None:
+                found[name] = found[name] + times if name in found else times
+        return found
+
+    def only(self, node: str) -> str | None:
+        given = {self.names[value] for value in self.given(node) if value in self.names and constant_tensor(value) is None}
+        if len(given) > 1 and node not in self.heavy:
+            given = {each for each in given if not self._is_schedule(each)}
+        return given.pop() if len(given) == 1 and node not in self.heavy else None
+
+    def _factor(self, value: ir.Value, how: str = "") -> Factor | None:
+        tensor = constant_tensor(value)
+        if tensor is not None:
+            number = float(tensor.numpy().reshape(-1)[0]) if tensor.size == 1 else 0.0
+            return Factor(1.0 / number if how else number) if number else None
+        name = self.names.get(value, "")
+        return Factor(1.0, frozenset([(name, how)])) if name and self._is_schedule(name) else None
+
+    def _is_exact(self, node: OpNode) -> bool:
+        if node.role != "op":
+            return node.role != "output"
+        if node.name in self.heavy or node.op in RANDOM or node.op in BODIES:
+            return False
+        return all(operand.value in self.exact for operand in node.operands)
+
+    def _is_schedule(self, name: str) -> bool:
+        return name in self.exact and all(size == 1 for size in self.graph[name].shape)
+
+
+__all__ = ["read_small_steps"]

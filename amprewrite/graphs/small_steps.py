@@ -1,0 +1,141 @@
+"""Sums that go on with one value in many small steps, `x = x + 0.1 * f(x)`, again and again: what is common to all kinds of graphs.
+
+A step makes `a * x + b * f(x)` of a value x, where a product is in f, by one op or several: the linear form of a sum is read through sums,
+scalings and copies until such an x shows. A kind of graph says which ops are linear and what factors are, numbers or *schedules*, whose
+numbers show in a call alone. The body of a loop takes its steps as often as it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+SMALL, MANY = 0.25, 8
+"""A step is small if numbers scale f down to that, beside x, and this many in a row are many. The sums of eight, each rounded, are off by
+three times what one is; a step that is scaled to a quarter is off by a quarter of that. torch.autocast keeps such sums in fp32, as their
+first value is."""
+FEW = 16
+"""Ops that a step is looked for behind. One of DDIM has eight: two scalings of what the network gave, two of the state, two sums, and one
+or two scalings in the network."""
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A number times schedules: each with what is done with it, multiplied, divided by, or taken from one."""
+
+    number: float = 1.0
+    schedules: frozenset[tuple[Hashable, str]] = frozenset()
+
+    def __mul__(self, other: Factor) -> Factor:
+        return Factor(self.number * other.number, self.schedules | other.schedules)
+
+    def __add__(self, other: Factor) -> Factor:
+        if self.schedules == other.schedules:
+            return Factor(self.number + other.number, self.schedules)
+        return Factor(1.0, self.schedules | other.schedules)
+
+    def is_small(self, beside: Factor) -> bool:
+        """Whether this is small beside another factor. If it has a schedule that the other has not it is."""
+        return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
+
+
+class SmallSteps(Generic[Node]):
+    """The steps of one graph. A subclass reads its ops."""
+
+    order: Mapping[Node, int]
+    """The place of each value."""
+    heavy: set[Node]
+    """What products make."""
+
+    def inputs(self, node: Node) -> Iterable[Node]:
+        """All that an op reads."""
+        raise NotImplementedError
+
+    def terms(self, node: Node) -> dict[Node, Factor]:
+        """What an op adds up, each with its factor; {} if it is not linear, or if that is not known. Numbers that it adds are left out."""
+        raise NotImplementedError
+
+    def only(self, node: Node) -> Node | None:
+        """The only tensor that an op reads beside schedules; None if there are more, or if it is a product."""
+        raise NotImplementedError
+
+    def shape(self, node: Node) -> tuple[object, ...] | None:
+        """The sizes of a value; None if it is no tensor."""
+        raise NotImplementedError
+
+    def found(self, is_sum: Callable[[Node], bool], in_turns: Callable[[Node], bool] = lambda _: False) -> set[Node]:
+        """The sums that are steps, and what hands their value on. `in_turns` says of a value whether a loop hands it to its next turn."""
+        before: dict[Node, Node | None] = {}
+        between: dict[Node, list[Node]] = {}
+        so_far: dict[Node, int] = {}
+        for node in self.order:
+            step = self._step(node) if is_sum(node) else None
+            if step is None:
+                continue
+            value, passed = step
+            way = list(self._alike(value))
+            last = next((place for place, each in enumerate(way) if each in before), None)
+            before[node] = way[last] if last is not None else None
+            between[node] = passed + way[: last or 0]
+            turns = MANY if in_turns(way[-1]) else 1
+            so_far[node] = turns + (so_far[way[last]] if last is not None else 0)
+        whole = dict(so_far)
+        for node, behind in reversed(before.items()):
+            if behind is not None:
+                whole[behind] = max(whole[behind], whole[node])
+        return {each for node, steps in whole.items() if steps >= MANY for each in (node, *between[node])}
+
+    def _step(self, node: Node) -> tuple[Node, list[Node]] | None:
+        """The value that a sum takes a small step from, and the ops that hand it on until then; None if it is no such sum."""
+        read: dict[Node, dict[Node, Factor]] = {}
+        terms: dict[Node, Factor] = {node: Factor()}
+        for _ in range(FEW):
+            made = {each: parts for each in terms if (parts := self.terms(each))}
+            if not made:
+                return None
+            latest = max(made, key=self.order.__getitem__)
+            read[latest] = made[latest]
+            factor = terms.pop(latest)
+            for part, times in made[latest].items():
+                terms[part] = terms[part] + factor * times if part in terms else factor * times
+            plainest = sorted(terms, key=lambda each: len(terms[each].schedules))  # x itself before `schedule * cos(x)`
+            value = next((each for each in plainest if self.shape(each) == self.shape(node) and self._goes_on(each, terms)), None)
+            if value is not None:
+                passed = {value}
+                for each in reversed(read):
+                    if not passed.isdisjoint(read[each]):
+                        passed.add(each)
+                return value, [each for each in read if each in passed]
+        return None
+
+    def _goes_on(self, value: Node, terms: dict[Node, Factor]) -> bool:
+        """Whether what products make of a value is small beside the value itself, and there is such."""
+        others = {each: factor.is_small(terms[value]) for each, factor in terms.items() if each is not value}
+        if not any(others.values()):
+            return False
+        alike = list(self._alike(value))
+        small = any(self._leads_through(each, step) for step, is_small in others.items() if is_small for each in alike)
+        return small and not any(self._leads_through(each, step) for step, is_small in others.items() if not is_small for each in alike)
+
+    def _alike(self, value: Node) -> Iterator[Node]:
+        """A value, and those that it is made of one by one: copies, views, activations, scalings by numbers or schedules."""
+        yield value
+        while (only := self.only(value)) is not None:
+            value = only
+            yield value
+
+    def _leads_through(self, value: Node, step: Node) -> bool:
+        """Whether `step` is made of `value`, and with a product."""
+        seen, waiting = {step}, [step]
+        while waiting:
+            for source in self.inputs(waiting.pop()):
+                if source not in seen and self.order[source] >= self.order[value]:
+                    seen.add(source)
+                    waiting.append(source)
+        return value in seen and not self.heavy.isdisjoint(seen - {value})
+
+
+__all__ = ["Factor", "SmallSteps"]

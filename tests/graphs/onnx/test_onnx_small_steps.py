@@ -1,0 +1,72 @@
+"""Sums of many small steps stay fp32 in files, too, unrolled or in the body of a loop; large steps do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import amprewrite
+from amprewrite.tables.vocabulary import Colour, Reason
+
+WIDTH = 16
+node = helper.make_node
+
+
+def value(name: str, kind: int = TensorProto.FLOAT, shape: tuple[int, ...] = (4, WIDTH)) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def saved(path, nodes, step: float, constants: dict[str, np.ndarray] | None = None) -> str:
+    weight = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 8
+    held = {"w": weight, "step": np.float32(step), **(constants or {})}
+    graph = helper.make_graph(
+        nodes, "g", [value("x0")], [value("y")], [numpy_helper.from_array(np.asarray(v), k) for k, v in held.items()]
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return str(path)
+
+
+def unrolled(path, step: float, steps: int = 40, scaled: str = "Mul") -> str:
+    nodes = []
+    for i in range(steps):
+        nodes += [node("MatMul", [f"x{i}", "w"], [f"h{i}"]), node(scaled, [f"h{i}", "step"], [f"s{i}"])]
+        nodes.append(node("Add", [f"x{i}", f"s{i}"], [f"x{i + 1}"], name=f"sum{i}"))
+    return saved(path, [*nodes, node("MatMul", [f"x{steps}", "w"], ["y"])], step)
+
+
+def looped(path, step: float) -> str:
+    body = helper.make_graph(
+        [
+            node("MatMul", ["x", "w"], ["h"]), node("Mul", ["h", "step"], ["s"]), node("Add", ["x", "s"], ["x1"], name="sum0"),
+            node("Identity", ["go"], ["on"]),
+        ],
+        "body", [value("i", TensorProto.INT64, ()), value("go", TensorProto.BOOL, ()), value("x")],
+        [value("on", TensorProto.BOOL, ()), value("x1")],
+    )  # fmt: skip
+    nodes = [node("Loop", ["turns", "true", "x0"], ["last"], body=body), node("MatMul", ["last", "w"], ["y"])]
+    return saved(path, nodes, step, {"turns": np.int64(2000), "true": np.array(True)})
+
+
+FILES = {
+    "unrolled": lambda path: unrolled(path, 0.05),
+    "divided": lambda path: unrolled(path, 20.0, scaled="Div"),
+    "loop": lambda path: looped(path, 0.001),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", FILES)
+def test_sums_of_many_small_steps_are_fp32_in_files(kind, dtype, tmp_path):
+    feed = {"x0": np.random.default_rng(1).standard_normal((4, WIDTH)).astype(np.float32)}
+    result = amprewrite.rewrite_onnx(FILES[kind](tmp_path / "m.onnx"), tmp_path / "low.onnx", dtype=dtype, calibration=feed)
+    sums = [each for region in result.plan.regions for each in region.nodes if each.name.startswith("sum")]
+    assert sums and all(each.colour is Colour.HIGH and each.reason is Reason.SMALL_STEPS for each in sums)
+    assert result.report.strict_error < (2e-3 if dtype == "fp16" else 1e-2)
+
+
+@pytest.mark.parametrize(("step", "steps"), [(1.0, 40), (0.05, 4)], ids=["large", "few"])
+def test_large_steps_and_few_ones_are_left_to_their_price_in_files(step, steps, tmp_path):
+    result = amprewrite.rewrite_onnx(unrolled(tmp_path / "m.onnx", step, steps), tmp_path / "low.onnx", dtype="bf16")
+    assert all(each.reason is not Reason.SMALL_STEPS for region in result.plan.regions for each in region.nodes)
