@@ -452,14 +452,14 @@ def examine(case: File) -> Problem | None:
         if sound and not _checked(in_order):
             return None
         try:
-            amprewrite.rewrite_onnx(source, target, dtype=case.low, keep_io=case.keep_io)
+            made = amprewrite.rewrite_onnx(source, target, dtype=case.low, keep_io=case.keep_io)
         except amprewrite.AmpRewriteError as error:
             if len(str(error)) > LONGEST:
                 return Problem("long", type(error).__name__, f"{len(str(error))} characters: {str(error)[:200]}")
             return Problem("refused", type(error).__name__, str(error)[:500]) if sound else None
         except Exception as error:
             return failure(error)
-        return _judged(case, source, target, feed, sound or _checked(source))
+        return _judged(case, source, target, feed, sound or made.report.valid)
 
 
 def _checked(path: Any) -> bool:
@@ -488,7 +488,7 @@ def _run(path: Any, feed: dict[str, np.ndarray]) -> list[Any] | None:
 
 
 def _judged(case: File, source: Any, target: Any, feed: dict[str, np.ndarray], valid: bool) -> Problem | None:
-    """What was written must be valid if what it was made of is, run, and agree."""
+    """What was written must be `valid`, if it was made of a sound file or is said to be, run, and agree."""
     try:
         onnx.checker.check_model(target, full_check=True)
     except Exception as error:
