@@ -23,6 +23,7 @@ from amprewrite.graphs.fx.node_facts import (
     GRAD_SWITCHES,
     LEAVES,
     MEMORY,
+    SET_GRAD,
     TAKES_SHAPE_ONLY,
     example_value,
     tensors,
@@ -90,7 +91,8 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
     place, node = user, user.prev
     while node is not value and node.op != "root":
         if op_name(node.target) in GRAD_SWITCHES:
-            place = node if not node.args[0] else user
+            turned_on = op_name(node.target) in SET_GRAD and bool(node.args[0])
+            place = user if turned_on else node
         node = node.prev
     return place
 

@@ -474,3 +474,34 @@ def test_gradients_that_the_model_enables_itself_reach_its_weights(dtype, hand_o
         got = torch.autograd.grad(y.square().sum(), model.head.weight)[0]
         expected = torch.autograd.grad(want.square().sum(), model.head.weight)[0]
         assert ran_low(y, want) and torch.allclose(got, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+class InferenceInside(nn.Module):
+    """Reads values within inference mode, and again where gradients flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        h = self.a(x)
+        with torch.inference_mode():
+            peak = self.b(x).abs().amax(-1, keepdim=True)
+            with torch.inference_mode(False):
+                again = torch.tanh(self.b(h))
+        return h, self.b(x) * (peak > 0) + again, peak
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_copy_made_in_inference_mode_is_not_read_where_gradients_flow(dtype: str) -> None:
+    model = InferenceInside()
+    amp = amprewrite.rewrite(model, dtype=dtype, loss_scale=None)
+    x = torch.randn(8, 16)
+    results, expected = amp(x), model(x)
+    torch.testing.assert_close(results, expected, rtol=2e-2, atol=2e-2)
+    assert [each.requires_grad for each in results] == [each.requires_grad for each in expected]
+    assert results[2].is_inference()
+    weights = [model.a.weight, model.b.weight]
+    got, wanted = (torch.autograd.grad((y[0] + y[1]).square().mean(), weights) for y in (results, expected))
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)

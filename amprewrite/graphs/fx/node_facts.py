@@ -21,7 +21,10 @@ from amprewrite.tables.formats import dtype_name
 from amprewrite.tables.ops.op_lists import Op, Trait, find_op, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
-GRAD_SWITCHES = ("_set_grad_enabled", "set_grad_enabled")
+SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
+ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
+GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
+"""Ops that begin another grad mode. What inference mode makes cannot be saved for backward, so copies are not shared across these."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
 """Higher-order ops whose body is rewritten like a graph of its own; any other is opaque."""

@@ -28,11 +28,13 @@ from amprewrite.graphs.fx.node_facts import (
     BIT_VIEWS,
     CONVERSIONS,
     ENTER_AUTOCAST,
-    GRAD_SWITCHES,
+    ENTER_INFERENCE,
+    EXIT_INFERENCE,
     LEAVES,
     NOT_DENSE,
     READ_BACK,
     RETURNED,
+    SET_GRAD,
     SHARED,
     TAKES_SHAPE_ONLY,
     Fact,
@@ -144,7 +146,10 @@ def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
 
 def turns_grad_on(graph: torch.fx.Graph) -> bool:
     """Whether the model itself enables gradients somewhere, so that a backward may follow though the caller disabled them."""
-    return any(op_name(node.target) in GRAD_SWITCHES and bool(node.args[0]) for node in graph.nodes)
+    return any(
+        (op_name(node.target) in SET_GRAD and bool(node.args[0])) or (op_name(node.target) == ENTER_INFERENCE and not node.args[0])
+        for node in graph.nodes
+    )
 
 
 def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
@@ -156,11 +161,17 @@ def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
 
 
 def without_grad(graph: torch.fx.Graph, grad: bool) -> set[torch.fx.Node]:
-    """Nodes that run without gradients: under the model's own no_grad, or, if `grad` is False, under its caller's."""
+    """Nodes that run without gradients: under the model's own no_grad or inference_mode, or, if `grad` is False, its caller's."""
     found, enabled = set(), grad
+    around: dict[torch.fx.Node, bool] = {}
     for node in graph.nodes:
-        if op_name(node.target) in GRAD_SWITCHES:
+        op = op_name(node.target)
+        if op in SET_GRAD:
             enabled = bool(node.args[0])
+        elif op == ENTER_INFERENCE:
+            around[node], enabled = enabled, not node.args[0]
+        elif op == EXIT_INFERENCE:
+            enabled = around[node.all_input_nodes[0]]
         elif not enabled:
             found.add(node)
     return found
