@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._dynamo.source import ConstantSource
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target
@@ -74,6 +75,7 @@ def _lower(
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
     if backend is None:
+        _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour
         run: CompiledFn = module.forward
     else:
         copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]

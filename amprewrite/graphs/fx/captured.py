@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from amprewrite.graphs.fx.node_facts import kept_meta
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
@@ -117,14 +118,17 @@ class EditedGraph:
 
 
 def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
-    """The graph once more, and the copy of each node; tensors and sub-modules are shared."""
+    """The graph once more, and the copy of each node; tensors and sub-modules are shared.
+
+    The copy generates its code when it is first asked for: passes edit it several times, and read the graph alone.
+    """
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph = torch.fx.Graph()
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = kept_meta(node.meta)
     graph._codegen = module.graph._codegen
-    copied = torch.fx.GraphModule(module, graph, type(module).__name__)
+    copied = _LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
         if hasattr(module, attribute):  # by the first AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are
