@@ -208,7 +208,8 @@ def rewrite_for(
     The call leaves what it writes to buffers of the graph as it was.
     """
     edited, plan = rewrite_graph(captured)
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), captured.module._in_spec))  # as the module's own code takes them
+    given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # as the module's own code takes them
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
         return edited, plan
 
