@@ -300,3 +300,36 @@ def test_what_leaves_a_transform_has_its_gradients(how: str, options: dict[str, 
         found.append((first, *torch.autograd.grad(first.square().sum(), model.lin.weight)))
     for want, got in zip(*found, strict=True):
         assert (got - want).norm() < 2e-2 * want.norm()
+
+
+SHARED_WITH_A_TRANSFORM = {
+    "itself": lambda y: (y, torch.func.vmap(lambda row: row)(y)),
+    "a view": lambda y: (y, torch.func.vmap(lambda row: row.view(2, 8))(y)),
+    "beside others": lambda y: (y, *torch.func.vmap(lambda row: (row, row.sin()))(y)),
+    "written later": lambda y: (v := torch.func.vmap(lambda row: row)(y), v.mul_(2), v[:2]),
+}
+
+
+@pytest.mark.parametrize("how", SHARED_WITH_A_TRANSFORM)
+@pytest.mark.parametrize("options", [{}, {"dtype": "fp16", "loss_scale": 16.0}], ids=str)
+def test_a_result_that_leaves_a_transform_and_shares_memory_has_its_gradients(how: str, options: dict[str, Any]) -> None:
+    """The border stood inside the transform, on a wrapped tensor, and did nothing."""
+
+    class Transformed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return SHARED_WITH_A_TRANSFORM[how](self.lin(x))
+
+    model, found, x = Transformed(), [], torch.randn(4, 16)
+    for each in (model, amprewrite.rewrite(model, **{"dtype": "bf16", **options})):
+        results = each(x)
+        assert len({result.data_ptr() for result in results}) < len(results)
+        loss = sum((place + 1) * result.square().mean() for place, result in enumerate(results))
+        (first,) = torch.autograd.grad(loss, model.lin.weight, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), model.lin.weight)))
+    for want, got in zip(*found, strict=True):
+        assert (got - want).norm() < 2e-2 * want.norm()

@@ -60,8 +60,8 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     """
     memory = Memory(module.graph)
     shared = memory.leaving(with_gradients=without_grad is not None)
-    apart = _inside_transforms(module.graph)
-    chains = {node for storage in shared for node in memory.chain(storage) if node not in apart}
+    regions = transform_regions(module.graph)  # no border can stand inside, and what they give runs high as it is
+    chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
     if without_grad is not None:
