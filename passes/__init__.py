@@ -21,6 +21,7 @@ from amprewrite.passes.lower.name_sources import NameSources
 from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
 from amprewrite.passes.lower.tidy import Tidy
+from amprewrite.passes.normalise.free_backwards import FreeBackwards
 from amprewrite.passes.normalise.fuse_patterns import FusePatterns
 from amprewrite.passes.normalise.mark_leaving import MarkLeaving
 from amprewrite.passes.normalise.open_grad_regions import OpenGradRegions
@@ -61,6 +62,7 @@ CLEAN_EXPORTED: tuple[Normalising, ...] = (
     OpenGradRegions(),  # no_grad sub-graphs are laid open
 )
 NORMALISE: tuple[Normalising, ...] = (
+    FreeBackwards(),  # backward code of the user has the grad mode of its caller, so that it can be differentiated
     RestoreHooks(),  # hooks on tensors become calls that run on fake tensors, too
     FusePatterns(),  # norms, softmax and GELU written out by hand become the one op that they are
     MarkLeaving(),  # what leaves the graph as itself gets a place for its cast on everybody's path

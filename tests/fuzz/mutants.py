@@ -239,6 +239,10 @@ MUTANTS = (
         (("amprewrite/graphs/fx/read/leaving.py", "len(given.users) > 1 or given.target is hooked or made_inside", "len(given.users) > 1 or made_inside"),),
     ),
     Mutant(
+        "backwards-without-gradients", "second derivatives miss what an autograd Function saved", ("programs",), ("'function'", "'inner'"),
+        (("passes/normalise/free_backwards.py", "    if all(mode is not None for mode in modes.values()):", "    if True or all(mode is not None for mode in modes.values()):"),),
+    ),
+    Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),
         (("amprewrite/tables/boundary/arguments.py", "_QUOTE.repr(value)", "repr(value)"),
          ("amprewrite/tables/boundary/arguments.py", "    return text if len(text) <= most else", "    return text if True else")),

@@ -480,6 +480,16 @@ def _() -> bool:
     return torch.allclose(*found)
 
 
+@proof("backwards-without-gradients")
+def _() -> bool:
+    found = []
+    for each in pair(lambda self, x: Product.apply(self.a(x), self.b.weight)):
+        x = batch().requires_grad_()
+        (first,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), each.b.weight)[0])  # type: ignore[union-attr]
+    return near(*found)
+
+
 @proof("verify-without-hooks")
 def _() -> bool:
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -228,6 +228,8 @@ def code(module: torch.fx.GraphModule) -> Iterator[str]:
             yield f"{_plain(node.name)} = input{extra}"
         elif node.op == "get_attr":
             yield f"{_plain(node.name)} = attribute {_plain(str(node.target))}"
+            if str(node.target).startswith("bwd_body"):
+                yield from (f"    {line}" for line in code(getattr(module, str(node.target))))
         elif node.op == "output":
             yield f"return {', '.join(map(_shown, node.args[0] if isinstance(node.args[0], tuple) else node.args))}"
         else:

@@ -55,6 +55,12 @@ def _of_function(node: torch.fx.Node) -> bool:
     return "autograd_function" in str(node.target)
 
 
+def backward_of(node: torch.fx.Node) -> torch.fx.GraphModule | None:
+    """The backward of the autograd Function that a node calls; None if it calls none."""
+    found = bodies(node) if isinstance(node.target, torch._ops.HigherOrderOperator) and _of_function(node) else []
+    return found[1] if len(found) == 2 else None
+
+
 def _is_forward(node: torch.fx.Node, name: str) -> bool:
     """Whether the body `name` of an autograd Function is its forward, which stands first."""
     return bool(_graphs(node)) and name == str(_graphs(node)[0].target)

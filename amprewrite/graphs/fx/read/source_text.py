@@ -2,7 +2,7 @@
 
 Capture freezes both `x.to(torch.float32)` and `x.to(y.dtype)` to `to(float32)`; only the text still tells them apart. And it keeps nothing
 of `torch.amp.custom_fwd(cast_inputs=dtype)`, by which the author of an autograd Function says what its forward runs in under mixed
-precision, but the line of PyTorch's that called the forward.
+precision, but the line of PyTorch's that called the forward. Nor does it keep `no_grad` within what it captures without gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 _OUR_FRAME = str(Path(__file__).with_name("dynamo.py"))
 """Where a module of PyTorch's own gets a frame around it."""
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.M)
+_GRAD_MODES = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "once_differentiable"}
 _LITERALS = {"float32", "float", "fp32", "FloatTensor"}
 
 
@@ -43,6 +44,56 @@ def _call_with_own_dtype() -> tuple[str, int]:
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
     return code.co_filename, calls[-1]
+
+
+def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
+    """Whether the author of an op runs it without gradients, in a function that is called within the frames `around`.
+
+    Source that cannot be read counts as saying nothing of it.
+    """
+    outside = len(_FRAME.findall(around or ""))
+    frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
+    return any(_without_grad_at(file, line) for file, line in frames)
+
+
+@lru_cache(maxsize=4096)
+def _without_grad_at(file: str, line: int) -> bool:
+    tree = _file(file)
+    if (file, line) in _calls_once_differentiable():
+        return True
+    said: bool | None = None
+    for node in ast.walk(tree or ast.Module([], [])):  # from without to within
+        if isinstance(node, ast.FunctionDef | ast.With) and node.lineno <= line <= (node.end_lineno or 0):
+            given = node.decorator_list if isinstance(node, ast.FunctionDef) else [item.context_expr for item in node.items]
+            said = next((not _enables(each) for each in given if _names_of(each) & _GRAD_MODES), said)
+    return bool(said)
+
+
+@cache
+def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
+    """The lines of PyTorch's wrapper that calls a backward without gradients, and so that none can be taken of it."""
+    code = torch.autograd.function.once_differentiable(print).__code__
+    lines, first = inspect.getsourcelines(code)
+    return frozenset((code.co_filename, first + place) for place in range(len(lines)))
+
+
+@lru_cache(maxsize=64)
+def _file(file: str) -> ast.Module | None:
+    """The source of a file; an empty one if it is not there."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return None
+
+
+def _names_of(expression: ast.expr) -> set[str]:
+    return {_name(each) for each in ast.walk(expression) if isinstance(each, ast.expr)}
+
+
+def _enables(mode: ast.expr) -> bool:
+    """Whether a grad mode of the source enables gradients: `enable_grad`, or another with a true number written out."""
+    on = any(isinstance(each, ast.Constant) and each.value is True for each in ast.walk(mode))
+    return "enable_grad" in _names_of(mode) or ("set_grad_enabled" in _names_of(mode) and on)
 
 
 def dtype_is_literal(stack_trace: str | None, call: str) -> bool:

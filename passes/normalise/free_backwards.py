@@ -1,0 +1,89 @@
+"""Let the backward of an autograd Function run with gradients where its caller takes some of them, as it does uncaptured.
+
+Dynamo captures such a backward without gradients throughout, so that a second derivative misses what was saved, without a word.
+
+    before   _set_grad_enabled(False); mul = g * 3; pow = x ** 2; mul_1 = mul * pow; _set_grad_enabled(True)
+    after    mul = g * 3; pow = x ** 2; mul_1 = mul * pow
+
+1. The switches that Dynamo put around the body go.
+2. Ops that its author runs without gradients, under `no_grad` or `once_differentiable`, go on doing so. The graph has lost which those are;
+   the source has them (`graphs/fx/read/source_text.py`). If all are of that kind the body stays as it is.
+3. Ops that its author runs with gradients, under `enable_grad`, go on doing so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph, Reading
+from amprewrite.graphs.fx.node_facts import SET_GRAD, bodies
+from amprewrite.graphs.fx.read.bodies import backward_of
+from amprewrite.graphs.fx.read.source_text import runs_without_grad
+from amprewrite.ir.pass_base import Pass
+from amprewrite.tables.ops.op_lists import op_name
+
+
+class FreeBackwards(Pass[Reading, EditedGraph]):
+    name = "free-backwards"
+
+    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+        return sum(_free(body, call) for call, body in list(_backwards(edited.module))) > 0
+
+
+def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, torch.fx.GraphModule]]:
+    """The calls of autograd Functions in a graph and in the bodies that it holds, each with its backward."""
+    for node in module.graph.nodes:
+        backward = backward_of(node)
+        if backward is not None:
+            yield node, backward
+        for body in bodies(node):
+            yield from _backwards(body)
+
+
+def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> bool:
+    ops = [node for node in body.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    switches = [node for node in ops if op_name(node.target) in SET_GRAD]
+    if not switches or switches[0] is not ops[0] or switches[-1] is not ops[-1] or switches[0].args[0] or not switches[-1].args[0]:
+        return False
+    modes = dict(_modes(ops, call))
+    if all(mode is not None for mode in modes.values()):
+        return False
+    for node in switches:
+        body.graph.erase_node(node)
+    _switch(body.graph, modes)
+    body.recompile()
+    return True
+
+
+def _modes(ops: list[torch.fx.Node], call: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, bool | None]]:
+    """Whether each op runs with gradients, whoever calls; None: as the caller does."""
+    enabled = False
+    for node in ops:
+        if op_name(node.target) in SET_GRAD:
+            enabled = bool(node.args[0])
+        else:
+            yield node, True if enabled else False if runs_without_grad(node.stack_trace, call.stack_trace) else None
+
+
+def _switch(graph: torch.fx.Graph, modes: dict[torch.fx.Node, bool | None]) -> None:
+    """Put switches between ops that run in different modes; afterwards the mode is the caller's."""
+    ops = list(modes)
+    if set(modes.values()) == {None}:
+        return
+    with graph.inserting_before(ops[0]):
+        callers = graph.call_function(torch.is_grad_enabled)
+    before = None
+    for node, mode in modes.items():
+        if mode is not before:
+            with graph.inserting_before(node):
+                graph.call_function(torch._C._set_grad_enabled, (callers if mode is None else mode,))
+        before = mode
+    if before is not None:
+        with graph.inserting_after(ops[-1]):
+            graph.call_function(torch._C._set_grad_enabled, (callers,))
+
+
+__all__ = ["FreeBackwards"]
