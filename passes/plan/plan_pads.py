@@ -246,10 +246,11 @@ def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tup
     """One entry for every axis that is padded somewhere, and for every wanted one that is not."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
+    by_axis = regions.dims_by_axis()
     for axis, extent in regions.extent.items():
-        dims, added = regions.dims_along(axis)
-        if not dims:
+        if axis not in by_axis:
             continue
+        dims, added = by_axis[axis]
         touched = [copy for copy in copies if regions.touches(copy, axis)]
         by_kind = {kind: tuple(dict.fromkeys(copy.value for copy in touched if copy.kind == kind)) for kind in KINDS}
         calls = list(dict.fromkeys(want.call for want in wants if axis in want.leaves))

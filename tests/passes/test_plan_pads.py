@@ -18,6 +18,7 @@ from amprewrite.passes.driver import read_problem
 from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.planner.padding.axes import Axes
 from amprewrite.planner.padding.pad_cost import PadCost, Product, efficiency
+from amprewrite.planner.padding.regions import Regions
 from amprewrite.tables.devices import H100
 from amprewrite.tables.formats import BF16
 
@@ -52,6 +53,15 @@ def test_auto_declines_what_would_grow_too_much(capture: Capture) -> None:
 def test_always_pads_on_any_device(capture: Capture) -> None:
     for device in ("cpu", "cuda"):
         assert planned(capture(OddCNN(), noise(2, 3, 16, 16)), "always", device).decisions.pads
+
+
+def test_no_axis_is_followed_where_the_cut_padded_nothing(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[object] = []
+    leaves, cut = Axes.leaves, Regions.cut
+    monkeypatch.setattr(Axes, "leaves", lambda self, axes: followed.append(axes) or leaves(self, axes))
+    monkeypatch.setattr(Regions, "cut", lambda self, *given: (cut(self, *given), followed.clear()))
+    case = planned(capture(OddMLP(), noise(8, 101)))
+    assert case.decisions.pads.regions and not case.decisions.pads and not followed
 
 
 def test_never_plans_nothing(capture: Capture) -> None:

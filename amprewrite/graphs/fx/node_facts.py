@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -21,6 +21,9 @@ from amprewrite.tables.formats import dtype_name
 from amprewrite.tables.ops.op_lists import Op, Trait, find_op, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
+Leaf = TypeVar("Leaf")
+NO_TREE = {type(None), bool, int, float, str}
+"""Classes of values that hold neither tensors nor nodes."""
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
 ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
 GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
@@ -85,7 +88,14 @@ def example_value(node: torch.fx.Node) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return _leaves_of(torch.Tensor, value)
+
+
+def _leaves_of(kind: type[Leaf], value: Any) -> list[Leaf]:
+    """The leaves of `value` that are of one class. Most values are one leaf: pytree is asked for the others alone."""
+    if isinstance(value, kind):
+        return [value]
+    return [] if type(value) in NO_TREE else [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
 
 
 def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]:
@@ -265,7 +275,7 @@ def is_held(node: torch.fx.Node) -> bool:
 
 def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     """Tensors that the node writes in place."""
-    written = [a for a in tree_leaves(node.kwargs.get("out")) if isinstance(a, torch.fx.Node)]
+    written = _leaves_of(torch.fx.Node, node.kwargs.get("out"))
     first = node.args[0] if node.args else None
     if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
         inplace = is_inplace(node.target)
@@ -275,7 +285,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
         if inplace and tensors(example_value(first)):
             written.append(first)
     elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of what it writes
-        written += [a for a in tree_leaves(first) if isinstance(a, torch.fx.Node)]
+        written += _leaves_of(torch.fx.Node, first)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         written += _written_by_bodies(node)
     elif isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
@@ -321,7 +331,7 @@ def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.fx.Node))
+            yield from _leaves_of(torch.fx.Node, given)
 
 
 def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
@@ -429,9 +439,9 @@ def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
     names = _parameters(node.target) if node.op in ("call_function", "call_method") else ()
     for position, argument in enumerate(node.args):
         name = names[position] if position < len(names) else ""
-        yield from ((name, leaf) for leaf in tree_leaves(argument) if isinstance(leaf, torch.fx.Node))
+        yield from ((name, leaf) for leaf in _leaves_of(torch.fx.Node, argument))
     for name, argument in node.kwargs.items():
-        yield from ((name, leaf) for leaf in tree_leaves(argument) if isinstance(leaf, torch.fx.Node))
+        yield from ((name, leaf) for leaf in _leaves_of(torch.fx.Node, argument))
 
 
 def device_of(value: Any) -> str:

@@ -337,17 +337,19 @@ class Regions:
         size = 64 if axis is None else self.axes.size(axis)
         return size if isinstance(size, int) else 64
 
-    def dims_along(self, axis: int) -> tuple[tuple[str, ...], int]:
-        """Dims of results that are padded along an axis, and the elements this adds to all of them."""
-        dims, added = [], 0.0
-        for call in self.calls.values():
+    def dims_by_axis(self) -> dict[int, tuple[tuple[str, ...], int]]:
+        """For each axis that is padded somewhere the dims of results along it, and the elements this adds to all of them."""
+        dims: dict[int, list[str]] = defaultdict(list)
+        added: dict[int, float] = defaultdict(float)
+        for call in self.calls.values() if self.padded else ():
             for i in range(len(call.shapes)):
                 value = value_name(call, i)
                 for dim, of_dim in enumerate(self.of_value[value]):
-                    if axis in self.axes.leaves([of_dim]) and self.variable(call.name, i, dim, axis) in self.padded:
-                        dims.append(f"{value}.{dim}")
-                        added += self.numel(value) * (self.extent[axis] / self.size_of(axis) - 1)
-        return tuple(sorted(dims, key=lambda dim: " -> " in dim)), round(added)
+                    for axis in set(self.axes.leaves([of_dim])):
+                        if self.variable(call.name, i, dim, axis) in self.padded:
+                            dims[axis].append(f"{value}.{dim}")
+                            added[axis] += self.numel(value) * (self.extent[axis] / self.size_of(axis) - 1)
+        return {axis: (tuple(sorted(found, key=lambda dim: " -> " in dim)), round(added[axis])) for axis, found in dims.items()}
 
     def touches(self, copy: PadCopy, axis: int) -> bool:
         """Whether a change of size changes this axis."""
@@ -370,7 +372,7 @@ class Regions:
 
     def _layout(self, call: str, slot: Slot, axes: Sequence[int]) -> Layout:
         found = []
-        for dim, axis in enumerate(axes):
+        for dim, axis in enumerate(axes if self.padded else ()):
             factors: Factors = ()
             for leaf in self.axes.leaves([axis]):
                 size = self.axes.size(leaf)
@@ -386,7 +388,7 @@ class Regions:
         """Follow the content of all padding; False if a barrier or a refusal had to be added."""
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
-        for call in self.calls.values():
+        for call in self.calls.values() if self.padded else ():
             rule = self.rules[call.name]
             contents: dict[str, Content] = {}
             outs = [self.value_layout(call, i) for i in range(len(call.shapes))]
