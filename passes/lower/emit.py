@@ -74,8 +74,8 @@ def _lower(
     target = Target(eager=backend is None, training=training, weight_cache=cache is not None, frozen=frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
+    _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
     if backend is None:
-        _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour
         run: CompiledFn = module.forward
     else:
         copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]

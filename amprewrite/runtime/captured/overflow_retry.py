@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._pytree import tree_flatten_spec
 from torch.utils._pytree import tree_leaves
 
@@ -207,7 +208,7 @@ def rewrite_for(
 
     The call leaves what it writes to buffers of the graph as it was.
     """
-    edited, plan = rewrite_graph(captured)
+    edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
     inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # as the module's own code takes them
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
@@ -218,11 +219,18 @@ def rewrite_for(
 
     def again(_: tuple[Any, ...]) -> RegionPlan:
         nonlocal edited, plan
-        edited, plan = rewrite_graph(captured)
+        edited, plan = _rewritten(captured)
         return plan
 
     with torch.no_grad(), state_kept(captured.module):
         OverflowRetry(captured, plan, learn, again, warn).call(run, inputs, 0)
+    return edited, plan
+
+
+def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
+    """The edited graph, with its code: torch.export reads the arguments of `forward`."""
+    edited, plan = rewrite_graph(captured)
+    _LazyGraphModule.force_recompile(edited)
     return edited, plan
 
 
