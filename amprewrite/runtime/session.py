@@ -75,6 +75,8 @@ class Session:
     unreadable: list[Skipped] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+    overflowed: bool = False
+    """Whether a first call has, so that graphs are decided by what was seen in it."""
     cache: WeightCache = field(init=False)
     lock: threading.RLock = field(default_factory=threading.RLock)
     take_in: Callable[[], None] = field(default=lambda: None)
@@ -443,7 +445,7 @@ class Session:
         """Add the ranges of a call that overflowed to what calibration says."""
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
-            self.calibration = old | Calibration("", old.parameters, 1, regions)
+            self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
             return self.calibration
 
     def _cache_of(self, entry: Entry, training: bool) -> WeightCache | None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.accuracy.verify import relative_error
@@ -346,6 +347,25 @@ def test_what_overflows_on_the_inputs_of_an_export_stays_fp32_there(how: str, tr
     assert relative_error([model(x, **given)], [got]) < 2e-3
     low = {node.name for region in plan.regions for node in region.nodes if node.colour is Colour.LOW and node.role == "op"}
     assert any(name.startswith("linear") for name in low), "the first product is as it was"
+
+
+def test_an_export_knows_what_a_first_call_learnt_of_small_values() -> None:
+    """An overflow had the called graph decided by ranges: what fp16 flushes stays fp32 there, and in a program of other names as well."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            small = checkpoint(lambda t: F.linear(t * 2.0**-30, self.first.weight) * 2.0**30, x, use_reentrant=False)
+            return F.linear(small * 2.0**17, self.second.weight) * 2.0**-17
+
+    x = torch.randn(4, 8)
+    amp = amprewrite.rewrite(Wide(), dtype="fp16", loss_scale=None)
+    want = amp(x)
+    got = amp.export_program((x,)).module()(x)
+    assert relative_error([want], [got]) < 2e-3
 
 
 def test_an_export_that_overflows_whatever_is_kept_high_says_so() -> None:

@@ -122,6 +122,10 @@ class OverflowRetry:
         self._decide_anew(watched, inputs)
         return self._looked_at(run(inputs), inputs, watched)
 
+    def look_anew(self, inputs: tuple[Any, ...]) -> None:
+        """Decide with the ranges of a run in fp32, as other graphs of the model are decided since one of them overflowed."""
+        self._decide_anew(self._watched(_Before(inputs, self.differentiates, self.written, self.recorded)), inputs)
+
     def _looked_at(self, result: Any, inputs: tuple[Any, ...], watched: _Watched | None) -> Any:
         """`result`, after a warning if it overflows where fp32 does not; `watched` is None if the graph was not decided anew."""
         if watched is not None and (watched.broken(result, inputs) or self._beyond(watched)):
@@ -203,10 +207,12 @@ def rewrite_for(
     kwargs: Mapping[str, Any],
     learn: Callable[[tuple[RegionRanges, ...]], Calibration],
     warn: Callable[[str], None],
+    overflowed: bool,
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """The edited graph of an exported module, and its plan, decided as after a first call on these arguments.
 
-    The call leaves what it writes to buffers of the graph as it was.
+    `overflowed` says that a first call of the model has: then ranges are looked at in any case. What is run here leaves what it writes to
+    buffers of the graph as it was.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
@@ -223,7 +229,10 @@ def rewrite_for(
         return plan
 
     with torch.no_grad(), state_kept(captured.module):
-        OverflowRetry(captured, plan, learn, again, warn).call(run, inputs, 0)
+        retry = OverflowRetry(captured, plan, learn, again, warn)
+        if overflowed:
+            retry.look_anew(inputs)
+        retry.call(run, inputs, 0)
     return edited, plan
 
 
