@@ -75,8 +75,6 @@ class Session:
     unreadable: list[Skipped] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    overflowed: bool = False
-    """Whether a first call has, so that graphs are decided by what was seen in it."""
     cache: WeightCache = field(init=False)
     lock: threading.RLock = field(default_factory=threading.RLock)
     take_in: Callable[[], None] = field(default=lambda: None)
@@ -87,6 +85,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
+        self.overflowed = False  # a first call has, so that graphs are decided by what was seen in it
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
