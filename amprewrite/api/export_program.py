@@ -22,7 +22,6 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high
 from amprewrite.passes.normalise.strip_checks import strip_checks
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.captured.overflow_retry import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.parts import part_paths
@@ -53,8 +52,7 @@ def export_with_plan(
     names = parameter_names(plain.forward)
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
     _leave_between(captured, part_paths(plain, session.options.granularity))
-    with state_kept(plain):
-        edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
+    edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
     if session.options.low is not None:  # else graphs that run here may stay fp32, whatever is exported
         with session.lock:
             session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)

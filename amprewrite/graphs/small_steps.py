@@ -7,6 +7,7 @@ numbers show in a call alone. The body of a loop takes its steps as often as it 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -42,7 +43,7 @@ class Factor:
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 
 
-class SmallSteps(Generic[Node]):
+class SmallSteps(ABC, Generic[Node]):
     """The steps of one graph. A subclass reads its ops."""
 
     order: Mapping[Node, int]
@@ -50,21 +51,21 @@ class SmallSteps(Generic[Node]):
     heavy: set[Node]
     """What products make."""
 
+    @abstractmethod
     def inputs(self, node: Node) -> Iterable[Node]:
         """All that an op reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def terms(self, node: Node) -> dict[Node, Factor]:
         """What an op adds up, each with its factor; {} if it is not linear, or if that is not known. Numbers that it adds are left out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def only(self, node: Node) -> Node | None:
         """The only tensor that an op reads beside schedules; None if there are more, or if it is a product."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shape(self, node: Node) -> tuple[object, ...] | None:
         """The sizes of a value; None if it is no tensor."""
-        raise NotImplementedError
 
     def found(self, is_sum: Callable[[Node], bool], in_turns: Callable[[Node], bool] = lambda _: False) -> set[Node]:
         """The sums that are steps, and what hands their value on. `in_turns` says of a value whether a loop hands it to its next turn."""

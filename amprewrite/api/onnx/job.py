@@ -378,8 +378,9 @@ def _offsets(reading: Reading) -> Iterator[str]:
     """The constants that are added to something and have an offset."""
     for name, scores in sorted(summands(reading.graph).items()):
         tensor = constant_tensor(reading.values[name]) if name in reading.values else None
-        plain = tensor is not None and tensor.size > 1 and format_of(reading.values[name]) == FP32.name
-        if plain and tensor is not None and has_offset(tensor.numpy(), scores):
+        if tensor is None or tensor.size < 2 or format_of(reading.values[name]) != FP32.name:
+            continue
+        if has_offset(tensor.numpy(), scores):
             yield name
 
 

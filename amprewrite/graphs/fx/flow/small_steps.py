@@ -121,6 +121,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
             given = [each for each in given if not self._is_schedule(each, node)] if node not in self.heavy else []
         return given[0] if len(given) == 1 else None
 
+
 def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
     value = example_value(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None

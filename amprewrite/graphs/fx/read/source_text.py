@@ -58,11 +58,10 @@ def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _without_grad_at(file: str, line: int) -> bool:
-    tree = _file(file)
     if (file, line) in _calls_once_differentiable():
         return True
     said: bool | None = None
-    for node in ast.walk(tree or ast.Module([], [])):  # from without to within
+    for node in ast.walk(_file(file)):  # from without to within
         if isinstance(node, ast.FunctionDef | ast.With) and node.lineno <= line <= (node.end_lineno or 0):
             given = node.decorator_list if isinstance(node, ast.FunctionDef) else [item.context_expr for item in node.items]
             said = next((not _enables(each) for each in given if _names_of(each) & _GRAD_MODES), said)
@@ -78,12 +77,12 @@ def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
 
 
 @lru_cache(maxsize=64)
-def _file(file: str) -> ast.Module | None:
-    """The source of a file; an empty one if it is not there."""
+def _file(file: str) -> ast.Module:
+    """The source of a file; an empty one if it cannot be read."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return None
+        return ast.Module([], [])
 
 
 def _names_of(expression: ast.expr) -> set[str]:
@@ -91,7 +90,7 @@ def _names_of(expression: ast.expr) -> set[str]:
 
 
 def _enables(mode: ast.expr) -> bool:
-    """Whether a grad mode of the source enables gradients: `enable_grad`, or another with a true number written out."""
+    """Whether a grad mode of the source enables gradients: `enable_grad`, or another with True written out."""
     on = any(isinstance(each, ast.Constant) and each.value is True for each in ast.walk(mode))
     return "enable_grad" in _names_of(mode) or ("set_grad_enabled" in _names_of(mode) and on)
 
