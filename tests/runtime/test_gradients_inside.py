@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -272,6 +273,28 @@ def test_a_graph_that_cannot_be_tried_stays_fp32_and_says_so(monkeypatch: pytest
     assert torch.equal(got, model(x.clone().requires_grad_() + 0))
 
 
+class Behind(nn.Module):
+    """Makes its results by `how` of what a layer gives."""
+
+    def __init__(self, how: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.lin = how, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self.lin(x))
+
+
+def check_two_orders(how: Callable[[Tensor], Any], loss: Callable[[Any], Tensor], options: dict[str, Any]) -> None:
+    """The layer's gradient of the first order and of the second are those of fp32."""
+    model, found, x = Behind(how), [], torch.randn(4, 16)
+    for each in (model, amprewrite.rewrite(model, **{"dtype": "bf16", **options})):
+        (first,) = torch.autograd.grad(loss(each(x)), model.lin.weight, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), model.lin.weight)))
+    for want, got in zip(*found, strict=True):
+        assert (got - want).norm() < 2e-2 * want.norm()
+
+
 LEAVES_A_TRANSFORM = {
     "vmap": lambda y: torch.func.vmap(torch.tanh)(y),
     "jvp": lambda y: torch.func.jvp(torch.sigmoid, (y,), (torch.ones_like(y),))[1],
@@ -285,21 +308,7 @@ LEAVES_A_TRANSFORM = {
 def test_what_leaves_a_transform_has_its_gradients(how: str, options: dict[str, Any]) -> None:
     """The op whose backward reads its result stands inside the transform, where no border can: gradients were left scaled."""
 
-    class Transformed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.lin = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return LEAVES_A_TRANSFORM[how](self.lin(x))
-
-    model, found, x = Transformed(), [], torch.randn(4, 16)
-    for each in (model, amprewrite.rewrite(model, **{"dtype": "bf16", **options})):
-        (first,) = torch.autograd.grad(each(x).square().sum(), model.lin.weight, create_graph=True)
-        found.append((first, *torch.autograd.grad(first.square().sum(), model.lin.weight)))
-    for want, got in zip(*found, strict=True):
-        assert (got - want).norm() < 2e-2 * want.norm()
+    check_two_orders(LEAVES_A_TRANSFORM[how], lambda result: result.square().sum(), options)
 
 
 SHARED_WITH_A_TRANSFORM = {
@@ -315,24 +324,11 @@ SHARED_WITH_A_TRANSFORM = {
 def test_a_result_that_leaves_a_transform_and_shares_memory_has_its_gradients(how: str, options: dict[str, Any]) -> None:
     """The border stood inside the transform, on a wrapped tensor, and did nothing."""
 
-    class Transformed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.lin = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            return SHARED_WITH_A_TRANSFORM[how](self.lin(x))
-
-    model, found, x = Transformed(), [], torch.randn(4, 16)
-    for each in (model, amprewrite.rewrite(model, **{"dtype": "bf16", **options})):
-        results = each(x)
+    def loss(results: tuple[Tensor, ...]) -> Tensor:
         assert len({result.data_ptr() for result in results}) < len(results)
-        loss = sum((place + 1) * result.square().mean() for place, result in enumerate(results))
-        (first,) = torch.autograd.grad(loss, model.lin.weight, create_graph=True)
-        found.append((first, *torch.autograd.grad(first.square().sum(), model.lin.weight)))
-    for want, got in zip(*found, strict=True):
-        assert (got - want).norm() < 2e-2 * want.norm()
+        return sum((place + 1) * result.square().mean() for place, result in enumerate(results))
+
+    check_two_orders(SHARED_WITH_A_TRANSFORM[how], loss, options)
 
 
 class Cube(torch.autograd.Function):
