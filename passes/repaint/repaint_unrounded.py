@@ -24,8 +24,8 @@ cast in front would save.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
 
-By name it knows `add`, which may shift a weight by a number, `sub`, which takes its second operand away, and `getitem`, which picks one
-result of several.
+By name it knows `add`, which may shift a weight by a number, `sub`, which takes its second operand away, `getitem`, which picks one
+result of several, and `to` and `type`, whose result may be of whole numbers.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Tr
 LEARNT, KINKS = ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)
 LOGS, DIFFERENCES = ops_with(Trait.LOGARITHM), frozenset({"sub"})
 LEVEL = NORMS | STEPS
+CONVERSIONS = frozenset({"to", "type"})
 
 
 class RepaintUnrounded(Pass[Problem, Decisions]):
@@ -84,11 +85,12 @@ class Unrounded:
     def _classify(self, node: OpNode) -> None:
         given = [operand.value for operand in node.operands]
         self._made_of[node.name] = functools.reduce(operator.or_, (self._made_of.get(value, 0) for value in given), 0)
-        if not _is_product(node) and (node.op in LEARNT or self.unrounded.issuperset(given)):
+        learnt = self._looks_up(node)
+        if not _is_product(node) and (learnt or self.unrounded.issuperset(given)):
             self.unrounded.add(node.name)
         if node.role != "op":
             self.exact.add(node.name)
-        elif _is_product(node) or node.op in LEARNT:
+        elif _is_product(node) or learnt:
             return
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
@@ -97,6 +99,11 @@ class Unrounded:
             self._made_of[node.name] |= self._bit[node.name]
             self.sums.add(node.name)
             self.unrounded.add(node.name)
+
+    def _looks_up(self, node: OpNode) -> bool:
+        """Whether an op picks rows of a table that is held. By its name alone a file's `Gather` does, `x[:, -1]` of an input, too."""
+        sources = (self.graph.seen(operand.value) for operand in node.operands)
+        return node.op in LEARNT and any(source.role in ("parameter", "buffer", "constant") for source in sources)
 
     def _adds_firm(self, node: OpNode) -> bool:
         return node.op in SUMS and any(self._firm(node, place) for place in range(len(node.operands)))
@@ -145,7 +152,7 @@ class Unrounded:
             yield from given
         elif node.op in STEEP | SUMS and node.name in self.exact and given and not _shifts_weight(node, self.graph):
             yield node.name
-        elif (node.op in STEPS or self._gives_places(node)) and self.unrounded.issuperset(given):
+        elif (_is_step(node) or self._gives_places(node)) and self.unrounded.issuperset(given):
             yield from given
         elif self._needs_all(node):
             yield node.name
@@ -183,6 +190,11 @@ class Unrounded:
             if name not in found and name in self.unrounded and self.graph[name].role == "op":
                 found[name] = reader
                 waiting += [(operand.value, name) for operand in self.graph[name].operands]
+
+
+def _is_step(node: OpNode) -> bool:
+    """Whether the result jumps: by the op's name, or as it makes whole numbers, which may say where to look, of others."""
+    return node.op in STEPS or (node.op in CONVERSIONS and node.dtype.startswith(("int", "uint", "bool")))
 
 
 def _is_product(node: OpNode) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
+import types
 from collections import OrderedDict
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,3 +80,70 @@ def test_lazy_modules_and_graph_modules():
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     x = torch.randn(1, 2)
     assert torch.equal(clone_of(graph)(x), graph(x))
+
+
+def test_what_is_one_container_stays_one():
+    class Layer(nn.Module):
+        def __init__(self, cache: dict) -> None:
+            super().__init__()
+            self.cache, self.fc = cache, nn.Linear(2, 2)
+            self.gain, self.skip, self.ring = {self.fc: 2.0}, frozenset({self.fc}), [1.0]
+            self.ring.append(self.ring)
+
+    cache: dict = {}
+    model = nn.Sequential(Layer(cache), Layer(cache))
+    twin = clone_of(model)
+    assert twin[0].cache is twin[1].cache is not cache
+    assert twin[0].gain[twin[0].fc] == 2.0
+    assert twin[0].fc in twin[0].skip
+    assert twin[0].ring[1] is twin[0].ring
+
+
+def test_what_a_hook_is_given_is_the_callers():
+    kept: dict = {}
+
+    def keep(store, module, given, result):
+        store["seen"] = result
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(functools.partial(keep, kept))
+    clone_of(model)(torch.ones(1, 2))
+    assert "seen" in kept
+
+
+Named = collections.namedtuple("Named", "part")
+
+
+@dataclasses.dataclass
+class Record:
+    part: nn.Module
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda part: Named(part),
+        lambda part: Record(part),
+        lambda part: types.SimpleNamespace(part=part),
+        lambda part: collections.deque([part]),
+        lambda part: collections.defaultdict(list, {0: part}),
+    ],
+    ids=["named tuple", "dataclass", "namespace", "deque", "defaultdict"],
+)
+def test_holders_of_modules_hold_those_of_the_twin(hold):
+    model = nn.Sequential(nn.Dropout(0.5))
+    model.held = hold(model[0])
+    held = clone_of(model).eval().held
+    part = held[0] if isinstance(held, collections.deque | collections.defaultdict) else held.part
+    assert not part.training
+    assert model[0].training
+
+
+def test_a_configuration_stays_one():
+    @dataclasses.dataclass
+    class Configuration:
+        sizes: list
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.config = Configuration([1, 2])
+    assert clone_of(model).config is model.config

@@ -115,7 +115,7 @@ def export_onnx(
         CaptureError: torch.onnx.export cannot export the model. PlanError: a plan that does not fit. PolicyError, EmitError:
         as `rewrite_onnx`.
     """
-    from amprewrite.api.onnx.export import exported, torch_plan
+    from amprewrite.api.onnx.export import exported, kept_out, torch_plan
 
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
@@ -130,6 +130,7 @@ def export_onnx(
         job.given = plan
     else:
         job.torch_plan = torch_plan(amp, args, kwargs, plan)
+        job.kept_out = kept_out(amp, args, kwargs, model)
     with _blamed(model):
         job.prepare()
         if calibration is not None:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amprewrite.api.onnx.plans import base_name, in_region
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.compare import relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
@@ -24,8 +25,9 @@ from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
-from amprewrite.tables.errors import CaptureError, PolicyError
+from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 from amprewrite.tables.formats import FP32
+from amprewrite.tables.vocabulary import Reason
 
 _TALKATIVE = [
     logging.getLogger(name)
@@ -86,10 +88,30 @@ def torch_plan(
         return given, False
     if not any(override.scope == "node" for override in options.overrides):
         return None
-    clone = wrap(plain_of(amp), options, face_of(amp))  # captured for these inputs, as a call would do; `amp` itself stays as it is
+    return _captured_plan(amp, args, kwargs), True
+
+
+def kept_out(
+    amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model
+) -> frozenset[str]:
+    """ATen base names of the ops that the model runs with torch.autocast disabled. The exporter drops such regions; a capture has them."""
+    if not any(in_region(node) for node in model.graph.all_nodes()):
+        return frozenset()
+    try:
+        nodes = amp.plan.nodes
+    except PlanError:  # it was not called yet
+        nodes = _captured_plan(amp, args, kwargs).nodes
+    off = (Reason.INSIDE_AUTOCAST, "enabled=False")
+    return frozenset(base_name(node.op) for node in nodes if (node.reason, node.detail) == off)
+
+
+def _captured_plan(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> ModelPlan:
+    """The plan for these inputs, captured as a call would do; `amp` itself stays as it is."""
+    clone = wrap(plain_of(amp), session_of(amp).options, face_of(amp))
     with torch.no_grad():
         capture_now(clone, tuple(args or ()), dict(kwargs or {}))
-    return clone.plan, True
+    plan: ModelPlan = clone.plan
+    return plan
 
 
 def _export(

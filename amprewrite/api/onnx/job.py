@@ -9,6 +9,7 @@ By name it knows `Constant`: such a node holds a weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from amprewrite.api.onnx.plans import REGION, carry_over, given_region
+from amprewrite.api.onnx.plans import REGION, carry_over, given_region, keep_out
 from amprewrite.graphs.onnx.check import invalid, same_complaint
 from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
@@ -26,7 +27,7 @@ from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.small_steps import read_small_steps
 from amprewrite.graphs.onnx.read.weights import Loss
-from amprewrite.graphs.onnx.run.compare import difference, is_measurable, relative_error
+from amprewrite.graphs.onnx.run.compare import difference, is_measurable, relative_error, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
@@ -166,6 +167,7 @@ class Job:
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
         """The plan, and whether only nodes that an override names count."""
+        self.kept_out = frozenset[str]()  # ops that the model runs with torch.autocast disabled
         self.source: Source | None = None
         """What the model was read from; None: torch's exporter made it."""
         self.example_inputs = False
@@ -191,6 +193,7 @@ class Job:
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
         if self.torch_plan is not None:
             self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]).note())
+        self.notes += keep_out(self.kept_out, reading)
         region = decide_region(reading, self.policy, self.lists, self.given)
         apply_plan(self.model, reading, region, self.low)
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
@@ -274,6 +277,8 @@ class Job:
                 strict = relative_error(samples.outputs, strict_outputs(self.model, samples.feeds, proto, folder, order.time_limit))
         except TooSlow as error:
             raise EmitError(f"the rewritten model is too slow to check: {error}, and smaller samples as calibration= take less") from error
+        if strict is not None and not math.isfinite(strict):
+            self.notes.append(tell_of_overflow(self.name, self.low))
         return replace(report, valid=not complaint, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:

@@ -67,7 +67,7 @@ def carry_over(plan: ModelPlan, reading: Reading, only_chosen: bool) -> Carried:
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:
-            planned.setdefault((node.module, _base(node.op)), []).append(node)
+            planned.setdefault((node.module, base_name(node.op)), []).append(node)
     made: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, made_of in reading.nodes.items():
         origin = _origin(made_of)
@@ -89,6 +89,30 @@ def carry_over(plan: ModelPlan, reading: Reading, only_chosen: bool) -> Carried:
     return Carried(followed, tuple(missed))
 
 
+def keep_out(ops: frozenset[str], reading: Reading) -> list[str]:
+    """Pin high what the model runs with torch.autocast disabled, and give a note on it; `ops` are the names of such ops.
+
+    A product in another kind of region, such as one of torch.no_grad, stays open unless one of its name is among `ops`.
+    """
+    kept = 0
+    for name, node in reading.nodes.items() if ops else ():
+        vertex, origin = reading.graph[name], _origin(node)
+        if not vertex.carries_fp32 or vertex.pinned is not None or not in_region(node):
+            continue
+        if vertex.kind is not OpKind.ALLOW or (origin is not None and origin[1] in ops):
+            reading.graph.nodes[name] = replace(vertex, pinned=(Colour.HIGH, Reason.INSIDE_AUTOCAST, "enabled=False"))
+            kept += 1
+    return [f"nodes that stay fp32, as the model disables torch.autocast there: {kept}"] if kept else []
+
+
+def in_region(node: ir.Node) -> bool:
+    """Whether torch's exporter took a node from a region of its own, as that of torch.autocast or torch.no_grad.
+
+    It runs such a region as generated code, which then is what the node's stack trace names.
+    """
+    return node.metadata_props.get("pkg.torch.onnx.stack_trace", "").startswith('File "<eval_with_key>')
+
+
 def _counts(node: NodePlan, only_chosen: bool) -> bool:
     return not only_chosen or (node.reason is Reason.ASKED and node.detail.startswith("node:"))
 
@@ -107,7 +131,8 @@ def _pin(reading: Reading, name: str, planned: NodePlan) -> bool:
     return True
 
 
-def _base(op: str) -> str:
+def base_name(op: str) -> str:
+    """The name that an op has in the tables."""
     row = find_op(op)
     return row.name if row is not None else op
 
@@ -120,6 +145,6 @@ def _origin(node: ir.Node) -> tuple[str, str, str] | None:
         return None
     try:
         names = ast.literal_eval(scopes)
-        return str(names[-2]), _base(target[1]), str(names[-1])
+        return str(names[-2]), base_name(target[1]), str(names[-1])
     except (ValueError, SyntaxError, IndexError):
         return None

@@ -12,6 +12,7 @@ from torch import nn
 import amprewrite
 from amprewrite import CaptureError, EmitError, PolicyError
 from amprewrite.api.onnx.convert import export_onnx, rewrite_onnx
+from amprewrite.graphs.onnx.run.rounded import strict_outputs
 
 
 class Block(nn.Module):
@@ -137,3 +138,54 @@ def test_an_opset_that_the_exporter_does_not_know_is_refused(block, tmp_path):
     with pytest.raises(PolicyError, match="takes a number such as 20"):
         export_onnx(amprewrite.rewrite(block, dtype="fp16"), tmp_path / "m.onnx", (torch.randn(4, 16),), opset="newest")
     assert not list(tmp_path.iterdir())
+
+
+class KeptOut(nn.Module):
+    """Angles of rotary embeddings as transformers computes them, and a product under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("rates", 10000 ** -(torch.arange(32) / 32.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = 500 + 100 * x[:, None, :, 0]
+        with torch.no_grad():
+            y = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                angles = (self.rates[None, :, None].expand(len(x), -1, 1) @ places).transpose(1, 2)
+                turned = torch.cat([angles.cos(), angles.sin()], -1)
+        return self.last(y * turned)
+
+
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 1e-2), ("fp16", 2e-3)])
+def test_a_region_without_autocast_stays_fp32_in_the_file(dtype, most, called, tmp_path):
+    torch.manual_seed(0)
+    model, x = KeptOut().eval(), torch.randn(2, 64, 64)
+    amp = amprewrite.rewrite(model, dtype=dtype)
+    if called:
+        amp(x)
+    result = export_onnx(amp, tmp_path / "kept.onnx", (x,))
+    made, expected = strict_outputs(result.ir_model, [{"x": x.numpy()}])[0][0], model(x).detach().numpy()
+    assert np.linalg.norm(made - expected) < most * np.linalg.norm(expected)
+    assert [note for note in result.report.notes if "disables torch.autocast" in note]
+    high = [node.name for node in result.plan.nodes if node.flops and node.dtype == "fp32"]
+    assert len(high) == 1, "the products of no_grad run low"
+
+
+def test_a_table_of_indices_is_not_rounded(tmp_path):
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(5000.0).flip(0))
+            self.rows, self.last = nn.Embedding(5000, 64), nn.Linear(64, 64)
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return self.last(self.rows(self.table[i].long()))
+
+    torch.manual_seed(0)
+    model, i = Lookup().eval(), torch.arange(32) * 150
+    result = export_onnx(amprewrite.rewrite(model, dtype="bf16"), tmp_path / "table.onnx", (i,))
+    made, expected = strict_outputs(result.ir_model, [{"i": i.numpy()}])[0][0], model(i).detach().numpy()
+    assert np.linalg.norm(made - expected) < 1e-2 * np.linalg.norm(expected)

@@ -342,3 +342,44 @@ def test_an_exp_runs_low_where_it_is_seen_to_be_small():
     assert colours(rewrite_onnx(given.model, calibration=given.feed, lists="autocast").model)["exp"] == "high"
     wide = gemm_chain(node("Mul", ["h", "k"], ["s"]), node("Exp", ["s"], ["mid"], name="exp"), inits=[const("k", 3.0)])
     assert colours(rewrite_onnx(wide.model, calibration=wide.feed).model)["exp"] == "high"
+
+
+def test_casts_to_fp8_that_differ_in_what_is_beyond_the_range_stay_apart():
+    casts = [
+        node("Cast", ["h"], ["a"], to=onnx.TensorProto.FLOAT8E4M3FN, saturate=1),
+        node("Cast", ["h"], ["b"], to=onnx.TensorProto.FLOAT8E4M3FN, saturate=0),
+        node("Cast", ["a"], ["c"], to=F32), node("Cast", ["b"], ["d"], to=F32),
+    ]  # fmt: skip
+    outputs = [value("c", 8, 64), value("d", 8, 64)]
+    x = {"x": 300 * noise(8, 64)}
+    given = net([node("MatMul", ["x", "w"], ["h"]), *casts], [value("x", 8, 64)], outputs, [weight("w", 64, 64)], x, opset=19)
+    made = rewrite_onnx(given.model, calibration=x).model
+    nans = [np.isnan(result).sum() for result in run(made, x)]
+    assert nans[0] == 0
+    assert nans[1] > 0
+
+
+def test_a_branch_may_hold_its_result_and_no_node():
+    then = graph([], "then", [], [value("held", 4, 16)], [weight("held", 4, 16)])
+    otherwise = graph([node("MatMul", ["x", "w"], ["z"])], "otherwise", [], [value("z", 4, 16)])
+    nodes = [node("If", ["c"], ["y"], then_branch=then, else_branch=otherwise), node("MatMul", ["y", "w"], ["out"])]
+    given = net(
+        nodes, [value("x", 4, 16), value("c", dtype=onnx.TensorProto.BOOL)], [value("out", 4, 16)], [weight("w", 16, 16)],
+        {"x": noise(4, 16), "c": np.array(True)},
+    )  # fmt: skip
+    made = rewrite_onnx(given.model, calibration=given.feed).model
+    np.testing.assert_allclose(run(made, given.feed)[0], run(given.model, given.feed)[0], rtol=0.02, atol=0.02)
+
+
+def test_a_constant_may_lie_beside_the_file(tmp_path):
+    held = numpy_helper.from_array(noise(16, 16), "held")
+    (tmp_path / "held.bin").write_bytes(held.raw_data)
+    held.ClearField("raw_data")
+    held.data_location = onnx.TensorProto.EXTERNAL
+    held.external_data.add(key="location", value="held.bin")
+    nodes = [node("Constant", [], ["w"], value=held), node("MatMul", ["x", "w"], ["out"])]
+    given = net(nodes, [value("x", 4, 16)], [value("out", 4, 16)], [], {"x": noise(4, 16)})
+    onnx.save(given.model, tmp_path / "model.onnx")
+    made = rewrite_onnx(tmp_path / "model.onnx").model
+    expected = given.feed["x"] @ np.frombuffer((tmp_path / "held.bin").read_bytes(), np.float32).reshape(16, 16)
+    np.testing.assert_allclose(run(made, given.feed)[0], expected, rtol=0.02, atol=0.02)

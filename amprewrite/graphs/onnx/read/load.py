@@ -87,6 +87,10 @@ def _load(source: Source) -> ir.Model:
     check_constants(model, name, Path(source).parent if isinstance(source, str | Path) else Path())
     check_functions(model, name)
     check_operands(model, name)
+    try:
+        _load_attributes(model)
+    except (OSError, ValueError) as error:
+        raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
     if not is_large(model):
         values = [value for graph in model.graphs() for value in graph.initializers.values()]
         outside = [(value, value.const_value) for value in values if isinstance(value.const_value, ir.ExternalTensor)]
@@ -98,6 +102,21 @@ def _load(source: Source) -> ir.Model:
         except (OSError, ValueError) as error:
             raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
     return model
+
+
+def _load_attributes(model: ir.Model) -> None:
+    """Take into memory what nodes hold outside of the file, as a Constant may: only initialisers are written beside a model."""
+    for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+        for node in graph:
+            for attribute in list(node.attributes.values()):
+                if attribute.is_ref():
+                    continue
+                if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                    (tensor,) = ir.external_data.convert_tensors_from_external([attribute.value])
+                    node.attributes.add(ir.AttrTensor(attribute.name, tensor))
+                elif attribute.type == ir.AttributeType.TENSORS:
+                    tensors = ir.external_data.convert_tensors_from_external(attribute.as_tensors())
+                    node.attributes.add(ir.AttrTensors(attribute.name, tensors))
 
 
 def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:

@@ -3,12 +3,14 @@
 1. A constant that the low format would lose keeps the ops that read it high, and those that divide by, or scale, the result.
 2. A tensor that comes near the end of the low format's range in a sample run, or stays below its normal range, is neither
    made nor read low.
-3. A difference that is far smaller than what it is taken of magnifies their rounding: it is not made of low values.
+3. A difference that is far smaller than what it is taken of magnifies their rounding: it is not made of low values. Nor are the squared
+   distances that torch's exporter makes of `cdist`, a product of `[-2a, a², 1]` and `[b, 1, b²]`.
 4. An op that lists deny for what large values do is let be where those are seen not to occur: an op that the fp16 lists deny
    for its range alone, and an exp of small numbers.
 
-By name it knows sums and differences (`add`, `sub`), `exp`, powers (`pow`), the bounds of `clamp` and `maximum`, the `softmax` that a
-mask is made for, `Cast`, and `BatchNormalization`, whose further results are averages.
+By name it knows sums and differences (`add`, `sub`), what distances are written with (`matmul`, `cat`, `sum`, `sqrt`), `exp`, powers
+(`pow`), the bounds of `clamp` and `maximum`, the `softmax` that a mask is made for, `Cast`, and `BatchNormalization`, whose further
+results are averages.
 """
 
 from __future__ import annotations
@@ -295,6 +297,29 @@ class RangeFacts:
         if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow or (found.flushed and _before_a_pole(node)):
             return False
         return found.error * HEADROOM <= seen.smallest * self.low.eps
+
+
+def is_distance(node: ir.Node) -> bool:
+    """Whether a node is the product in `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
+    if op_of(node) != "matmul" or not all(_holds_sum(value) for value in node.inputs):
+        return False
+    bounded = [use.node for use in node.outputs[0].uses()]
+    roots = [use.node for each in bounded for use in each.outputs[0].uses()]
+    return bool(roots) and all(op_of(each) in BOUNDS for each in bounded) and all(op_of(each) == "sqrt" for each in roots)
+
+
+def _holds_sum(value: ir.Value | None) -> bool:
+    """Whether a value is joined of others, one of which is a sum, but for a transposition. A folded one cannot be told: it may be."""
+    while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
+        row = find_op(op_of(maker))
+        if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:
+            break
+        value = maker.inputs[0]
+    if value is None or constant_tensor(value) is not None:
+        return value is not None
+    maker = value.producer()
+    parts = [] if maker is None or op_of(maker) != "cat" else [part.producer() for part in maker.inputs if part is not None]
+    return any(part is not None and op_of(part) == "sum" for part in parts)
 
 
 def _has_pole(op: str, index: int) -> bool:

@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.graphs.onnx.ops import Signature, constant_tensor, fill_types, format_of, op_of, signature
-from amprewrite.graphs.onnx.read.pins import RangeFacts
+from amprewrite.graphs.onnx.read.pins import RangeFacts, is_distance
 from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
@@ -294,6 +294,8 @@ class _Reader:
             return Colour.HIGH, Reason.EXPLICIT_DTYPE, "dtype attribute"
         if not operands and node.op_type != "ConstantOfShape":
             return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
+        if op not in self.ranges.asked_ops and is_distance(node):
+            return Colour.HIGH, Reason.CANCELS, "the squared distances of torch.cdist"
         return self.ranges.pin_constants(node, op, sig, group, operands)
 
     # -- bodies --------------------------------------------------------------------------------

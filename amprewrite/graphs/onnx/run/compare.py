@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, run_within
 from amprewrite.graphs.onnx.run.samples import Samples, has_numbers
+from amprewrite.tables.errors import AmpRewriteWarning
+from amprewrite.tables.formats import Format
 
 
 def difference(model: ir.Model, samples: Samples, limit: TimeLimit = "auto") -> float | None:
@@ -65,3 +68,13 @@ def _arrays(results: Any) -> Iterator[np.ndarray]:
             yield from _arrays(each)
     elif isinstance(results, int | float):
         yield np.asarray(results)
+
+
+def tell_of_overflow(name: str, low: Format) -> str:
+    """Warn that a rewritten model is not finite where its source is, and give the words."""
+    said = (
+        f"{name} gives finite numbers on the samples, and the rewritten one does not in {low.name}: what lies in bodies of If, Loop and "
+        "Scan shows no range in a sample run; keep ops there fp32 by overrides=, or take dtype='bf16'"
+    )
+    warnings.warn(said, AmpRewriteWarning, stacklevel=2)
+    return said

@@ -96,7 +96,9 @@ def _store_low(reading: Reading, cast: Cast, names: _Names) -> None:
     assert tensor is not None
     low = ir.tensor(rounded(tensor.numpy(), to), name=value.name)
     describe(low, tensor)
-    node, graph = value.producer(), value.graph or (value.producer() or next(iter(value.uses())).node).graph
+    node, graph = value.producer(), value.graph
+    if graph is None:  # a graph without nodes, as the branch of an If may be, is false
+        graph = (node or next(iter(value.uses())).node).graph
     assert isinstance(graph, ir.Graph)
     if {(use.node, use.idx) for use in value.uses()} <= users and not value.is_graph_output():
         value.type = ir.TensorType(DTYPES[to.name])
@@ -168,21 +170,21 @@ def _graph_of(model: ir.Model, value: ir.Value) -> ir.Graph:
 # -- 3. tidy --------------------------------------------------------------------------
 def _tidy(model: ir.Model) -> None:
     for graph in model.graphs():
-        first: dict[tuple[ir.Value | None, int], ir.Node] = {
-            (node.inputs[0], node.attributes["to"].as_int()): node for node in graph if CAST in node.metadata_props
+        first: dict[tuple[ir.Value | None, int, int], ir.Node] = {
+            (node.inputs[0], *_target(node)): node for node in graph if CAST in node.metadata_props
         }
         for node in list(graph):
             if CAST in node.metadata_props or node.op_type != "Cast" or node.domain or node.inputs[0] is None:
                 continue
             source, result = node.inputs[0], node.outputs[0]
-            to = node.attributes["to"].as_int()
+            to, saturate = _target(node)
             same = source.type is not None and source.dtype is not None and int(source.dtype) == to and to in FLOATS
-            earlier = first.get((source, to))
+            earlier = first.get((source, to, saturate))
             if (same or earlier is not None) and not result.is_graph_output():
                 result.replace_all_uses_with(source if earlier is None or same else earlier.outputs[0])
                 graph.remove(node, safe=True)
             elif earlier is None:
-                first[source, to] = node
+                first[source, to, saturate] = node
     for graph in model.graphs():
         for node in list(graph):
             if node.op_type == "Constant" and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
@@ -190,6 +192,11 @@ def _tidy(model: ir.Model) -> None:
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
                 del graph.initializers[name]
+
+
+def _target(node: ir.Node) -> tuple[int, int]:
+    """The type that a Cast makes, and whether it makes the largest of what is beyond the range: casts to fp8 differ in that."""
+    return node.attributes["to"].as_int(), node.attributes.get_int("saturate", 1)
 
 
 # -- 4. provenance ----------------------------------------------------------------------

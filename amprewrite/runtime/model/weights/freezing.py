@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -115,6 +116,8 @@ def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
     """Put `new` wherever a module of `model` has `old` for a parameter."""
     for module, name in list(_places(model, old)):
         setattr(module, name, new)  # not only in _parameters: an LSTM keeps a list of its weights
+        if isinstance(module, nn.RNNBase):  # and weak references, which setattr leaves alone
+            module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in module._flat_weights]
 
 
 def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]:
