@@ -97,8 +97,9 @@ def kept_out(
     """ATen base names of the ops that the model runs with torch.autocast disabled. The exporter drops such regions; a capture has them."""
     if not any(in_region(node) for node in model.graph.all_nodes()):
         return frozenset()
+    shown_plan: Any = amp.plan
     try:
-        nodes = amp.plan.nodes
+        nodes = shown_plan.nodes
     except PlanError:  # it was not called yet
         nodes = _captured_plan(amp, args, kwargs).nodes
     off = (Reason.INSIDE_AUTOCAST, "enabled=False")

@@ -129,7 +129,8 @@ class _Cloning:
         elif isinstance(value, tuple | frozenset):
             made = type(value)._make(carried) if hasattr(value, "_make") else type(value)(carried)  # type: ignore[attr-defined]
         else:
-            made = type(value).__new__(type(value))
+            kind: Any = type(value)
+            made = kind.__new__(kind)
             for name, item in zip(_names(value), carried, strict=True):
                 object.__setattr__(made, name, item)
         self.made[id(value)] = made
