@@ -479,3 +479,16 @@ def test_verify_rewrite_and_frozen_blocks() -> None:
         run(amp, data())
     with pytest.raises(PolicyError, match="rewriting it needs its fp32 weights"):
         amprewrite.rewrite(amp, dtype="bf16")
+
+
+def test_weak_references_of_a_recurrent_layer_lead_to_its_weights() -> None:
+    made, x = lstm()
+    amp = frozen(made, x)
+    for thaw in (False, True):
+        if thaw:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                amp.unfreeze()
+        for layer in (each for each in amp.modules() if isinstance(each, nn.RNNBase)):
+            led = [ref() for ref in layer._flat_weight_refs]
+            assert all(one is other for one, other in zip(led, layer._flat_weights, strict=True))

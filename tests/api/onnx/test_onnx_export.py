@@ -189,3 +189,32 @@ def test_a_table_of_indices_is_not_rounded(tmp_path):
     result = export_onnx(amprewrite.rewrite(model, dtype="bf16"), tmp_path / "table.onnx", (i,))
     made, expected = strict_outputs(result.ir_model, [{"i": i.numpy()}])[0][0], model(i).detach().numpy()
     assert np.linalg.norm(made - expected) < 1e-2 * np.linalg.norm(expected)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x[:, -1] + self.first(x[:, 0] / 300)))
+
+
+class Distances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres, self.last = nn.Parameter(2 + 0.1 * torch.randn(40, 64)), nn.Linear(40, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.exp(-torch.cdist(x, self.centres)))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 1e-2), ("fp16", 2e-3)])
+@pytest.mark.parametrize("kind", [Rows, Distances])
+def test_what_is_exact_in_the_model_is_exact_in_the_file(kind, dtype, most, tmp_path):
+    torch.manual_seed(0)
+    model = kind().eval()
+    x = torch.randn(64, 6, 64) + 300 if kind is Rows else model.centres.detach().repeat(2, 1) + 0.02 * torch.randn(80, 64)
+    result = export_onnx(amprewrite.rewrite(model, dtype=dtype), tmp_path / "exact.onnx", (x,))
+    made, expected = strict_outputs(result.ir_model, [{"x": x.numpy()}])[0][0], model(x).detach().numpy()
+    assert np.linalg.norm(made - expected) < most * np.linalg.norm(expected)

@@ -10,6 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 from onnx_help import F16, F32, HAND, I64, colours, const, gemm_chain, graph, net, node, noise, ops, run, value, weight
 
+from amprewrite import AmpRewriteWarning
 from amprewrite.api.onnx.convert import rewrite_onnx
 
 
@@ -383,3 +384,25 @@ def test_a_constant_may_lie_beside_the_file(tmp_path):
     made = rewrite_onnx(tmp_path / "model.onnx").model
     expected = given.feed["x"] @ np.frombuffer((tmp_path / "held.bin").read_bytes(), np.float32).reshape(16, 16)
     np.testing.assert_allclose(run(made, given.feed)[0], expected, rtol=0.02, atol=0.02)
+
+
+def test_a_result_that_overflows_in_a_body_is_told():
+    def block(result: str) -> list[onnx.NodeProto]:
+        return [
+            node("MatMul", ["x", "large"], [f"{result}_a"]),
+            node("Mul", [f"{result}_a", "small"], [f"{result}_b"]),
+            node("MatMul", [f"{result}_b", "w"], [result]),
+        ]
+
+    branches = {f"{name}_branch": graph(block(name), name, [], [value(name, 4, 16)]) for name in ("then", "else")}
+    inits = [weight("w", 16, 16), weight("large", 16, 16, scale=1.5e4), const("small", 1e-4)]
+    given = net(
+        [node("If", ["c"], ["out"], **branches)],
+        [value("x", 4, 16), value("c", dtype=onnx.TensorProto.BOOL)],
+        [value("out", 4, 16)],
+        inits,
+        {"x": noise(4, 16), "c": np.array(True)},
+    )
+    with pytest.warns(AmpRewriteWarning, match="bodies of If, Loop and Scan"):
+        result = rewrite_onnx(given.model, calibration=given.feed)
+    assert not np.isfinite(result.report.strict_error)
