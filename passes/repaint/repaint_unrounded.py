@@ -24,8 +24,8 @@ cast in front would save.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
 
-By name it knows `add`, which may shift a weight by a number, `sub`, which takes its second operand away, `getitem`, which picks one
-result of several, and `to` and `type`, whose result may be of whole numbers.
+By name it knows `add`, which may shift a weight by a number, `sub`, which takes its second operand away, and `getitem`, which picks one
+result of several.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Tr
 LEARNT, KINKS = ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)
 LOGS, DIFFERENCES = ops_with(Trait.LOGARITHM), frozenset({"sub"})
 LEVEL = NORMS | STEPS
-CONVERSIONS = frozenset({"to", "type"})
+CONVERSIONS = ops_with(Trait.CONVERTS)
 
 
 class RepaintUnrounded(Pass[Problem, Decisions]):
