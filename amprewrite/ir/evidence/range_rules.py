@@ -72,18 +72,22 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
     A weight that is seen otherwise there counts as itself.
     """
+    scores: set[str] = set()
+    for node in reversed(list(graph)):  # readers first: a chain may be as long as a scan, and its branches meet again
+        if _are_scores(graph, node, scores):
+            scores.add(node.name)
     found: dict[str, bool] = {}
     for node in graph:
         for operand in node.operands if node.op in ADDS_UP else ():
             name = graph.seen(operand.value).name
-            found[name] = found.get(name, True) and _are_scores(graph, node)
+            found[name] = found.get(name, True) and node.name in scores
     return found
 
 
-def _are_scores(graph: OpGraph, node: OpNode) -> bool:
-    """Whether softmaxes alone read a value, or what may stand in front of them."""
+def _are_scores(graph: OpGraph, node: OpNode, scores: set[str]) -> bool:
+    """Whether softmaxes alone read a value, or what may stand in front of them; `scores` are those of its readers that are such."""
     readers = list(graph.readers(node.name))
-    return bool(readers) and all(each.op in SHARES_OUT or (each.op in MAKES_SCORES and _are_scores(graph, each)) for each in readers)
+    return bool(readers) and all(each.op in SHARES_OUT or (each.op in MAKES_SCORES and each.name in scores) for each in readers)
 
 
 def has_offset(values: Any, scores: bool = False) -> Any:
