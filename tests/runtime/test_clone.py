@@ -10,6 +10,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from amprewrite.runtime.model.clone import clone_of
@@ -147,3 +149,52 @@ def test_a_configuration_stays_one():
     model = nn.Sequential(nn.Linear(2, 2))
     model.config = Configuration([1, 2])
     assert clone_of(model).config is model.config
+
+
+# -- any nest of containers ------------------------------------------------------------------
+KINDS = ("module", "list", "dict", "deque", "tuple", "namespace")
+NESTS = st.lists(st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=10)
+
+
+def nest(recipe: list[tuple[str, list[int]]]) -> nn.Module:
+    """A model with one attribute for each part of the recipe; what may grow may hold any part, itself too, and a tuple those before it."""
+    empty = {"module": nn.Module, "list": list, "dict": dict, "deque": collections.deque, "namespace": types.SimpleNamespace}
+    parts: list = [None if kind == "tuple" else empty[kind]() for kind, _ in recipe]
+    for place, (kind, held) in enumerate(recipe):
+        if kind == "tuple":
+            parts[place] = tuple(parts[each] for each in held if each < place)
+    for place, (kind, held) in enumerate(recipe):
+        for slot, each in enumerate(parts[number] for number in held if number < len(parts)):
+            if kind in ("list", "deque"):
+                parts[place].append(each)
+            elif kind == "dict":
+                parts[place][slot] = each
+            elif kind != "tuple":
+                vars(parts[place])[f"a{slot}"] = each
+    model = nn.Module()
+    vars(model).update({f"part{place}": part for place, part in enumerate(parts)})
+    return model
+
+
+def walk(value, numbers: dict[int, int], modules: list[nn.Module]):
+    """The shape of a nest, in which each thing that may change has a number: two are alike if the same things are one."""
+    if isinstance(value, tuple):
+        return ["tuple", *(walk(each, numbers, modules) for each in value)]
+    if id(value) in numbers:
+        return numbers[id(value)]
+    if isinstance(value, list | dict | collections.deque | types.SimpleNamespace | nn.Module):
+        numbers[id(value)] = len(numbers)
+        modules += [value] if isinstance(value, nn.Module) else []
+        named = vars(value) if isinstance(value, types.SimpleNamespace | nn.Module) else value
+        held = [named[key] for key in named if not str(key).startswith("_")] if isinstance(named, dict) else list(named)
+        return [type(value).__name__, *(walk(each, numbers, modules) for each in held)]
+    return value
+
+
+@settings(deadline=None)
+@given(NESTS)
+def test_what_is_one_in_the_model_is_one_in_the_twin_and_no_module_is_in_both(recipe):
+    model, modules, clones = nest(recipe), [], []
+    shape = walk(model, {}, modules)
+    assert walk(clone_of(model), {}, clones) == shape
+    assert not {id(each) for each in modules} & {id(each) for each in clones}

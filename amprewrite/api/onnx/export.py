@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.api.onnx.plans import base_name, in_region
+from amprewrite.api.onnx.plans import base_name, region_ops
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.compare import relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
@@ -25,7 +25,7 @@ from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
-from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
+from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Reason
 
@@ -94,16 +94,18 @@ def torch_plan(
 def kept_out(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, model: ir.Model
 ) -> frozenset[str]:
-    """ATen base names of the ops that the model runs with torch.autocast disabled. The exporter drops such regions; a capture has them."""
-    if not any(in_region(node) for node in model.graph.all_nodes()):
-        return frozenset()
-    shown_plan: Any = amp.plan
-    try:
-        nodes = shown_plan.nodes
-    except PlanError:  # it was not called yet
-        nodes = _captured_plan(amp, args, kwargs).nodes
+    """ATen base names of the ops that the model runs with torch.autocast disabled. The exporter drops such regions; a capture has them.
+
+    Where a part was not captured, any op in a region of the file may be one.
+    """
+    inside = region_ops(model)
+    if not inside:
+        return inside
+    plan = _captured_plan(amp, args, kwargs)
+    if plan.skipped:
+        return inside
     off = (Reason.INSIDE_AUTOCAST, "enabled=False")
-    return frozenset(base_name(node.op) for node in nodes if (node.reason, node.detail) == off)
+    return frozenset(base_name(node.op) for node in plan.nodes if (node.reason, node.detail) == off)
 
 
 def _captured_plan(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> ModelPlan:

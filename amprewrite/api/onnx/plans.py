@@ -97,15 +97,21 @@ def keep_out(ops: frozenset[str], reading: Reading) -> list[str]:
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
         vertex, origin = reading.graph[name], _origin(node)
-        if not vertex.carries_fp32 or vertex.pinned is not None or not in_region(node):
+        if not vertex.carries_fp32 or vertex.pinned is not None or not _in_region(node):
             continue
         if vertex.kind is not OpKind.ALLOW or (origin is not None and origin[1] in ops):
             reading.graph.nodes[name] = replace(vertex, pinned=(Colour.HIGH, Reason.INSIDE_AUTOCAST, "enabled=False"))
             kept += 1
-    return [f"nodes that stay fp32, as the model disables torch.autocast there: {kept}"] if kept else []
+    return [f"nodes that stay fp32, as the model disables torch.autocast there, or may: {kept}"] if kept else []
 
 
-def in_region(node: ir.Node) -> bool:
+def region_ops(model: ir.Model) -> frozenset[str]:
+    """ATen base names of all ops in regions of `model`."""
+    origins = (_origin(node) for node in model.graph.all_nodes() if _in_region(node))
+    return frozenset(origin[1] for origin in origins if origin is not None)
+
+
+def _in_region(node: ir.Node) -> bool:
     """Whether torch's exporter took a node from a region of its own, as that of torch.autocast or torch.no_grad.
 
     It runs such a region as generated code, which then is what the node's stack trace names.

@@ -10,6 +10,7 @@ holds it, too, or it holds a module. An object of a class of its own, a closure 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import types
@@ -20,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_GROWING = (*_MAPPINGS, list, set, deque)
+_GROWING = (dict, OrderedDict, defaultdict, list, set, deque)
 _CONTAINERS = (*_GROWING, tuple, frozenset)
 
 
@@ -35,11 +35,10 @@ def clone_of(module: nn.Module, root_class: type | None = None) -> nn.Module:
 
 
 class _Cloning:
-    """One clone on its way: `made` is what stands for each module and container, by identity."""
+    """One clone on its way: `made` is what stands for each module and container, by identity. The original keeps those alive."""
 
     def __init__(self, module: nn.Module) -> None:
         self.made: dict[int, Any] = {}
-        self.kept: list[Any] = []  # what an identity in `made` belongs to must live as long
         self.owned: set[int] = set()
         """Containers that a module of the tree holds, itself or in another container."""
         self.holding: dict[int, bool] = {}
@@ -97,42 +96,40 @@ class _Cloning:
                 **{k: self._carried(v) for k, v in value.keywords.items()},
             )
             made.__dict__.update(value.__dict__)
+            self.made[id(value)] = made
             return made
         if _is_container(value) and (id(value) in self.owned or self._holds(value)):
             return self._copied(value)
         return value
 
     def _copied(self, value: Any) -> Any:
-        self.kept.append(value)
-        if type(value) not in _GROWING:
+        """A copy of a container, which is known before its items are copied where one of them may hold it."""
+        if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
-        if isinstance(value, defaultdict):
-            made: Any = defaultdict(value.default_factory)
+        kind: Any = type(value)
+        made = copy.copy(value) if kind in _GROWING else kind.__new__(kind)
+        self.made[id(value)] = made
+        if isinstance(value, dict):
+            made.clear()
+            made.update((self._carried(key), self._carried(item)) for key, item in value.items())
+        elif isinstance(value, set):
+            made.clear()
+            made.update(self._carried(item) for item in value)
+        elif kind in _GROWING:
+            made.clear()
+            made.extend(self._carried(item) for item in value)
         else:
-            made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
-        self.made[id(value)] = made  # before its items, one of which may hold it
-        for item in value.items() if isinstance(value, dict) else value:
-            if isinstance(value, dict):
-                made[self._carried(item[0])] = self._carried(item[1])
-            elif isinstance(value, set):
-                made.add(self._carried(item))
-            else:
-                made.append(self._carried(item))
+            for name in _names(value):
+                object.__setattr__(made, name, self._carried(getattr(value, name)))
         return made
 
     def _rebuilt(self, value: Any) -> Any:
-        """What cannot be filled bit by bit, or is no container by its class: the same object if nothing in it is another one."""
-        items = _items(value)
-        carried = [self._carried(item) for item in items]
-        if all(new is old for new, old in zip(carried, items, strict=True)):
+        """A tuple or frozen set around what its items became: the same one if these are."""
+        carried = [self._carried(item) for item in value]
+        if all(new is old for new, old in zip(carried, value, strict=True)):
             made = value
-        elif isinstance(value, tuple | frozenset):
-            made = type(value)._make(carried) if hasattr(value, "_make") else type(value)(carried)  # type: ignore[attr-defined]
         else:
-            kind: Any = type(value)
-            made = kind.__new__(kind)
-            for name, item in zip(_names(value), carried, strict=True):
-                object.__setattr__(made, name, item)
+            made = type(value)._make(carried) if hasattr(value, "_make") else type(value)(carried)
         self.made[id(value)] = made
         return made
 
@@ -147,7 +144,6 @@ class _Cloning:
                     seen.add(id(current))
                     stack.extend(_items(current))
             self.holding[id(value)] = found
-            self.kept.append(value)
         return self.holding[id(value)]
 
 
@@ -157,10 +153,11 @@ def _leads_on(value: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
+    """Whether a value is a plain container, or a record of fields. A subclass of a container may do more, and is shared."""
     if type(value) in _CONTAINERS or isinstance(value, types.SimpleNamespace):
         return True
     named = isinstance(value, tuple) and hasattr(value, "_make")
-    return named or (dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module))
+    return named or (dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module | dict | list | set))
 
 
 def _names(value: Any) -> list[str]:
@@ -172,6 +169,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _items(value: Any) -> list[Any]:
+    """All that a container holds, keys as well."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if type(value) in _CONTAINERS or isinstance(value, tuple):

@@ -406,3 +406,11 @@ def test_a_result_that_overflows_in_a_body_is_told():
     with pytest.warns(AmpRewriteWarning, match="bodies of If, Loop and Scan"):
         result = rewrite_onnx(given.model, calibration=given.feed)
     assert not np.isfinite(result.report.strict_error)
+
+
+def test_a_list_of_tensors_in_a_node_stays_in_the_file():
+    own = node("Own", ["h"], ["mid"], name="own", domain="mine", tables=[numpy_helper.from_array(noise(2, 2), "t")])
+    nodes = [node("MatMul", ["x", "w"], ["h"]), own]
+    given = net(nodes, [value("x", 4, 16)], [value("mid", 4, 16)], [weight("w", 16, 16)], {}, domains=["mine"])
+    made = rewrite_onnx(given.model, verify=False).model
+    assert [attribute for each in made.graph.node if each.op_type == "Own" for attribute in each.attribute] == list(own.attribute)

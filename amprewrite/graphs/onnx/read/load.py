@@ -89,19 +89,21 @@ def _load(source: Source) -> ir.Model:
     check_operands(model, name)
     try:
         _load_attributes(model)
+        if not is_large(model):
+            _load_initialisers(model)
     except (OSError, ValueError) as error:
         raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
-    if not is_large(model):
-        values = [value for graph in model.graphs() for value in graph.initializers.values()]
-        outside = [(value, value.const_value) for value in values if isinstance(value.const_value, ir.ExternalTensor)]
-        try:
-            ir.external_data.load_to_model(model)
-            for value, tensor in outside:
-                if value.const_value is not None:
-                    describe(value.const_value, tensor)
-        except (OSError, ValueError) as error:
-            raise CaptureError(f"{name}: its external data cannot be read: {one_line(error)}; put it beside the model") from error
     return model
+
+
+def _load_initialisers(model: ir.Model) -> None:
+    """Take all weights into memory; what they say of themselves is kept."""
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    outside = [(value, value.const_value) for value in values if isinstance(value.const_value, ir.ExternalTensor)]
+    ir.external_data.load_to_model(model)
+    for value, tensor in outside:
+        if value.const_value is not None:
+            describe(value.const_value, tensor)
 
 
 def _load_attributes(model: ir.Model) -> None:
@@ -112,11 +114,13 @@ def _load_attributes(model: ir.Model) -> None:
                 if attribute.is_ref():
                     continue
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                    (tensor,) = ir.external_data.convert_tensors_from_external([attribute.value])
-                    node.attributes.add(ir.AttrTensor(attribute.name, tensor))
+                    node.attributes.add(ir.AttrTensor(attribute.name, _in_memory(attribute.value)))
                 elif attribute.type == ir.AttributeType.TENSORS:
-                    tensors = ir.external_data.convert_tensors_from_external(attribute.as_tensors())
-                    node.attributes.add(ir.AttrTensors(attribute.name, tensors))
+                    node.attributes.add(ir.AttrTensors(attribute.name, [_in_memory(each) for each in attribute.as_tensors()]))
+
+
+def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return ir.external_data.convert_tensors_from_external([tensor])[0] if isinstance(tensor, ir.ExternalTensor) else tensor
 
 
 def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:

@@ -1,4 +1,4 @@
-"""How far two runs of ONNX models are apart."""
+"""How far two runs of ONNX models are apart, and what is said if one is not finite."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _arrays(results: Any) -> Iterator[np.ndarray]:
 def tell_of_overflow(name: str, low: Format) -> str:
     """Warn that a rewritten model is not finite where its source is, and give the words."""
     said = (
-        f"{name} gives finite numbers on the samples, and the rewritten one does not in {low.name}: what lies in bodies of If, Loop and "
-        "Scan shows no range in a sample run; keep ops there fp32 by overrides=, or take dtype='bf16'"
+        f"{name} gives finite numbers on the samples, and the rewritten one does not in {low.name}; keep ops fp32 by overrides=, or take "
+        "dtype='bf16': a sample run shows no ranges in bodies of If, Loop and Scan, and what is asked for goes before ranges"
     )
     warnings.warn(said, AmpRewriteWarning, stacklevel=2)
     return said
