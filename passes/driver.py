@@ -19,7 +19,7 @@ from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, 
 from amprewrite.graphs.fx.ops.attention_masks import read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
-from amprewrite.graphs.fx.read.magnitudes import magnitudes, offsets
+from amprewrite.graphs.fx.read.magnitudes import factors, magnitudes, offsets
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
 from amprewrite.graphs.fx.run.unseen_overflow import exchanges_infinities
@@ -91,11 +91,13 @@ def read_problem(
         fold_masks=fold_masks, device=device, planned_for=named_device(policy.device) if policy.device else None,
         calibration=calibration, keep_high=keep_high, agreed=agreed, pad=pad,
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
-        far_constants=read_far_constants(nodes, policy.low), small_steps=read_small_steps(graph, nodes),
+        far_constants=read_far_constants(nodes, policy.low),
         trained=trained, read_by_many=read_by_many(graph, nodes, trained),
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
     captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), masks=_read_masks(captured))
+    captured.factors = factors(captured, inputs)
+    captured.know(small_steps=read_small_steps(graph, nodes, captured.factors))
     if policy.measure and policy.low is not FP32 and lists.rule == "cost":
         measured = measure(captured)
         kept = f"; {measured.refused} that cannot be made alone keep the table's prices" if measured.refused else ""
@@ -243,11 +245,13 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     )  # fmt: skip
     inside, outside = part.names, captured.names
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), part.module.graph.find_nodes(op="placeholder"), strict=True))
-    known = {inside[copies[inner]]: around.magnitudes.get(outside.get(outer, "")) for inner, outer in given}
-    known = {**part.problem.magnitudes, **{vertex: size for vertex, size in known.items() if size is not None}}
+    pairs = [(inside[copies[inner]], outside.get(outer, "")) for inner, outer in given]
+    known = {**part.problem.magnitudes, **_handed_on(around.magnitudes, pairs)}
+    part.factors = {**part.factors, **_handed_on(captured.factors, pairs)}
+    steps = read_small_steps(part.problem.graph, part.nodes, part.factors, repeated=True)
     exact = Unrounded(around).exact
-    rounded = frozenset(inside[copies[inner]] for inner, outer in given if outside.get(outer, "") not in exact)
-    part.know(magnitudes=known, inside_scaled=around.scale_loss or around.inside_scaled, rounded=rounded)
+    rounded = frozenset(inner for inner, outer in pairs if outer not in exact)
+    part.know(magnitudes=known, small_steps=steps, inside_scaled=around.scale_loss or around.inside_scaled, rounded=rounded)
     part.match_given = captured.match_given
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)
@@ -255,6 +259,11 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
         unread = leads_nowhere(node, name, part.module)
         pin_high(part, Reason.UNREAD, op_name(node.target), {inside[inner] for inner in unread if inner in inside})
     return part
+
+
+def _handed_on(sizes: Mapping[str, float], pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """The sizes of what a graph hands to one inside it, by the vertices in there; `pairs` are the vertices inside and around."""
+    return {inner: sizes[outer] for inner, outer in pairs if outer in sizes}
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:

@@ -36,6 +36,9 @@ class Factor:
     def __add__(self, other: Factor) -> Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
+        larger = self if self.schedules < other.schedules else other
+        if larger.schedules <= self.schedules & other.schedules:  # `1 - schedule`: what a schedule scales is small beside what it does not
+            return larger
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:

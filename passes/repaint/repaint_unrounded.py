@@ -18,9 +18,7 @@ cast in front would save.
 4. In training an op whose slope jumps, such as `relu`, `clamp`, `maximum`, `sort` or a maximum pool, reads in fp32 what has gradients and
    no product upstream, what is learnt included: of rounded values others are the greatest, many are equal, and gradients go elsewhere.
    So does a step, and a difference of such values in any mode.
-5. In a narrow format a softmax stays high in front of a logarithm, `log(softmax(x) + 1e-9)`: shares come down to zero without end,
-   the format does not, and a logarithm tells them apart.
-6. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+5. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
 
@@ -34,7 +32,8 @@ import functools
 import operator
 from collections.abc import Iterator
 
-from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.ir.evidence.running_sums import is_product, running_sums
+from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
@@ -45,8 +44,9 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 SUMS, STEPS, NORMS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS), ops_with(Trait.TAKES_MEAN_AWAY)
 STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Trait.SHARES_OUT)
 LEARNT, KINKS = ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)
-LOGS, DIFFERENCES = ops_with(Trait.LOGARITHM), frozenset({"sub"})
+DIFFERENCES = frozenset({"sub"})
 LEVEL = NORMS | STEPS
+UNIFORM = ops_with(Trait.UNIFORM)
 CONVERSIONS = ops_with(Trait.CONVERTS)
 
 
@@ -59,8 +59,6 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
         for name, reader in found.kept().items():
             reason = Reason.PARTLY_ROUNDED if name in found.sums else Reason.UNROUNDED
             decisions.keep_high(problem, name, reason, because_of="" if reader == name else reader)
-        for name, reader in found.shares().items():
-            decisions.keep_high(problem, name, Reason.TOLD_APART, because_of=reader)
         if decisions.paints != before:
             paint_ties(problem, decisions)
         return decisions.paints != before
@@ -77,7 +75,8 @@ class Unrounded:
         self.trained = problem.trained if problem.training else frozenset[str]()
         self._bit: dict[str, int] = {}  # of each sum
         self._made_of: dict[str, int] = {}  # the bits of all sums upstream of a value
-        self.offsets, self.narrow = problem.offsets, problem.policy.low.narrow
+        self.running = running_sums(problem.graph)
+        self.offsets = problem.offsets
         for node in problem.graph:
             if "fp32" in node.dtype.split("+") and node.name not in problem.rounded:
                 self._classify(node)
@@ -86,15 +85,15 @@ class Unrounded:
         given = [operand.value for operand in node.operands]
         self._made_of[node.name] = functools.reduce(operator.or_, (self._made_of.get(value, 0) for value in given), 0)
         learnt = self._looks_up(node)
-        if not _is_product(node) and (learnt or self.unrounded.issuperset(given)):
+        if not is_product(node) and (learnt or self.unrounded.issuperset(given)):
             self.unrounded.add(node.name)
         if node.role != "op":
             self.exact.add(node.name)
-        elif _is_product(node) or learnt:
+        elif is_product(node) or learnt:
             return
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
-        elif self._adds_firm(node) or (node.op not in LEVEL and self._whole(node)):
+        elif node.op not in LEVEL and (self._whole(node) or self._keeps_part(node)):
             self._bit[node.name] = 1 << len(self.sums)
             self._made_of[node.name] |= self._bit[node.name]
             self.sums.add(node.name)
@@ -105,11 +104,33 @@ class Unrounded:
         sources = (self.graph.seen(operand.value) for operand in node.operands)
         return node.op in LEARNT and any(source.role in ("parameter", "buffer", "constant") for source in sources)
 
-    def _adds_firm(self, node: OpNode) -> bool:
-        return node.op in SUMS and any(self._firm(node, place) for place in range(len(node.operands)))
+    def _keeps_part(self, node: OpNode) -> bool:
+        """Whether a part of the result is as exact as an operand that no product made, or all of it varies as that does.
+
+        Sums, and what joins values or chooses among them, keep a part. A product's rounding that scales many values alike, as a gate of a
+        channel does, is none that a difference of them would magnify; one of each value is, and torch.autocast has it, too.
+        """
+        if node.name in self.running:
+            return True
+        firm = [operand for place, operand in enumerate(node.operands) if self._firm(node, place)]
+        if not firm or node.op in LEVEL | SOFTMAX:
+            return False
+        if node.op in SUMS:
+            return True
+        if node.kind in (OpKind.INFER, OpKind.INTERNAL):
+            return all(self._spans(operand.value) < node.numel for operand in node.operands if operand.value not in self.unrounded)
+        return any(self.graph.seen(operand.value).op not in UNIFORM and operand.demand is not Demand.ANY for operand in firm)
+
+    def _spans(self, name: str) -> int:
+        """How many different elements a value has at most, before ops that read it alone repeated some."""
+        node, least = self.graph[name], self.graph[name].numel
+        while node.role == "op" and not is_product(node) and len(node.operands) == 1:
+            node = self.graph[node.operands[0].value]
+            least = min(least, node.numel)
+        return least
 
     def _firm(self, node: OpNode, place: int) -> bool:
-        """Whether torch.autocast adds an operand of a sum in fp32 and none of it may be lost: it is exact or a sum itself.
+        """Whether torch.autocast reads an operand in fp32 and none of it may be lost: it is exact or keeps a part that is.
 
         Masks and biases may be rounded, and so may a sum that the other operand is made of, as that of a residual branch is.
         """
@@ -140,11 +161,6 @@ class Unrounded:
                     found[node.name] = operand.value
         return found
 
-    def shares(self) -> dict[str, str]:
-        """Softmaxes in front of logarithms in a narrow format, what is made of them one by one in between, and the logarithm of each."""
-        logs = (node for node in self.graph if node.op in LOGS and self.narrow)
-        return {name: node.name for node in logs for name in self._shares(node)}
-
     def _needed(self, node: OpNode) -> Iterator[str]:
         """What must not be rounded for the sake of `node`: its operands, or the op itself."""
         given = [operand.value for operand in node.operands]
@@ -167,17 +183,6 @@ class Unrounded:
             return node.op in SOFTMAX or (node.op in KINKS and node.name in self.trained)
         return (node.op in KINKS and node.name in self.trained) or (node.op in DIFFERENCES and len(node.operands) > 1)
 
-    def _shares(self, node: OpNode) -> Iterator[str]:
-        """A softmax that an op reads, and what is made of it one by one in between; nothing if there is none."""
-        behind: list[str] = []
-        while len(given := [operand.value for operand in node.operands if operand.value not in self.exact]) == 1:
-            node = self.graph[given[0]]
-            behind.append(node.name)
-            if node.op in SOFTMAX:
-                yield from behind
-            if node.kind not in (OpKind.CLEAR, OpKind.INFER):
-                return
-
     def _gives_places(self, node: OpNode) -> bool:
         """Whether a result of the op that is read says where, not what, as the indices of `min` do."""
         return any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
@@ -195,11 +200,6 @@ class Unrounded:
 def _is_step(node: OpNode) -> bool:
     """Whether the result jumps: by the op's name, or as it makes whole numbers, which may say where to look, of others."""
     return node.op in STEPS or (node.op in CONVERSIONS and node.dtype.startswith(("int", "uint", "bool")))
-
-
-def _is_product(node: OpNode) -> bool:
-    """Whether an op is one that torch.autocast runs low, or that may hold such ops."""
-    return node.kind is OpKind.ALLOW or node.flops > 0 or (node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY))
 
 
 def _shifts_weight(node: OpNode, graph: OpGraph) -> bool:

@@ -18,6 +18,7 @@ BARE = OpLists.from_sets("bare", deny=["exp"], infer=["gelu"], rule="all-low")
     [
         pytest.param("o2", "conv2d batch_norm relu", "L H L", id="o2 keeps batch norm in fp32"),
         pytest.param("o3", "conv2d batch_norm relu", "L L L", id="o3 keeps nothing"),
+        pytest.param("o3", "matmul binary_cross_entropy", "L H", id="a gradient that divides by 1e-12 stays"),
         pytest.param("o2", "matmul exp softmax", "L L L", id="o2 runs even exp low"),
         pytest.param("o3", "matmul! relu", "H L", id="what the model spells out stays"),
         pytest.param("o3", "my_kernel relu", "H L", id="ops nobody knows stay"),

@@ -35,6 +35,8 @@ class Captured:
     """Finds the plan to follow for a graph inside this one."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The bodies of activation checkpoints, for a caller that runs them one by one."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """The sizes of learnt numbers that may scale something, by vertex."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
     """Graphs inside this one that stay as they are, and why; "": all of them."""
     by_autocast: Captured | None = None

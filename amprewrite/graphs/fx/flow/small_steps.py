@@ -1,18 +1,20 @@
 """Sums that go on with one value in many small steps: `x = x + 0.1 * f(x)`, again and again.
 
 A step makes `a * x + b * f(x)` of a value x, where a product is in f, by one op or several: the linear form of a sum is read through sums,
-scalings and copies until such an x shows. Factors are numbers, or *schedules*: buffers, inputs and constants of a sampler or solver
-(`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one a sample), and what is made of them without a product. A schedule differs along one
-dim at most, and along fewer than the value does. Its numbers show in a call alone: samplers and solvers that have one take small steps.
-What is learnt is no schedule (LayerScale, ReZero), nor is what was drawn or made of booleans (stochastic depth, padding): the residual
-streams that are scaled by those take large steps.
+scalings and copies until such an x shows. Factors are numbers, *learnt factors* or *schedules*. All differ along one dim at most.
+
+1. A schedule is made of buffers, inputs and constants of a sampler or solver (`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one a
+   sample) without a product, and differs along fewer dims than the value. Its numbers show in a call alone: samplers and solvers that have
+   one take small steps. What was drawn or made of booleans (stochastic depth, padding) is none: residual streams take large steps.
+2. A learnt factor is made of parameters and numbers (LayerScale, ReZero, a learnt step). It counts by its root mean square, which is known
+   at capture; one of unknown size counts as small.
 
 By name it knows how ops are linear: `add`, `sub`, `rsub`, `mul`, `div`, `neg`, `addcmul`, `addcdiv`, `lerp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ import torch.fx
 from amprewrite.graphs.fx.node_facts import example_value
 from amprewrite.graphs.small_steps import Factor, SmallSteps
 from amprewrite.ir.op_graph import OpGraph
-from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
+from amprewrite.tables.vocabulary import OpKind
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
 """What hands on its first operand times one, if it has as many elements: copies, views, conversions, and bounds, which let it pass."""
@@ -29,26 +32,37 @@ RANDOM = ops_with(Trait.RANDOM)
 SUMS = ops_with(Trait.ADDS_UP)
 
 
-def read_small_steps(graph: OpGraph, nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
-    """Sums that go on with one value in many small steps, where products are in each, and what scales or copies that value in between."""
+def read_small_steps(
+    graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float], repeated: bool = False
+) -> tuple[str, ...]:
+    """Sums that go on with one value in many small steps, where products are in each, and what scales or copies that value in between.
+
+    `factors` are the sizes of parameters that may scale something. A `repeated` graph is inside another, which may run it many times.
+    """
     if not nodes:
         return ()
-    steps = _Steps(graph, nodes)
-    kept = steps.found(lambda node: node in steps.names and op_name(node.target) in SUMS)
+    steps = _Steps(graph, nodes, factors)
+    kept = steps.found(
+        lambda node: node in steps.names and op_name(node.target) in SUMS, lambda node: repeated and node.op == "placeholder"
+    )
     return tuple(name for node, name in steps.names.items() if node in kept)
 
 
 class _Steps(SmallSteps[torch.fx.Node]):
     """The steps of one graph."""
 
-    def __init__(self, graph: OpGraph, nodes: Mapping[str, torch.fx.Node]) -> None:
+    def __init__(self, graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float]) -> None:
         self.names = {node: name for name, node in nodes.items()}
+        self.factors = factors
         self.order = {node: place for place, node in enumerate(next(iter(self.names)).graph.nodes)}
         self.heavy = {node for name, node in nodes.items() if graph[name].flops}
-        self.exact = set[torch.fx.Node]()
+        self.exact, self.learnt = set[torch.fx.Node](), set[torch.fx.Node]()
         for node in self.order:
-            if node in self.names and self._is_exact(node, graph[self.names[node]].role):
+            role = graph[self.names[node]].role if node in self.names else ""
+            if role and self._is_exact(node, role):
                 self.exact.add(node)
+            elif role == "parameter" or (role and self._is_made_of(node, self.exact | self.learnt)):
+                self.learnt.add(node)
 
     def inputs(self, node: torch.fx.Node) -> Iterable[torch.fx.Node]:
         return node.all_input_nodes
@@ -97,8 +111,24 @@ class _Steps(SmallSteps[torch.fx.Node]):
             if how == "rest":
                 return Factor(1.0 - value)
             return Factor(value) if not how else (Factor(1.0 / value) if value else None)
-        known = isinstance(given, torch.fx.Node) and (not isinstance(value, torch.Tensor) or self._is_schedule(given, node))
+        if not isinstance(given, torch.fx.Node):
+            return None
+        if given in self.learnt and _dims(given) <= 1 and (size := self._size(given)) is not None:
+            return self._factor(size, node, how)
+        known = not isinstance(value, torch.Tensor) or self._is_schedule(given, node)
         return Factor(1.0, frozenset([(given, how)])) if known else None
+
+    def _size(self, node: torch.fx.Node) -> float | None:
+        """The root mean square of a learnt factor with its sign, or of what ops make of one that work element by element."""
+        if node in self.names and self.names[node] in self.factors:
+            return self.factors[self.names[node]]
+        given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
+        row = find_op(op_name(node.target)) if node.op.startswith("call") else None
+        size = self._size(given[0]) if len(given) == 1 and given[0] in self.learnt else None
+        if row is None or size is None:
+            return None
+        made = _applied(node, size) if row.kind is OpKind.CLEAR or _elements(node) == _elements(given[0]) else None
+        return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _is_exact(self, node: torch.fx.Node, role: str) -> bool:
         """Whether a value is of numbers, buffers and inputs alone: neither a product nor a draw made it, nor booleans or a parameter."""
@@ -107,13 +137,19 @@ class _Steps(SmallSteps[torch.fx.Node]):
             return False
         if role != "op":
             return role != "parameter" and not value.requires_grad
+        return self._is_made_of(node, self.exact)
+
+    def _is_made_of(self, node: torch.fx.Node, sources: Set[torch.fx.Node]) -> bool:
+        """Whether an op makes a tensor of these alone, by neither a product nor a draw."""
         if node in self.heavy or op_name(node.target) in RANDOM or isinstance(node.target, torch._ops.HigherOrderOperator):
             return False
-        return all(each in self.exact for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor))
+        given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
+        return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
         """Whether a value may be the factor of one with more dims: numbers along one dim at most."""
-        return node in self.exact and _dims(node) <= 1 and _dims(node) < _dims(beside)
+        scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
+        return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
 
     def only(self, node: torch.fx.Node) -> torch.fx.Node | None:
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
@@ -125,6 +161,18 @@ class _Steps(SmallSteps[torch.fx.Node]):
 def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
     value = example_value(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _applied(node: torch.fx.Node, size: float) -> float | None:
+    """What an op makes of a number in place of the only tensor that it reads; None if it takes no such."""
+    number = torch.tensor([size])
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: number)
+    try:
+        with torch.no_grad():
+            made = getattr(number, node.target)(*args[1:], **kwargs) if isinstance(node.target, str) else node.target(*args, **kwargs)
+    except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+        return None
+    return float(made) if isinstance(made, torch.Tensor) and made.numel() == 1 and bool(made.isfinite()) else None
 
 
 def _elements(node: torch.fx.Node) -> Any:

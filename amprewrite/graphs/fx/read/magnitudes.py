@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.range_rules import MAKES_SCORES, PASSES_MASK, bound_fits, has_offset, means_mask, summands
+from amprewrite.ir.evidence.range_rules import ADDS_UP, MAKES_SCORES, PASSES_MASK, bound_fits, has_offset, means_mask, summands
+from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
@@ -29,6 +30,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
 _FLUSHES = ops_with(Trait.ZERO_MATTERS)
+_NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 _FILLS, _BOUNDS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS)
 
 
@@ -70,6 +72,32 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     with torch.no_grad(), unselected():
         flags = _read([has_offset(weight, found[name]) for name, weight in added.items()])
     return frozenset(name for name, offset in zip(added, flags, strict=True) if offset)
+
+
+def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
+    """Root mean squares, with the signs of the means, of the learnt numbers that may scale something, by node; one read a device.
+
+    They are those of one dim at most, as a factor a channel has, that other ops than products, norms and sums read, or graphs inside.
+    """
+    graph = captured.problem.graph
+    found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
+    if not found:
+        return {}
+    with torch.no_grad(), unselected():
+        squares = _read(torch._foreach_norm(list(found.values())))
+        signs = _read([weight.mean() for weight in found.values()])
+    return {
+        name: math.copysign(square / math.sqrt(weight.numel()), sign)
+        for (name, weight), square, sign in zip(found.items(), squares, signs, strict=True)
+    }
+
+
+def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
+    """Whether a weight of one dim at most is read by something else than products, norms and sums."""
+    if graph[name].role != "parameter" or sum(size > 1 for size in weight.shape) > 1:
+        return False
+    readers = list(graph.readers(name))
+    return any(each.kind is not OpKind.ALLOW and each.op not in _NORMS and each.op not in ADDS_UP for each in readers)
 
 
 def largest(tensors: Sequence[Tensor]) -> list[float]:
@@ -174,4 +202,4 @@ def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
                 waiting.append(user)
 
 
-__all__ = ["largest", "magnitudes", "may_saturate", "offsets", "pin_constant", "weights_among"]
+__all__ = ["factors", "largest", "magnitudes", "may_saturate", "offsets", "pin_constant", "weights_among"]

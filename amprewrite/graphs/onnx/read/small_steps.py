@@ -1,15 +1,18 @@
 """Sums of an ONNX file that go on with one value in many small steps: `x = x + 0.1 * f(x)`, unrolled or in the body of a loop.
 
-Factors are constants of one element, whose numbers the file has, and schedules: values of one element that no product made. Constants of
-more elements are no schedules: what is learnt, such as a LayerScale, looks the same in a file.
+Factors are constants that differ along one dim at most, such as a LayerScale, which count by their root mean square, and schedules: values
+of one element that no product made.
 
 By name it knows how ops are linear: `add`, `sub`, `mul`, `div`, `neg`; and where a body begins, at a `loop` or a `scan`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import constant_tensor
@@ -96,8 +99,8 @@ class _Steps(SmallSteps[str]):
     def _factor(self, value: ir.Value, how: str = "") -> Factor | None:
         tensor = constant_tensor(value)
         if tensor is not None:
-            number = float(tensor.numpy().reshape(-1)[0]) if tensor.size == 1 else 0.0
-            return Factor(1.0 / number if how else number) if number else None
+            number = _size(tensor.numpy()) if sum(size > 1 for size in tensor.shape.numpy()) <= 1 and tensor.size else None
+            return None if number is None or (how and not number) else Factor(1.0 / number if how else number)
         name = self.names.get(value, "")
         return Factor(1.0, frozenset([(name, how)])) if name and self._is_schedule(name) else None
 
@@ -110,6 +113,11 @@ class _Steps(SmallSteps[str]):
 
     def _is_schedule(self, name: str) -> bool:
         return name in self.exact and all(size == 1 for size in self.graph[name].shape)
+
+
+def _size(values: np.ndarray[Any, Any]) -> float:
+    """The root mean square of numbers, with the sign of their mean."""
+    return math.copysign(float(np.sqrt(np.square(values.astype(np.float64)).mean())), float(values.mean()))
 
 
 __all__ = ["read_small_steps"]

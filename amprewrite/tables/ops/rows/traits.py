@@ -43,6 +43,8 @@ TRAITS: dict[Trait, str] = {
     "geometric cauchy log_normal gumbel_softmax binomial _standard_gamma _sample_dirichlet dropout dropout1d dropout2d dropout3d empty "
     "empty_like empty_strided empty_permuted",
     Trait.LOGARITHM: "log log2 log10 log1p",
+    Trait.LOGS_OF_BOTH: "binary_cross_entropy",
+    Trait.NEARS_ITS_ENDS: "softmax softmin sigmoid",
     # products
     Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner grouped_mm transformers::grouped_mm_fallback",
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
@@ -62,6 +64,7 @@ TRAITS: dict[Trait, str] = {
     Trait.LOOKS_UP: "embedding embedding_bag",
     # how a factor of an operand comes out
     Trait.MAKES_ZEROS: "zeros zeros_like",
+    Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
     Trait.JOINS: "cat stack hstack vstack dstack column_stack index_add scatter_add",
     Trait.LINEAR_IN_EACH: "mul linear matmul mm bmm mv dot outer inner einsum kron tensordot conv1d conv2d conv3d conv_transpose1d "

@@ -1,0 +1,136 @@
+"""Sums that carry a value on through many ops and add to it what products make of something else: recurrences, running sums, averages.
+
+`h = h + u[:, t]`, `h = 0.99 * h + 0.01 * u[:, t]`, `h = n + z * (h - n)`. Each sum rounds all of h, and what was lost is carried on.
+torch.autocast keeps such an h in fp32 if it starts as something that no product made: a learnt state, zeros, an input.
+
+1. A sum goes on with an earlier one if ops that work element by element lead from that to it.
+2. It carries it if what it adds on the way has come of products, but not of products of the earlier sum, as the branch of a residual
+   stream has: such a branch is as large as the stream's own rounding leaves it. What a factor that is computed scales, as gates do, is
+   carried in any case, unless a way without such a factor leads there, too.
+3. Only what torch.autocast holds in fp32 counts. `MANY` in a row are many.
+
+By name it knows the factors: `mul` and `div` of two values, and `lerp`, which scales its first operand by what is left of its weight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.vocabulary import OpKind, Reason
+
+MANY = 8
+"""Sums in a row whose roundings are many: one in bf16 is off by up to 0.4 %, and eight that are off alike by 3 %."""
+FEW = 16
+"""Ops between a sum and the one that it goes on with: three or four as a rule."""
+SUMS, FACTORS = ops_with(Trait.ADDS_UP), frozenset({"mul", "div"})
+LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
+
+
+def is_product(node: OpNode) -> bool:
+    """Whether an op is one that torch.autocast runs low, or that may hold such ops."""
+    return node.kind is OpKind.ALLOW or node.flops > 0 or (node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY))
+
+
+def running_sums(graph: OpGraph) -> frozenset[str]:
+    """The sums of a graph that carry a value on through many, and what hands it on from one to the next."""
+    if sum(node.op in SUMS for node in graph) < MANY:
+        return frozenset()
+    return _Sums(graph).found()
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way from a value back to an earlier sum."""
+
+    passed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    """What sums add on the way."""
+    scaled: bool = False
+    """Whether a factor that was computed scales what is carried."""
+
+
+class _Sums:
+    """The sums of one graph, each a bit, and what was made of them."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.wide = set[str]()
+        """What torch.autocast holds in fp32."""
+        self.rounded = set[str]()
+        """What products are upstream of."""
+        self.bit: dict[str, int] = {}
+        self.made: dict[str, int] = {}
+        """The sums upstream of a value."""
+        self.by_products: dict[str, int] = {}
+        """Those of them with a product in between."""
+        for node in graph:
+            self._read(node)
+
+    def _read(self, node: OpNode) -> None:
+        given = [operand.value for operand in node.operands]
+        made = by_products = 0
+        for value in given:
+            made |= self.made.get(value, 0)
+            by_products |= self.by_products.get(value, 0)
+        product = is_product(node)
+        self.by_products[node.name] = made if product else by_products
+        if node.op in SUMS:
+            self.bit[node.name] = 1 << len(self.bit)
+            made |= self.bit[node.name]
+        self.made[node.name] = made
+        if product or not self.rounded.isdisjoint(given):
+            self.rounded.add(node.name)
+        widens = any(operand.value in self.wide and not operand.scalar for operand in node.operands)
+        if not product and (widens or not given or node.kind in (OpKind.DENY, None)):
+            self.wide.add(node.name)
+
+    def found(self) -> frozenset[str]:
+        ways: dict[str, dict[str, _Way]] = {}
+        steps: dict[str, int] = {}
+        for node in self.graph:
+            if node.op in SUMS and node.name in self.wide:
+                ways[node.name] = dict(self._carried(node))
+                steps[node.name] = 1 + max((steps.get(before, 1) for before in ways[node.name]), default=0)
+        whole = dict(steps)
+        for name in reversed(ways):
+            for before in ways[name]:
+                whole[before] = max(whole.get(before, 0), whole[name])
+        kept = [name for name, many in whole.items() if many >= MANY]
+        passed = (each for name in kept for way in ways.get(name, {}).values() for each in way.passed)
+        return frozenset(each for each in (*kept, *passed) if each in self.wide)
+
+    def _carried(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
+        """The earlier sums that a sum carries on, each with the way to it."""
+        plain, scaled = dict[str, _Way](), dict[str, _Way]()
+        waiting = deque([(node, _Way())])
+        for _ in range(FEW**2):
+            if not waiting:
+                break
+            last, way = waiting.popleft()
+            if last is not node and last.name in self.bit:
+                (scaled if way.scaled else plain).setdefault(last.name, way)
+            if len(way.passed) < FEW and (last is node or self._hands_on(last, node)):
+                waiting += self._before(last, way)
+        for name, way in {**scaled, **plain}.items():
+            adds_rounded = way.scaled or not self.rounded.isdisjoint(way.added)
+            if adds_rounded and (way.scaled or not any(self.by_products[each] & self.bit[name] for each in way.added)):
+                yield name, way
+
+    def _hands_on(self, node: OpNode, to: OpNode) -> bool:
+        """Whether an op works element by element, and gives as many as there are in the sum."""
+        free = node.role == "op" and node.kind not in (OpKind.DENY, None) and not is_product(node)
+        return free and node.op not in LEVEL and node.numel == to.numel
+
+    def _before(self, node: OpNode, way: _Way) -> Iterator[tuple[OpNode, _Way]]:
+        for place, operand in enumerate(node.operands):
+            others = tuple(other.value for other in node.operands if other is not operand)
+            computed = not self.rounded.isdisjoint(others)
+            scaled = way.scaled or (node.op in FACTORS and computed) or (node.op == "lerp" and not place and computed and len(others) > 1)
+            yield self.graph[operand.value], _Way((*way.passed, node.name), way.added + others * (node.op in SUMS), scaled)
+
+
+__all__ = ["is_product", "running_sums"]

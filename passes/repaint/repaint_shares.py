@@ -1,0 +1,81 @@
+"""Keep high the shares of one that a logarithm tells apart: those of a softmax or a sigmoid, and what is made of them in between.
+
+Shares come near zero and one without end, and a low format does not: fp16 flushes what is below 6e-8, and bf16 rounds 0.9981 to one.
+
+1. In front of a logarithm, `log(softmax(x) + 1e-9)`, they stay high in a format of narrow range, which flushes them.
+2. In front of `binary_cross_entropy` they stay high in any: it looks at what is left of one, too, and its slope reaches 1e12.
+   torch.autocast refuses it.
+3. A sigmoid that leaves the graph stays high, as such a loss may stand outside, and so does a softmax in a narrow format, unless a
+   product reads it, as with the weights of attention.
+4. Ops in between work one by one, such as sums, bounds and views. What facts pin stays as it is, and so does what an override asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+
+from amprewrite.ir.op_graph import Operand, OpGraph, OpNode
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_ties import paint_ties
+from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
+from amprewrite.tables.vocabulary import OpKind, Reason
+
+FEW = 16
+"""Ops that are looked at behind a logarithm."""
+LOGS, LOSSES = ops_with(Trait.LOGARITHM), ops_with(Trait.LOGS_OF_BOTH)
+SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
+ONE_BY_ONE = (OpKind.CLEAR, OpKind.INFER)
+
+
+class RepaintShares(Pass[Problem, Decisions]):
+    name = "repaint-shares"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = dict(decisions.paints)
+        graph, narrow = problem.graph, problem.policy.low.narrow
+        for node in graph:
+            if node.op in LOSSES:
+                kept = _leading(graph, node.operands[:1], SHARES)
+            elif node.op in LOGS and narrow:
+                kept = _leading(graph, node.operands, SHARES)
+            elif node.role == "output":
+                leaving = _leading(graph, node.operands, SHARES if narrow else SHARES - SOFTMAX)
+                kept = (name for name in leaving if not any(_is_product(reader) for reader in graph.readers(name)))
+            else:
+                continue
+            for name in kept:
+                decisions.keep_high(problem, name, Reason.TOLD_APART, because_of=node.name)
+        if decisions.paints != before:
+            paint_ties(problem, decisions)
+        return decisions.paints != before
+
+
+def _leading(graph: OpGraph, operands: Iterable[Operand], shares: Set[str]) -> Iterator[str]:
+    """Ops of `shares` that lead to these operands through ops that work one by one, and those ops."""
+    behind: dict[str, list[str]] = {}
+    waiting = {operand.value for operand in operands}
+    while waiting and len(behind) < FEW:
+        name = max(waiting, key=graph.rank.__getitem__)  # readers before makers
+        waiting.remove(name)
+        node = graph[name]
+        behind[name] = [operand.value for operand in node.operands] if node.op not in shares and _works_one_by_one(node) else []
+        waiting.update(behind[name])
+    leading: set[str] = set()
+    for name in reversed(behind):
+        if graph[name].op in shares or not leading.isdisjoint(behind[name]):
+            leading.add(name)
+            yield name
+
+
+def _works_one_by_one(node: OpNode) -> bool:
+    """By the op's own row: lists that run all low have one kind for all."""
+    return node.role == "op" and node.op in OPS and OPS[node.op].kind in ONE_BY_ONE and not node.flops
+
+
+def _is_product(node: OpNode) -> bool:
+    return bool(node.flops) or (node.op in OPS and OPS[node.op].kind is OpKind.ALLOW)
+
+
+__all__ = ["RepaintShares"]
