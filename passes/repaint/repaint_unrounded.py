@@ -13,7 +13,7 @@ cast in front would save.
 3. A sum of an exact value and one that came of a product, `x * scale + shift`, may be large and exact beside a small product. It stays
    high, with what is made of it, on its way to a denied op, to a result, to a norm, to a softmax, to a step or a choice of places (the
    nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`). A sum of such a sum is one, too, unless it closes a residual branch,
-   whose other operand is made of it. Masks are no such summands. Biases are none unless they have an offset (`Problem.offsets`) or are
+   whose other operand is made of it, and no input is in it. Masks are no such summands. Biases are none unless they have an offset (`Problem.offsets`) or are
    taken away, as centres are: layers add weights to products throughout.
 4. In training an op whose slope jumps, such as `relu`, `clamp`, `maximum`, `sort` or a maximum pool, reads in fp32 what has gradients and
    no product upstream, what is learnt included: of rounded values others are the greatest, many are equal, and gradients go elsewhere.
@@ -46,7 +46,7 @@ STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Tr
 LEARNT, KINKS = ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)
 DIFFERENCES = frozenset({"sub"})
 LEVEL = NORMS | STEPS
-UNIFORM = ops_with(Trait.UNIFORM)
+UNIFORM, DRAWS = ops_with(Trait.UNIFORM), ops_with(Trait.RANDOM)
 CONVERSIONS = ops_with(Trait.CONVERTS)
 
 
@@ -57,7 +57,7 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
         before = dict(decisions.paints)
         found = Unrounded(problem)
         for name, reader in found.kept().items():
-            reason = Reason.PARTLY_ROUNDED if name in found.sums else Reason.UNROUNDED
+            reason = Reason.PARTLY_ROUNDED if name in found.sums | found.biased else Reason.UNROUNDED
             decisions.keep_high(problem, name, reason, because_of="" if reader == name else reader)
         if decisions.paints != before:
             paint_ties(problem, decisions)
@@ -68,10 +68,13 @@ class Unrounded:
     """The values of a graph that no product has rounded, by name.
 
     `exact` ones are made of inputs, weights and numbers, `sums` of one of those and a product. `unrounded` are both, and what is learnt.
+    `biased` ones are sums of a product and what is learnt, and what is made of them one by one. `raw` ones have a part that may have an
+    offset of any size: of an input, of numbers such as places, or of a weight that is known to have one. A norm takes offsets away.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.exact, self.sums, self.unrounded = problem.graph, set[str](), set[str](), set[str]()
+        self.biased, self.raw = set[str](), set[str]()
         self.trained = problem.trained if problem.training else frozenset[str]()
         self._bit: dict[str, int] = {}  # of each sum
         self._made_of: dict[str, int] = {}  # the bits of all sums upstream of a value
@@ -87,6 +90,8 @@ class Unrounded:
         learnt = self._looks_up(node)
         if not is_product(node) and (learnt or self.unrounded.issuperset(given)):
             self.unrounded.add(node.name)
+        if self._is_raw(node, given):
+            self.raw.add(node.name)
         if node.role != "op":
             self.exact.add(node.name)
         elif is_product(node) or learnt:
@@ -94,15 +99,30 @@ class Unrounded:
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
         elif node.op not in LEVEL and (self._whole(node) or self._keeps_part(node)):
-            self._bit[node.name] = 1 << len(self.sums)
+            self._bit[node.name] = 1 << len(self._bit)
             self._made_of[node.name] |= self._bit[node.name]
             self.sums.add(node.name)
             self.unrounded.add(node.name)
+        elif self._is_biased(node):
+            self._bit[node.name] = 1 << len(self._bit)
+            self._made_of[node.name] |= self._bit[node.name]
+            self.biased.add(node.name)
+
+    def _is_raw(self, node: OpNode, given: list[str]) -> bool:
+        if node.role != "op":
+            return node.role == "input" or node.name in self.offsets
+        if is_product(node) or node.op in NORMS or node.op in DRAWS:
+            return False
+        return not self.raw.isdisjoint(given) if given else node.op not in UNIFORM
 
     def _looks_up(self, node: OpNode) -> bool:
-        """Whether an op picks rows of a table that is held. By its name alone a file's `Gather` does, `x[:, -1]` of an input, too."""
-        sources = (self.graph.seen(operand.value) for operand in node.operands)
-        return node.op in LEARNT and any(source.role in ("parameter", "buffer", "constant") for source in sources)
+        """Whether an op picks rows of a table that is held, and that have nothing in common that a difference would take away.
+
+        By its name alone a file's `Gather` does, `x[:, -1]` of an input, too.
+        """
+        sources = [self.graph.seen(operand.value) for operand in node.operands]
+        held = any(source.role in ("parameter", "buffer", "constant") for source in sources)
+        return node.op in LEARNT and held and not any(source.name in self.offsets for source in sources)
 
     def _keeps_part(self, node: OpNode) -> bool:
         """Whether a part of the result is as exact as an operand that no product made, or all of it varies as that does.
@@ -121,6 +141,20 @@ class Unrounded:
             return all(self._spans(operand.value) < node.numel for operand in node.operands if operand.value not in self.unrounded)
         return any(self.graph.seen(operand.value).op not in UNIFORM and operand.demand is not Demand.ANY for operand in firm)
 
+    def _is_biased(self, node: OpNode) -> bool:
+        """Whether an op adds what is learnt to a product, or hands such a sum on; one that closes a residual branch is none."""
+        given = [operand.value for operand in node.operands]
+        if node.op not in SUMS or all(each in self.biased or each in self.sums for each in given):
+            alike = bool(given) and all(each in self.biased or each in self.exact or each in self.sums for each in given)
+            return alike and node.kind in (OpKind.CLEAR, OpKind.INFER)
+        learnt = any(operand.value in self.unrounded and not operand.scalar for operand in node.operands)
+        return learnt or any(each in self.biased and not self._closes_branch(node, each) for each in given)
+
+    def _closes_branch(self, node: OpNode, value: str) -> bool:
+        """Whether another operand of a sum is made of this one, which is a sum itself."""
+        source, others = self.graph.seen(value), [other.value for other in node.operands if other.value != value]
+        return any(self._made_of.get(other, 0) & self._bit.get(source.name, 0) for other in others)
+
     def _spans(self, name: str) -> int:
         """How many different elements a value has at most, before ops that read it alone repeated some."""
         node, least = self.graph[name], self.graph[name].numel
@@ -132,15 +166,15 @@ class Unrounded:
     def _firm(self, node: OpNode, place: int) -> bool:
         """Whether torch.autocast reads an operand in fp32 and none of it may be lost: it is exact or keeps a part that is.
 
-        Masks and biases may be rounded, and so may a sum that the other operand is made of, as that of a residual branch is.
+        Masks and biases may be rounded, and so may a sum that the other operand is made of, as that of a residual branch is, unless it is
+        raw: an input with an offset may go through a stream of any length.
         """
         operand = node.operands[place]
         if operand.scalar or self.graph[operand.value].may_saturate:
             return False
         source = self.graph.seen(operand.value)
         if operand.value in self.sums:
-            others = [other.value for other in node.operands if other.value != operand.value]
-            return not any(self._made_of.get(other, 0) & self._bit.get(source.name, 0) for other in others)
+            return operand.value in self.raw or not self._closes_branch(node, operand.value)
         taken_away = node.op in DIFFERENCES and place == 1
         bias = source.role in ("parameter", "constant") and source.name not in self.offsets and not taken_away
         return operand.value in self.exact and not bias
@@ -176,6 +210,9 @@ class Unrounded:
             whole = sum(operand.value in self.sums or self._firm(node, place) for place, operand in enumerate(node.operands))
             if whole > 1 or self._whole(node):
                 yield node.name
+        elif node.name in self.biased and node.op in DIFFERENCES and len(given) > 1:
+            if all(each in self.biased or each in self.sums for each in given):
+                yield node.name
 
     def _needs_all(self, node: OpNode) -> bool:
         """Whether an op reads in fp32 whatever no product alone has rounded: a softmax of sums, a kink, a difference of what is learnt."""
@@ -192,7 +229,7 @@ class Unrounded:
         waiting = [(name, reader)]
         while waiting:
             name, reader = waiting.pop()
-            if name not in found and name in self.unrounded and self.graph[name].role == "op":
+            if name not in found and (name in self.unrounded or name in self.biased) and self.graph[name].role == "op":
                 found[name] = reader
                 waiting += [(operand.value, name) for operand in self.graph[name].operands]
 

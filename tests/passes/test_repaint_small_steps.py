@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -101,7 +102,9 @@ class Sampler(nn.Module):
         self.register_buffer("sigmas", torch.linspace(1.0, 0.0, steps + 1))
         self.register_buffer("alphas", torch.cumprod(1 - torch.linspace(1e-4, 0.02, 200), 0))
         self.register_buffer("size", torch.tensor(0.025))
-        self.scale = nn.Parameter(torch.full((8 if conv else 64,) + (1, 1) * conv, 0.1))
+        shape = (8 if conv else 64,) + (1, 1) * conv
+        self.scale, self.whole = (nn.Parameter(torch.full(shape, size)) for size in (0.1, 0.8))
+        self.rate, self.keep = nn.Parameter(torch.tensor([-3.0])), nn.Parameter(torch.full(shape, 3.0))
 
     def times(self, i: int) -> tuple[int, int]:
         return 199 - i * (199 // self.steps), max(199 - (i + 1) * (199 // self.steps), 0)
@@ -141,13 +144,20 @@ SAMPLERS = {
     "tanh": lambda net, x, e, i: x + torch.tanh(e) * net.size,
     "addcmul": lambda net, x, e, i: torch.addcmul(x, e, net.size),
     "lerp": lambda net, x, e, i: torch.lerp(x, e.float(), net.size),
+    "layer scale": lambda net, x, e, i: x + net.scale * e,
+    "layer scale of nought": lambda net, x, e, i: x + (net.scale * 0.0 + net.scale.neg() * 0.2) * e,
+    "one learnt number": lambda net, x, e, i: x + net.scale.mean().tanh() * e,
+    "a learnt step": lambda net, x, e, i: x + F.softplus(net.rate) * e,
+    "a learnt average": lambda net, x, e, i: torch.sigmoid(net.keep) * x + (1 - torch.sigmoid(net.keep)) * e,
+    "an average by a schedule": lambda net, x, e, i: x + net.size * (e - x),
     "with another force": lambda net, x, e, i: x + net.size * e + net.size * 0.1 * torch.cos(x),
 }
 STREAMS = {
     "plain": lambda net, x, e, i: x + e,
     "scaled sum": lambda net, x, e, i: (x + e) / 2**0.5,
-    "layer scale": lambda net, x, e, i: x + net.scale * e,
-    "made of a parameter": lambda net, x, e, i: x + net.scale.mean().tanh() * e,
+    "a large layer scale": lambda net, x, e, i: x + net.whole * e,
+    "one and a small weight": lambda net, x, e, i: x + (1 + net.scale) * e,
+    "made of a parameter": lambda net, x, e, i: x + (net.whole * 3).tanh() * e,
     "a gate of a product": lambda net, x, e, i: x + e.mean(1, keepdim=True) * e,
     "stochastic depth": lambda net, x, e, i: x + e * torch.empty(len(x), 1).bernoulli_(0.9),
     "padding": lambda net, x, e, i: x + e * (x[:, :1] > 0).float(),
@@ -178,3 +188,29 @@ def test_samplers_keep_the_state_between_their_steps(how):
 def test_residual_streams_are_no_samplers(how):
     plan = amprewrite.plan(Sampler(STREAMS[how], steps=12), (torch.randn(64, 64),), dtype="bf16")
     assert not any(node.reason is Reason.SMALL_STEPS for node in plan.nodes)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.scale = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), nn.Parameter(torch.full((64,), scale))
+
+    def step(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.body(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body[1](x)
+        for _ in range(24):
+            x = checkpoint(self.step, x, use_reentrant=False)
+        return self.body[1](x)
+
+
+@pytest.mark.parametrize("scale, kept", [(0.02, 24), (0.8, 0)])
+def test_a_graph_inside_another_may_be_one_of_many_steps(scale: float, kept: int) -> None:
+    net, x = Checkpointed(scale), torch.randn(64, 64)
+    plan = amprewrite.plan(net, (x,), dtype="bf16")
+    assert str(plan).count(Reason.SMALL_STEPS.value) == kept
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = error(net(x), net.float()(x)) if kept else 1.0
+    assert error(amprewrite.rewrite(net, dtype="bf16")(x), net(x)) <= max(2 * theirs, 1e-2)

@@ -10,7 +10,7 @@ By name it knows `Constant`: such a node holds a weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from amprewrite.graphs.onnx.check import invalid, same_complaint
 from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.load import Source, make_ready
+from amprewrite.graphs.onnx.read.offsets import read_offsets
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.small_steps import read_small_steps
 from amprewrite.graphs.onnx.read.weights import Loss
@@ -33,7 +34,6 @@ from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
 from amprewrite.graphs.onnx.write.save import Written, written
-from amprewrite.ir.evidence.range_rules import has_offset, summands
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import ConstantRead, Problem
@@ -42,7 +42,7 @@ from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, shown
 from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
-from amprewrite.tables.formats import FORMATS, FP32
+from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 
 TARGET = "meta"
@@ -362,7 +362,7 @@ def decide_region(reading: Reading, policy: Policy, lists: OpLists, given: Model
     """Run the deciding passes over what was read; edits nothing. PlanError if `given` does not fit."""
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=constant_reads(reading),
-        offsets=frozenset(_offsets(reading)), small_steps=read_small_steps(reading),
+        offsets=read_offsets(reading), small_steps=read_small_steps(reading),
     )  # fmt: skip
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
@@ -377,16 +377,6 @@ def constant_reads(reading: Reading) -> tuple[ConstantRead, ...]:
         )
         for each in reading.constants
     )
-
-
-def _offsets(reading: Reading) -> Iterator[str]:
-    """The constants that are added to something and have an offset."""
-    for name, scores in sorted(summands(reading.graph).items()):
-        tensor = constant_tensor(reading.values[name]) if name in reading.values else None
-        if tensor is None or tensor.size < 2 or format_of(reading.values[name]) != FP32.name:
-            continue
-        if has_offset(tensor.numpy(), scores):
-            yield name
 
 
 def _saturates(reading: Reading, constant: str) -> bool:

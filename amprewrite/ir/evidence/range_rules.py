@@ -22,7 +22,7 @@ EXTREME = 1e30
 BLOCKS = 88.0
 """A softmax gives no share to a score so far below the greatest: exp(-88) is below fp32's normal numbers."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
-ADDS_UP = ops_with(Trait.ADDS_UP)
+ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
@@ -82,6 +82,11 @@ def summands(graph: OpGraph) -> dict[str, bool]:
             name = graph.seen(operand.value).name
             found[name] = found.get(name, True) and node.name in scores
     return found
+
+
+def tables(graph: OpGraph) -> set[str]:
+    """What rows are looked up in."""
+    return {graph.seen(operand.value).name for node in graph if node.op in LOOKS_UP for operand in node.operands}
 
 
 def _are_scores(graph: OpGraph, node: OpNode, scores: set[str]) -> bool:

@@ -3,7 +3,7 @@
 `h = h + u[:, t]`, `h = 0.99 * h + 0.01 * u[:, t]`, `h = n + z * (h - n)`. Each sum rounds all of h, and what was lost is carried on.
 torch.autocast keeps such an h in fp32 if it starts as something that no product made: a learnt state, zeros, an input.
 
-1. A sum goes on with an earlier one if ops that work element by element lead from that to it.
+1. A sum goes on with an earlier one if ops that work element by element, move values or choose among them lead from that to it.
 2. It carries it if what it adds on the way has come of products, but not of products of the earlier sum, as the branch of a residual
    stream has: such a branch is as large as the stream's own rounding leaves it. What a factor that is computed scales, as gates do, is
    carried in any case, unless a way without such a factor leads there, too.
@@ -121,9 +121,10 @@ class _Sums:
                 yield name, way
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
-        """Whether an op works element by element, and gives as many as there are in the sum."""
-        free = node.role == "op" and node.kind not in (OpKind.DENY, None) and not is_product(node)
-        return free and node.op not in LEVEL and node.numel == to.numel
+        """Whether an op works element by element, moves values or chooses among them; what reads and writes low may add them up."""
+        if node.role != "op" or is_product(node) or node.op in LEVEL:
+            return False
+        return node.kind in (OpKind.CLEAR, OpKind.INFER) or (node.kind is OpKind.INTERNAL and node.numel == to.numel)
 
     def _before(self, node: OpNode, way: _Way) -> Iterator[tuple[OpNode, _Way]]:
         for place, operand in enumerate(node.operands):

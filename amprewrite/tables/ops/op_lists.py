@@ -277,16 +277,16 @@ def _autocast(fmt: Format, device: str) -> OpLists:
 
 def _o2(fmt: Format, device: str) -> OpLists:
     """Everything low, but batch norm (Apex's keep_batchnorm_fp32)."""
-    return OpLists("o2", "all-low", _all_low(fmt) | {"batch_norm": OpKind.DENY})
+    return OpLists("o2", "all-low", _all_low() | {"batch_norm": OpKind.DENY})
 
 
 def _o3(fmt: Format, device: str) -> OpLists:
-    return OpLists("o3", "all-low", _all_low(fmt))
+    return OpLists("o3", "all-low", _all_low())
 
 
-def _all_low(fmt: Format) -> dict[str, OpKind]:
-    """All ops low. The backward of `binary_cross_entropy` divides by 1e-12 at least, which is zero in a narrow format: Apex refuses it."""
-    return dict.fromkeys(OPS, OpKind.ALLOW) | ({"binary_cross_entropy": OpKind.DENY} if fmt.narrow else {})
+def _all_low() -> dict[str, OpKind]:
+    """All ops low but `binary_cross_entropy`: it looks at what is left of one, and divides by 1e-12 at least. Apex refuses it, too."""
+    return dict.fromkeys(OPS, OpKind.ALLOW) | {"binary_cross_entropy": OpKind.DENY}
 
 
 PRESETS = {"default": _default, "tf": _tf, "autocast": _autocast, "o2": _o2, "o3": _o3}

@@ -45,6 +45,7 @@ class Trait(Enum):
     EXCHANGES_INFINITIES = "gives something finite for an infinity, or tells where infinities are"
     TAKES_EPSILON = "a small constant among its operands keeps its result from zero"
     DRAWS = "draws uniformly from below one"
+    DRAWS_NORMAL = "draws from a normal distribution"
     KEEPS_DRAW = "what it makes of a uniform draw may still be one"
     RANDOM = "its numbers are drawn anew in each call, or are what the memory held"
     LOGARITHM = "a logarithm"

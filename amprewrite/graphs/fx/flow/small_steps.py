@@ -1,13 +1,15 @@
 """Sums that go on with one value in many small steps: `x = x + 0.1 * f(x)`, again and again.
 
 A step makes `a * x + b * f(x)` of a value x, where a product is in f, by one op or several: the linear form of a sum is read through sums,
-scalings and copies until such an x shows. Factors are numbers, *learnt factors* or *schedules*. All differ along one dim at most.
+scalings and copies until such an x shows. Factors are numbers, *learnt factors*, *schedules* or *noise*. Learnt factors and schedules differ along one dim at most.
 
 1. A schedule is made of buffers, inputs and constants of a sampler or solver (`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one a
    sample) without a product, and differs along fewer dims than the value. Its numbers show in a call alone: samplers and solvers that have
    one take small steps. What was drawn or made of booleans (stochastic depth, padding) is none: residual streams take large steps.
 2. A learnt factor is made of parameters and numbers (LayerScale, ReZero, a learnt step). It counts by its root mean square, which is known
    at capture; one of unknown size counts as small.
+3. Noise is drawn from a normal distribution, or a given value of floating numbers, and what is made of those: a stochastic solver scales
+   what a network gives by it. What is made of whole numbers is none: it may be a mask.
 
 By name it knows how ops are linear: `add`, `sub`, `rsub`, `mul`, `div`, `neg`, `addcmul`, `addcdiv`, `lerp`.
 """
@@ -29,7 +31,7 @@ from amprewrite.tables.vocabulary import OpKind
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
 """What hands on its first operand times one, if it has as many elements: copies, views, conversions, and bounds, which let it pass."""
 RANDOM = ops_with(Trait.RANDOM)
-SUMS = ops_with(Trait.ADDS_UP)
+SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 
 
 def read_small_steps(
@@ -56,9 +58,11 @@ class _Steps(SmallSteps[torch.fx.Node]):
         self.factors = factors
         self.order = {node: place for place, node in enumerate(next(iter(self.names)).graph.nodes)}
         self.heavy = {node for name, node in nodes.items() if graph[name].flops}
-        self.exact, self.learnt = set[torch.fx.Node](), set[torch.fx.Node]()
+        self.exact, self.learnt, self.noise = set[torch.fx.Node](), set[torch.fx.Node](), set[torch.fx.Node]()
         for node in self.order:
             role = graph[self.names[node]].role if node in self.names else ""
+            if role and self._is_noise(node, role):
+                self.noise.add(node)
             if role and self._is_exact(node, role):
                 self.exact.add(node)
             elif role == "parameter" or (role and self._is_made_of(node, self.exact | self.learnt)):
@@ -115,7 +119,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
             return None
         if given in self.learnt and _dims(given) <= 1 and (size := self._size(given)) is not None:
             return self._factor(size, node, how)
-        known = not isinstance(value, torch.Tensor) or self._is_schedule(given, node)
+        known = not isinstance(value, torch.Tensor) or self._is_schedule(given, node) or given in self.noise
         return Factor(1.0, frozenset([(given, how)])) if known else None
 
     def _size(self, node: torch.fx.Node) -> float | None:
@@ -138,6 +142,15 @@ class _Steps(SmallSteps[torch.fx.Node]):
         if role != "op":
             return role != "parameter" and not value.requires_grad
         return self._is_made_of(node, self.exact)
+
+    def _is_noise(self, node: torch.fx.Node, role: str) -> bool:
+        """Whether a value was drawn from a normal distribution or given, or is made of such values alone."""
+        value = example_value(node)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or role == "output":
+            return False
+        if role != "op":
+            return role == "input" and not value.requires_grad
+        return op_name(node.target) in NORMAL or (bool(node.all_input_nodes) and self._is_made_of(node, self.noise))
 
     def _is_made_of(self, node: torch.fx.Node, sources: Set[torch.fx.Node]) -> bool:
         """Whether an op makes a tensor of these alone, by neither a product nor a draw."""

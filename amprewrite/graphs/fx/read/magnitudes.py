@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.range_rules import ADDS_UP, MAKES_SCORES, PASSES_MASK, bound_fits, has_offset, means_mask, summands
+from amprewrite.ir.evidence.range_rules import ADDS_UP, MAKES_SCORES, PASSES_MASK, bound_fits, has_offset, means_mask, summands, tables
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
@@ -62,22 +62,27 @@ def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tenso
 
 
 def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
-    """The parameters and buffers that are added to something and have an offset (`has_offset`), by node; one read by the host a device.
+    """The parameters and buffers that are added to something, and tables of rows, that have an offset (`has_offset`), by node.
+
+    The rows of a table may have something in common, too. The host reads once a device.
 
     Training moves none to an offset in front of a norm: the norm takes it away, and its gradient with it.
     """
-    found = summands(captured.problem.graph)
+    found, looked_up = summands(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
     added = {name: weight.detach() for name, weight in weights if name in found and weight.numel() > 1}
+    rows = {name: weight.detach() for name, weight in weights if name in looked_up and weight.dim() > 1}
     with torch.no_grad(), unselected():
-        flags = _read([has_offset(weight, found[name]) for name, weight in added.items()])
-    return frozenset(name for name, offset in zip(added, flags, strict=True) if offset)
+        flags = [has_offset(weight, found[name]) for name, weight in added.items()]
+        flags += [has_offset(weight) | has_offset(weight.mT) for weight in rows.values()]
+        flags = _read(flags)
+    return frozenset(name for name, offset in zip((*added, *rows), flags, strict=True) if offset)
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
     """Root mean squares, with the signs of the means, of the learnt numbers that may scale something, by node; one read a device.
 
-    They are those of one dim at most, as a factor a channel has, that other ops than products, norms and sums read, or graphs inside.
+    They are those of one dim at most, as a factor a channel has, that other ops than products, norms and sums of several read.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
@@ -93,11 +98,12 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
 
 
 def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
-    """Whether a weight of one dim at most is read by something else than products, norms and sums."""
+    """Whether a weight of one dim at most is read by something else than products, norms and sums of several."""
     if graph[name].role != "parameter" or sum(size > 1 for size in weight.shape) > 1:
         return False
     readers = list(graph.readers(name))
-    return any(each.kind is not OpKind.ALLOW and each.op not in _NORMS and each.op not in ADDS_UP for each in readers)
+    other = (each for each in readers if each.kind is not OpKind.ALLOW and each.op not in _NORMS)
+    return any(each.op not in ADDS_UP or len(each.operands) == 1 for each in other)
 
 
 def largest(tensors: Sequence[Tensor]) -> list[float]:

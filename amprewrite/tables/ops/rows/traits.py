@@ -37,6 +37,7 @@ TRAITS: dict[Trait, str] = {
     Trait.TAKES_EPSILON: "add sub clamp maximum",
     # random draws
     Trait.DRAWS: "rand rand_like uniform",
+    Trait.DRAWS_NORMAL: "randn randn_like normal",
     Trait.KEEPS_DRAW: "add sub rsub mul div neg clamp clamp_min clamp_max minimum maximum view reshape expand unsqueeze squeeze permute "
     "alias detach clone contiguous",
     Trait.RANDOM: "rand rand_like randn randn_like randint randint_like random bernoulli uniform normal multinomial poisson exponential "

@@ -1,0 +1,31 @@
+"""The constants of a file that have an offset: what their values have in common is more than what they differ by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from amprewrite.graphs.onnx.ops import constant_tensor, format_of
+from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.ir.evidence.range_rules import has_offset, summands, tables
+from amprewrite.tables.formats import FP32
+
+
+def read_offsets(reading: Reading) -> frozenset[str]:
+    """The fp32 constants with an offset among those that are added to something, and among tables, whose rows may have one in common."""
+    added, looked_up = summands(reading.graph), tables(reading.graph)
+    found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
+    rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
+    return frozenset(found | {name for name, values in rows if has_offset(values) or has_offset(np.swapaxes(values, -1, -2))})
+
+
+def _values(reading: Reading, names: Iterable[str]) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """The numbers of the fp32 constants among these vertices."""
+    held = ((name, reading.values[name]) for name in names if name in reading.values)
+    constants = ((name, constant_tensor(value)) for name, value in held if format_of(value) == FP32.name)
+    return [(name, tensor.numpy()) for name, tensor in constants if tensor is not None and tensor.size]
+
+
+__all__ = ["read_offsets"]

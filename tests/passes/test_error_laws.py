@@ -1,0 +1,212 @@
+"""The law of errors as a property over generated models: at most twice that of torch.autocast, whatever is joined, scaled or carried on.
+
+Each model is put together from parts: what is exact and has an offset, how a product meets it, what hands that on, and what magnifies its
+rounding; or where a recurrence starts, how it steps, and how its states are read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amprewrite
+
+SOME = settings(max_examples=30, deadline=None, derandomize=True)
+WIDTH, ROWS, STEPS = 64, 256, 40
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.gates = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.first, self.leak = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.full((WIDTH,), 4.0))
+        self.small, self.table = nn.Parameter(torch.full((WIDTH,), 0.02)), nn.Embedding(8, WIDTH)
+        self.how = forward
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.how(self, *given)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert got.isfinite().all()
+    return float((got.detach().float() - want.detach()).norm() / want.detach().norm())
+
+
+def check(net: Net, given: tuple[Tensor, ...], dtype: str) -> None:
+    """Results, and gradients of the weights that are read last, which hang on what the rest gave."""
+    other, amp = copy.deepcopy(net), amprewrite.rewrite(copy.deepcopy(net), dtype=dtype)
+    found = []
+    for run in (net, other, amp):
+        with torch.autocast("cpu", dtype=LOW[dtype], enabled=run is other):
+            result = run(*given)
+        result.float().pow(2).mean().backward()
+        weight = dict(run.named_parameters())["b.weight"]
+        found.append((result, weight.grad))
+    (want, gradient), theirs, ours = found
+    assert error(ours[0], want) <= max(FLOOR[dtype], 2 * error(theirs[0], want))
+    assert error(ours[1], gradient) <= max(2 * FLOOR[dtype], 2 * error(theirs[1], gradient))
+
+
+# exact values and products ---------------------------------------------------------------------------------------------
+
+
+def _indexed(net: Net, x: Tensor, p: Tensor, mask: Tensor) -> Tensor:
+    return torch.index_put(x, (torch.arange(0, ROWS, 2),), p[::2].type_as(x))
+
+
+MEETINGS: dict[str, Callable[[Net, Tensor, Tensor, Tensor], Tensor]] = {
+    "where": lambda net, x, p, mask: torch.where(mask, x, p),
+    "cat": lambda net, x, p, mask: torch.cat([x, p])[:ROWS],
+    "stack": lambda net, x, p, mask: torch.stack([x, p])[0],
+    "the greater": lambda net, x, p, mask: torch.maximum(x, p),
+    "the smaller": lambda net, x, p, mask: torch.minimum(x, p + 2000),
+    "a bound": lambda net, x, p, mask: x.clamp(min=p),
+    "written in places": _indexed,
+    "added": lambda net, x, p, mask: x + p,
+    "a gate of each channel": lambda net, x, p, mask: x * torch.sigmoid(p.mean(0)),
+    "a gate of each row": lambda net, x, p, mask: x * torch.sigmoid(p[:, :1]),
+    "a gate spread out": lambda net, x, p, mask: x * torch.sigmoid(p[:, :1]).expand_as(x),
+    "divided": lambda net, x, p, mask: x / (1 + F.softplus(p.mean(0))),
+    "a mix": lambda net, x, p, mask: torch.lerp(x, x.flip(1), torch.sigmoid(p[:, :1]).float()),
+    "shares": lambda net, x, p, mask: (lambda w: w[:, :1] * x + w[:, 1:] * x.flip(1))(p[:, :2].softmax(-1)),
+}
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda s: s,
+    "views": lambda s: s.view(ROWS, 4, -1).transpose(0, 1).contiguous().transpose(0, 1).reshape(ROWS, -1),
+    "half of it": lambda s: s * 0.5,
+    "turned": lambda s: s.flip(0).neg(),
+}
+MAGNIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row's mean": lambda s: s - s.mean(1, keepdim=True),
+    "a channel's mean": lambda s: s - s.mean(0),
+    "a layer norm": lambda s: F.layer_norm(s, (WIDTH,)),
+    "a batch norm": lambda s: F.batch_norm(s, None, None, training=True),
+    "a difference": lambda s: torch.cat([s[1:] - s[:-1], s[:1] - s[1:2]]),
+}
+
+
+@SOME
+@given(*map(st.sampled_from, (sorted(MEETINGS), sorted(BETWEEN), sorted(MAGNIFIERS), sorted(LOW))))
+def test_what_a_product_meets_keeps_its_bits(meeting: str, between: str, magnifier: str, dtype: str) -> None:
+    def forward(net: Net, x: Tensor, z: Tensor, mask: Tensor) -> Tensor:
+        return net.b(MAGNIFIERS[magnifier](BETWEEN[between](MEETINGS[meeting](net, x, net.a(z), mask))))
+
+    torch.manual_seed(1)
+    check(Net(forward), (torch.randn(ROWS, WIDTH) + 300, torch.randn(ROWS, WIDTH), torch.rand(ROWS, 1) > 0.1), dtype)
+
+
+# recurrences -----------------------------------------------------------------------------------------------------------
+
+
+def _gated(net: Net, h: Tensor, u: Tensor) -> Tensor:
+    gate, new = (net.gates(h) + torch.cat([u, u], -1)).chunk(2, -1)
+    new = torch.tanh(new)
+    return new + torch.sigmoid(gate + 4) * (h - new)
+
+
+def _highway(net: Net, h: Tensor, u: Tensor) -> Tensor:
+    gate, new = net.gates(h).chunk(2, -1)
+    kept = torch.sigmoid(gate + 4)
+    return kept * h + (1 - kept) * torch.tanh(new + u)
+
+
+STARTS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "learnt": lambda net, x: net.first.expand(len(x), -1),
+    "zeros": lambda net, x: torch.zeros(len(x), WIDTH),
+    "an input": lambda net, x: x[:, 0],
+    "a row": lambda net, x: net.table(torch.zeros(len(x), dtype=torch.long)),
+    "a product": lambda net, x: net.a(x[:, 0]),
+    "a product and a bias": lambda net, x: net.a(x[:, 0]) + net.first,
+}
+UPDATES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    "a sum": lambda net, h, u: h + u,
+    "an average": lambda net, h, u: 0.98 * h + 0.02 * u,
+    "a learnt average": lambda net, h, u: (lambda a: a * h + (1 - a) * u)(torch.sigmoid(net.leak)),
+    "lerp": lambda net, h, u: torch.lerp(h, u.float(), 0.02) if h.dtype == torch.float32 else torch.lerp(h, u, 0.02),
+    "a difference": lambda net, h, u: h - 0.05 * (h - u),
+    "a gate": _gated,
+    "a highway": _highway,
+    "a learnt step": lambda net, h, u: h + net.small * torch.tanh(net.b(h) + u),
+    "a learnt scale of shares": lambda net, h, u: h + torch.tanh(net.small) * net.b(F.layer_norm(h, (WIDTH,))),
+    "a leak": lambda net, h, u: (lambda a: a * h + (1 - a) * torch.tanh(net.b(h) + u))(torch.sigmoid(net.leak)),
+}
+READERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "the last": lambda states: states[-1],
+    "their mean": lambda states: torch.stack(states, 1).mean(1),
+    "steps": lambda states: (lambda all_of: (all_of[:, 1:] - all_of[:, :-1]).sum(1))(torch.stack(states, 1)),
+}
+
+
+@SOME
+@given(*map(st.sampled_from, (sorted(STARTS), sorted(UPDATES), sorted(READERS), sorted(LOW))))
+def test_what_is_carried_on_keeps_its_bits(start: str, update: str, reader: str, dtype: str) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        u, h, states = net.a(x), STARTS[start](net, x), []
+        for t in range(STEPS):
+            h = UPDATES[update](net, h, u[:, t])
+            states.append(h)
+        return net.b(READERS[reader](states))
+
+    torch.manual_seed(1)
+    check(Net(forward), (torch.randn(16, STEPS, WIDTH),), dtype)
+
+
+# shares ----------------------------------------------------------------------------------------------------------------
+
+SHARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda t: t.softmax(-1),
+    "a mix of two": lambda t: 0.5 * torch.sigmoid(t) + 0.5 * t.softmax(-1),
+}
+SEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "as they are": lambda p: p,
+    "within bounds": lambda p: p.clamp(1e-7, 1 - 1e-7),
+    "scaled": lambda p: p * 0.9,
+    "as a row": lambda p: p.reshape(-1),
+}
+
+
+@pytest.mark.parametrize("dtype", sorted(LOW))
+@pytest.mark.parametrize("lists", ["default", "o2"])
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("shares", SHARES)
+def test_a_loss_of_probabilities_sees_them_in_fp32(shares: str, seen: str, lists: str, dtype: str) -> None:
+    """torch.autocast refuses this loss. What counts is the error of a model that a product alone rounds."""
+
+    def forward(net: Net, x: Tensor, target: Tensor) -> Tensor:
+        scores = net.b(x)
+        scores = scores.float() if scores.dtype is LOW[dtype] else scores
+        with torch.autocast("cpu", enabled=False):
+            return F.binary_cross_entropy(SEEN[seen](SHARES[shares](20 * scores)), target)
+
+    net = Net(lambda net, x, target: F.binary_cross_entropy(SEEN[seen](SHARES[shares](20 * net.b(x))), target))
+    torch.manual_seed(1)
+    given = torch.randn(ROWS, WIDTH), SEEN["as a row" if seen == "as a row" else "as they are"]((torch.rand(ROWS, WIDTH) > 0.5).float())
+    amp, by_hand = amprewrite.rewrite(copy.deepcopy(net), dtype=dtype, lists=lists, loss_scale=None), copy.deepcopy(net)
+    want, got = net(*given), amp(*given)
+    with torch.autocast("cpu", dtype=LOW[dtype]):
+        other = forward(by_hand, *given)
+    gradients = []
+    for result, run in ((want, net), (got, amp), (other, by_hand)):
+        result.backward()
+        gradients.append(dict(run.named_parameters())["b.weight"].grad)
+    assert error(got, want) <= max(FLOOR[dtype], 2 * error(other, want))
+    assert error(gradients[1], gradients[0]) <= max(FLOOR[dtype], 2 * error(gradients[2], gradients[0]))
+
+
+@pytest.mark.parametrize("dtype", sorted(LOW))
+def test_so_does_a_loss_outside(dtype: str) -> None:
+    net = Net(lambda net, x: torch.sigmoid(20 * net.b(x)))
+    x, target = torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    want, got = (F.binary_cross_entropy(run(x), target) for run in (net, amprewrite.rewrite(copy.deepcopy(net), dtype=dtype)))
+    assert error(got, want) < 2e-2
