@@ -13,11 +13,12 @@ cast in front would save.
 3. A sum of an exact value and one that came of a product, `x * scale + shift`, may be large and exact beside a small product. It stays
    high, with what is made of it, on its way to a denied op, to a result, to a norm, to a softmax, to a step or a choice of places (the
    nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`). A sum of such a sum is one, too, unless it closes a residual branch,
-   whose other operand is made of it, and no input is in it. Masks are no such summands. Biases are none unless they have an offset (`Problem.offsets`) or are
-   taken away, as centres are: layers add weights to products throughout.
+   whose other operand is made of it, and no input is in it. Masks are no such summands. Biases are none unless they have an offset
+   (`Problem.offsets`) or are taken away, as centres are: layers add weights to products throughout. What joins an exact value with a
+   product keeps a part exact, and so does what a product of fewer elements scales.
 4. In training an op whose slope jumps, such as `relu`, `clamp`, `maximum`, `sort` or a maximum pool, reads in fp32 what has gradients and
    no product upstream, what is learnt included: of rounded values others are the greatest, many are equal, and gradients go elsewhere.
-   So does a step, and a difference of such values in any mode.
+   So does a step, and a difference of such values in any mode, or of two sums of a product and what is learnt.
 5. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
@@ -207,18 +208,18 @@ class Unrounded:
         elif self._needs_all(node):
             yield node.name
         elif node.name in self.sums and node.op in SUMS:
-            whole = sum(operand.value in self.sums or self._firm(node, place) for place, operand in enumerate(node.operands))
+            parts = self.sums | self.biased if node.op in DIFFERENCES else self.sums
+            whole = sum(operand.value in parts or self._firm(node, place) for place, operand in enumerate(node.operands))
             if whole > 1 or self._whole(node):
-                yield node.name
-        elif node.name in self.biased and node.op in DIFFERENCES and len(given) > 1:
-            if all(each in self.biased or each in self.sums for each in given):
                 yield node.name
 
     def _needs_all(self, node: OpNode) -> bool:
         """Whether an op reads in fp32 whatever no product alone has rounded: a softmax of sums, a kink, a difference of what is learnt."""
         if node.name in self.sums:
             return node.op in SOFTMAX or (node.op in KINKS and node.name in self.trained)
-        return (node.op in KINKS and node.name in self.trained) or (node.op in DIFFERENCES and len(node.operands) > 1)
+        if node.op in DIFFERENCES and len(node.operands) > 1:
+            return all(operand.value in self.unrounded or operand.value in self.biased for operand in node.operands)
+        return node.op in KINKS and node.name in self.trained
 
     def _gives_places(self, node: OpNode) -> bool:
         """Whether a result of the op that is read says where, not what, as the indices of `min` do."""

@@ -64,6 +64,20 @@ def _indexed(net: Net, x: Tensor, p: Tensor, mask: Tensor) -> Tensor:
     return torch.index_put(x, (torch.arange(0, ROWS, 2),), p[::2].type_as(x))
 
 
+def _refined(net: Net, x: Tensor, p: Tensor, mask: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x + torch.tanh(net.a(x - 300))
+    return x
+
+
+def _coupled(net: Net, x: Tensor, p: Tensor, mask: Tensor) -> Tensor:
+    first, second = x, x.flip(1)
+    for _ in range(4):
+        first = first + 0.1 * torch.tanh(net.a(second - second.mean(1, keepdim=True)))
+        second = second - 0.1 * torch.tanh(net.a(first - first.mean(1, keepdim=True)))
+    return first
+
+
 MEETINGS: dict[str, Callable[[Net, Tensor, Tensor, Tensor], Tensor]] = {
     "where": lambda net, x, p, mask: torch.where(mask, x, p),
     "cat": lambda net, x, p, mask: torch.cat([x, p])[:ROWS],
@@ -73,6 +87,8 @@ MEETINGS: dict[str, Callable[[Net, Tensor, Tensor, Tensor], Tensor]] = {
     "a bound": lambda net, x, p, mask: x.clamp(min=p),
     "written in places": _indexed,
     "added": lambda net, x, p, mask: x + p,
+    "a stream": _refined,
+    "coupled steps": _coupled,
     "a gate of each channel": lambda net, x, p, mask: x * torch.sigmoid(p.mean(0)),
     "a gate of each row": lambda net, x, p, mask: x * torch.sigmoid(p[:, :1]),
     "a gate spread out": lambda net, x, p, mask: x * torch.sigmoid(p[:, :1]).expand_as(x),
@@ -103,6 +119,28 @@ def test_what_a_product_meets_keeps_its_bits(meeting: str, between: str, magnifi
 
     torch.manual_seed(1)
     check(Net(forward), (torch.randn(ROWS, WIDTH) + 300, torch.randn(ROWS, WIDTH), torch.rand(ROWS, 1) > 0.1), dtype)
+
+
+LEARNT: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    "rows in a norm": lambda net, ids, p: F.batch_norm(net.near(ids), None, None, training=True),
+    "rows less rows": lambda net, ids, p: net.near(ids) - net.near(ids.flip(0)),
+    "rows and rows turned": lambda net, ids, p: net.near(ids) + (-net.near(ids.flip(0))),
+    "differences of rows": lambda net, ids, p: torch.stack([net.near(ids), net.near(ids.flip(0))]).diff(dim=0)[0],
+    "moved places": lambda net, ids, p: (lambda v: v[1:] - v[:-1])(net.places + 0.05 * p),
+    "what moved": lambda net, ids, p: (net.places + p) - net.places,
+}
+
+
+@pytest.mark.parametrize("dtype", sorted(LOW))
+@pytest.mark.parametrize("how", LEARNT)
+def test_what_is_learnt_keeps_its_bits_where_it_is_taken_away(how: str, dtype: str) -> None:
+    net = Net(lambda net, z, ids: net.b(LEARNT[how](net, ids, net.a(z))))
+    net.near = nn.Embedding(64, WIDTH)
+    net.places = nn.Parameter(torch.randn(ROWS, WIDTH).cumsum(0))
+    with torch.no_grad():
+        net.near.weight.copy_(net.near.weight[:1] + 0.03 * net.near.weight)
+    torch.manual_seed(1)
+    check(net, (torch.randn(ROWS, WIDTH), torch.randint(0, 64, (ROWS,))), dtype)
 
 
 # recurrences -----------------------------------------------------------------------------------------------------------
@@ -140,6 +178,8 @@ UPDATES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "a learnt scale of shares": lambda net, h, u: h + torch.tanh(net.small) * net.b(F.layer_norm(h, (WIDTH,))),
     "a leak": lambda net, h, u: (lambda a: a * h + (1 - a) * torch.tanh(net.b(h) + u))(torch.sigmoid(net.leak)),
 }
+UPDATES["a choice"] = lambda net, h, u: (h[:, :, None] + net.b.weight).max(1)[0] + u
+UPDATES["a smooth choice"] = lambda net, h, u: torch.logsumexp(h[:, :, None] + net.b.weight, 1) + u
 READERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "the last": lambda states: states[-1],
     "their mean": lambda states: torch.stack(states, 1).mean(1),

@@ -214,3 +214,34 @@ def test_a_graph_inside_another_may_be_one_of_many_steps(scale: float, kept: int
     with torch.autocast("cpu", torch.bfloat16):
         theirs = error(net(x), net.float()(x)) if kept else 1.0
     assert error(amprewrite.rewrite(net, dtype="bf16")(x), net(x)) <= max(2 * theirs, 1e-2)
+
+
+class Noisy(nn.Module):
+    """A stochastic solver: what a network gives is scaled by noise, element by element, or by a mask, which is none."""
+
+    def __init__(self, drawn: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.drawn = nn.Linear(64, 64), nn.Linear(64, 64), drawn
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        for i in range(40):
+            force = torch.randn_like(x) * 0.015 if self.drawn else noise[i].to(x.dtype)
+            x = x + torch.tanh(self.first(x)) * 0.025 + torch.sigmoid(self.second(x)) * force
+        return x
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_noise_scales_small_steps(dtype: str, drawn: bool) -> None:
+    net, given, found = Noisy(drawn), (torch.randn(64, 64) * 3, torch.randn(40, 64, 64) * 0.015), []
+    for low, run in ((False, net), (True, net), (False, amprewrite.rewrite(net, dtype=dtype))):
+        torch.manual_seed(1)
+        with torch.no_grad(), torch.autocast("cpu", getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype]), enabled=low):
+            found.append(run(*given))
+    assert error(found[2], found[0]) <= max(2 * error(found[1], found[0]), {"bf16": 1e-2, "fp16": 2e-3}[dtype])
+
+
+def test_a_mask_is_no_noise() -> None:
+    plan = amprewrite.plan(Noisy(False), (torch.randn(64, 64), torch.randint(0, 2, (40, 64, 64))), dtype="bf16")
+    assert not any(node.reason is Reason.SMALL_STEPS for node in plan.nodes)

@@ -21,6 +21,8 @@ EXTREME = 1e30
 """So large is a mask of either sign."""
 BLOCKS = 88.0
 """A softmax gives no share to a score so far below the greatest: exp(-88) is below fp32's normal numbers."""
+ROWS = 8
+"""So many rows with something in common are no chance."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
@@ -82,6 +84,12 @@ def summands(graph: OpGraph) -> dict[str, bool]:
             name = graph.seen(operand.value).name
             found[name] = found.get(name, True) and node.name in scores
     return found
+
+
+def rows_have_offset(table: Any) -> Any:
+    """Whether the rows of a table each have an offset, or one in common; of a few rows chance alone would say so."""
+    common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
+    return has_offset(table) | common
 
 
 def tables(graph: OpGraph) -> set[str]:

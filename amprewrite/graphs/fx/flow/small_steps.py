@@ -1,7 +1,8 @@
 """Sums that go on with one value in many small steps: `x = x + 0.1 * f(x)`, again and again.
 
 A step makes `a * x + b * f(x)` of a value x, where a product is in f, by one op or several: the linear form of a sum is read through sums,
-scalings and copies until such an x shows. Factors are numbers, *learnt factors*, *schedules* or *noise*. Learnt factors and schedules differ along one dim at most.
+scalings and copies until such an x shows. Factors are numbers, *learnt factors*, *schedules* or *noise*. Learnt factors and schedules
+differ along one dim at most.
 
 1. A schedule is made of buffers, inputs and constants of a sampler or solver (`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one a
    sample) without a product, and differs along fewer dims than the value. Its numbers show in a call alone: samplers and solvers that have

@@ -21,7 +21,17 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.ir.evidence.range_rules import ADDS_UP, MAKES_SCORES, PASSES_MASK, bound_fits, has_offset, means_mask, summands, tables
+from amprewrite.ir.evidence.range_rules import (
+    ADDS_UP,
+    MAKES_SCORES,
+    PASSES_MASK,
+    bound_fits,
+    has_offset,
+    means_mask,
+    rows_have_offset,
+    summands,
+    tables,
+)
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
@@ -74,7 +84,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     rows = {name: weight.detach() for name, weight in weights if name in looked_up and weight.dim() > 1}
     with torch.no_grad(), unselected():
         flags = [has_offset(weight, found[name]) for name, weight in added.items()]
-        flags += [has_offset(weight) | has_offset(weight.mT) for weight in rows.values()]
+        flags += [rows_have_offset(weight) for weight in rows.values()]
         flags = _read(flags)
     return frozenset(name for name, offset in zip((*added, *rows), flags, strict=True) if offset)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of
 from amprewrite.graphs.onnx.read.reader import Reading
-from amprewrite.ir.evidence.range_rules import has_offset, summands, tables
+from amprewrite.ir.evidence.range_rules import has_offset, rows_have_offset, summands, tables
 from amprewrite.tables.formats import FP32
 
 
@@ -18,7 +18,7 @@ def read_offsets(reading: Reading) -> frozenset[str]:
     added, looked_up = summands(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
-    return frozenset(found | {name for name, values in rows if has_offset(values) or has_offset(np.swapaxes(values, -1, -2))})
+    return frozenset(found | {name for name, values in rows if rows_have_offset(values)})
 
 
 def _values(reading: Reading, names: Iterable[str]) -> list[tuple[str, np.ndarray[Any, Any]]]:
