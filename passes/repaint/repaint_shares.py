@@ -5,8 +5,8 @@ Shares come near zero and one without end, and a low format does not: fp16 flush
 1. In front of a logarithm, `log(softmax(x) + 1e-9)`, they stay high in a format of narrow range, which flushes them.
 2. In front of `binary_cross_entropy` they stay high in any: it looks at what is left of one, too, and its slope reaches 1e12.
    torch.autocast refuses it.
-3. A sigmoid that leaves the graph stays high, as such a loss may stand outside, and so does a softmax in a narrow format, unless a
-   product reads it, as with the weights of attention.
+3. A sigmoid that leaves the graph, maybe seen otherwise, stays high, as such a loss may stand outside, and so does a softmax in a narrow
+   format, unless a product reads it, as with the weights of attention.
 4. Ops in between work one by one, such as sums, bounds and views. What facts pin stays as it is, and so does what an override asks for.
 """
 
@@ -26,7 +26,6 @@ FEW = 16
 """Ops that are looked at behind a logarithm."""
 LOGS, LOSSES = ops_with(Trait.LOGARITHM), ops_with(Trait.LOGS_OF_BOTH)
 SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
-ONE_BY_ONE = (OpKind.CLEAR, OpKind.INFER)
 
 
 class RepaintShares(Pass[Problem, Decisions]):
@@ -41,8 +40,8 @@ class RepaintShares(Pass[Problem, Decisions]):
             elif node.op in LOGS and narrow:
                 kept = _leading(graph, node.operands, SHARES)
             elif node.role == "output":
-                leaving = _leading(graph, node.operands, SHARES if narrow else SHARES - SOFTMAX)
-                kept = (name for name in leaving if not any(_is_product(reader) for reader in graph.readers(name)))
+                leaving = _leading(graph, node.operands, SHARES if narrow else SHARES - SOFTMAX, (OpKind.CLEAR,))
+                kept = (name for name in leaving if not any(_kind(reader) is OpKind.ALLOW for reader in graph.readers(name)))
             else:
                 continue
             for name in kept:
@@ -52,15 +51,17 @@ class RepaintShares(Pass[Problem, Decisions]):
         return decisions.paints != before
 
 
-def _leading(graph: OpGraph, operands: Iterable[Operand], shares: Set[str]) -> Iterator[str]:
-    """Ops of `shares` that lead to these operands through ops that work one by one, and those ops."""
+def _leading(
+    graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
+) -> Iterator[str]:
+    """Ops of `shares` that lead to these operands through ops of these kinds, which work one by one, and those ops."""
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
         name = max(waiting, key=graph.rank.__getitem__)  # readers before makers
         waiting.remove(name)
         node = graph[name]
-        behind[name] = [operand.value for operand in node.operands] if node.op not in shares and _works_one_by_one(node) else []
+        behind[name] = [operand.value for operand in node.operands] if node.op not in shares and _kind(node) in kinds else []
         waiting.update(behind[name])
     leading: set[str] = set()
     for name in reversed(behind):
@@ -69,13 +70,11 @@ def _leading(graph: OpGraph, operands: Iterable[Operand], shares: Set[str]) -> I
             yield name
 
 
-def _works_one_by_one(node: OpNode) -> bool:
-    """By the op's own row: lists that run all low have one kind for all."""
-    return node.role == "op" and node.op in OPS and OPS[node.op].kind in ONE_BY_ONE and not node.flops
-
-
-def _is_product(node: OpNode) -> bool:
-    return bool(node.flops) or (node.op in OPS and OPS[node.op].kind is OpKind.ALLOW)
+def _kind(node: OpNode) -> OpKind | None:
+    """The kind by the op's own row, as lists that run all low have one kind for all; a product, whatever it is called, is one to allow."""
+    if node.role != "op" or node.op not in OPS:
+        return None
+    return OpKind.ALLOW if node.flops else OPS[node.op].kind
 
 
 __all__ = ["RepaintShares"]

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from amprewrite.ir.evidence.running_sums import is_product, running_sums
 from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
@@ -148,8 +148,8 @@ class Unrounded:
         if node.op not in SUMS or all(each in self.biased or each in self.sums for each in given):
             alike = bool(given) and all(each in self.biased or each in self.exact or each in self.sums for each in given)
             return alike and node.kind in (OpKind.CLEAR, OpKind.INFER)
-        learnt = any(operand.value in self.unrounded and not operand.scalar for operand in node.operands)
-        return learnt or any(each in self.biased and not self._closes_branch(node, each) for each in given)
+        learnt = (each for each in node.operands if each.value in self.unrounded and each.value not in self.sums)
+        return any(not each.scalar for each in learnt) or any(each in self.biased and not self._closes_branch(node, each) for each in given)
 
     def _closes_branch(self, node: OpNode, value: str) -> bool:
         """Whether another operand of a sum is made of this one, which is a sum itself."""
@@ -188,11 +188,12 @@ class Unrounded:
         """The ops that must not round, each with an op that would magnify its rounding."""
         found: dict[str, str] = {}
         for node in self.graph:
+            kept = self.unrounded | self.biased if node.op in DIFFERENCES else self.unrounded
             for name in self._needed(node):
-                self._keep(name, node.name, found)
+                self._keep(name, node.name, found, kept)
             for operand in node.operands[:1] if node.op in NORMS else ():
                 if operand.value in self.sums:
-                    self._keep(operand.value, node.name, found)
+                    self._keep(operand.value, node.name, found, self.unrounded)
                     found[node.name] = operand.value
         return found
 
@@ -225,12 +226,12 @@ class Unrounded:
         """Whether a result of the op that is read says where, not what, as the indices of `min` do."""
         return any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
 
-    def _keep(self, name: str, reader: str, found: dict[str, str]) -> None:
-        """Keep an op that has full precision, and those that it has it from."""
+    def _keep(self, name: str, reader: str, found: dict[str, str], kept: Set[str]) -> None:
+        """Keep an op that has full precision, and those that it has it from, if they are among `kept`."""
         waiting = [(name, reader)]
         while waiting:
             name, reader = waiting.pop()
-            if name not in found and (name in self.unrounded or name in self.biased) and self.graph[name].role == "op":
+            if name not in found and name in kept and self.graph[name].role == "op":
                 found[name] = reader
                 waiting += [(operand.value, name) for operand in self.graph[name].operands]
 

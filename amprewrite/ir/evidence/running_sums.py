@@ -111,7 +111,7 @@ class _Sums:
             if not waiting:
                 break
             last, way = waiting.popleft()
-            if last is not node and last.name in self.bit:
+            if last is not node and last.name in self.bit and last.name in self.wide:
                 (scaled if way.scaled else plain).setdefault(last.name, way)
             if len(way.passed) < FEW and (last is node or self._hands_on(last, node)):
                 waiting += self._before(last, way)
