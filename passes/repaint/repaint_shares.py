@@ -2,7 +2,8 @@
 
 Shares come near zero and one without end, and a low format does not: fp16 flushes what is below 6e-8, and bf16 rounds 0.9981 to one.
 
-1. In front of a logarithm, `log(softmax(x) + 1e-9)`, they stay high in a format of narrow range, which flushes them.
+1. In front of a logarithm they stay high in a format of narrow range, which flushes them, `log(softmax(x) + 1e-9)`; a sigmoid does in any,
+   as it may be near one, `log(1 - sigmoid(x))`.
 2. In front of `binary_cross_entropy` they stay high in any: it looks at what is left of one, too, and its slope reaches 1e12.
    torch.autocast refuses it.
 3. A sigmoid that leaves the graph, maybe seen otherwise, stays high, as such a loss may stand outside, and so does a softmax in a narrow
@@ -33,14 +34,14 @@ class RepaintShares(Pass[Problem, Decisions]):
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = dict(decisions.paints)
-        graph, narrow = problem.graph, problem.policy.low.narrow
+        graph, rounded = problem.graph, SHARES if problem.policy.low.narrow else SHARES - SOFTMAX
         for node in graph:
             if node.op in LOSSES:
                 kept = _leading(graph, node.operands[:1], SHARES)
-            elif node.op in LOGS and narrow:
-                kept = _leading(graph, node.operands, SHARES)
+            elif node.op in LOGS:
+                kept = _leading(graph, node.operands, rounded)
             elif node.role == "output":
-                leaving = _leading(graph, node.operands, SHARES if narrow else SHARES - SOFTMAX, (OpKind.CLEAR,))
+                leaving = _leading(graph, node.operands, rounded, (OpKind.CLEAR,))
                 kept = (name for name in leaving if not any(_kind(reader) is OpKind.ALLOW for reader in graph.readers(name)))
             else:
                 continue

@@ -250,3 +250,11 @@ def test_so_does_a_loss_outside(dtype: str) -> None:
     x, target = torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
     want, got = (F.binary_cross_entropy(run(x), target) for run in (net, amprewrite.rewrite(copy.deepcopy(net), dtype=dtype)))
     assert error(got, want) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", sorted(LOW))
+def test_a_logarithm_sees_what_is_left_of_one(dtype: str) -> None:
+    """As in losses of adversarial networks; torch.autocast gives infinities here."""
+    net = Net(lambda net, x: (1 - torch.sigmoid(4 * net.b(x) + 4)).log())
+    x = torch.randn(ROWS, WIDTH)
+    assert error(amprewrite.rewrite(copy.deepcopy(net), dtype=dtype)(x), net(x)) < FLOOR[dtype]

@@ -18,9 +18,9 @@ def value(name: str, kind: int = TensorProto.FLOAT, shape: tuple[int, ...] = (4,
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def saved(path, nodes, step: float, constants: dict[str, np.ndarray] | None = None) -> str:
+def saved(path, nodes, step: float | np.ndarray, constants: dict[str, np.ndarray] | None = None) -> str:
     weight = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 8
-    held = {"w": weight, "step": np.float32(step), **(constants or {})}
+    held = {"w": weight, "step": np.asarray(step, np.float32), **(constants or {})}
     graph = helper.make_graph(
         nodes, "g", [value("x0")], [value("y")], [numpy_helper.from_array(np.asarray(v), k) for k, v in held.items()]
     )
@@ -28,7 +28,7 @@ def saved(path, nodes, step: float, constants: dict[str, np.ndarray] | None = No
     return str(path)
 
 
-def unrolled(path, step: float, steps: int = 40, scaled: str = "Mul") -> str:
+def unrolled(path, step: float | np.ndarray, steps: int = 40, scaled: str = "Mul") -> str:
     nodes = []
     for i in range(steps):
         nodes += [node("MatMul", [f"x{i}", "w"], [f"h{i}"]), node(scaled, [f"h{i}", "step"], [f"s{i}"])]
@@ -52,6 +52,7 @@ def looped(path, step: float) -> str:
 FILES = {
     "unrolled": lambda path: unrolled(path, 0.05),
     "divided": lambda path: unrolled(path, 20.0, scaled="Div"),
+    "layer scale": lambda path: unrolled(path, np.linspace(0.02, 0.08, WIDTH)),
     "loop": lambda path: looped(path, 0.001),
 }
 
@@ -66,7 +67,26 @@ def test_sums_of_many_small_steps_are_fp32_in_files(kind, dtype, tmp_path):
     assert result.report.strict_error < (2e-3 if dtype == "fp16" else 1e-2)
 
 
-@pytest.mark.parametrize(("step", "steps"), [(1.0, 40), (0.05, 4)], ids=["large", "few"])
+@pytest.mark.parametrize(("step", "steps"), [(1.0, 40), (np.full(WIDTH, 0.8), 40), (0.05, 4)], ids=["large", "a large layer scale", "few"])
 def test_large_steps_and_few_ones_are_left_to_their_price_in_files(step, steps, tmp_path):
     result = amprewrite.rewrite_onnx(unrolled(tmp_path / "m.onnx", step, steps), tmp_path / "low.onnx", dtype="bf16")
     assert all(each.reason is not Reason.SMALL_STEPS for region in result.plan.regions for each in region.nodes)
+
+
+def carried(path, steps: int = 40) -> str:
+    """An average that begins with an input and takes in what a product gave: `h = 0.98 * h + 0.02 * u * c`."""
+    nodes = [node("MatMul", ["x0", "w"], ["u"]), node("Identity", ["x0"], ["h0"])]
+    for i in range(steps):
+        nodes += [node("Mul", ["u", f"c{i}"], [f"s{i}"]), node("Mul", [f"s{i}", "step"], [f"t{i}"])]
+        nodes += [node("Mul", [f"h{i}", "keep"], [f"k{i}"]), node("Add", [f"k{i}", f"t{i}"], [f"h{i + 1}"], name=f"sum{i}")]
+    constants = {f"c{i}": np.float32(1 + i / 7) for i in range(steps)} | {"keep": np.float32(0.98)}
+    return saved(path, [*nodes, node("MatMul", [f"h{steps}", "w"], ["y"])], 0.02, constants)
+
+
+def test_running_sums_are_fp32_in_files(tmp_path):
+    feed = {"x0": np.random.default_rng(1).standard_normal((4, WIDTH)).astype(np.float32)}
+    result = amprewrite.rewrite_onnx(carried(tmp_path / "m.onnx"), tmp_path / "low.onnx", dtype="bf16", calibration=feed)
+    sums = [each for region in result.plan.regions for each in region.nodes if each.name.startswith("sum")]
+    assert len(sums) == 40 and all(each.colour is Colour.HIGH for each in sums)
+    assert any(each.reason is Reason.RUNNING_SUM for each in sums)
+    assert result.report.strict_error < 1e-2
