@@ -212,7 +212,15 @@ MUTANTS = (
     ),
     Mutant(
         "early-rounding", "values that no product has rounded are rounded in front of differences and norms", ("programs",), ("offset",),
-        (("passes/__init__.py", "KEEP = (RepaintSmallSteps(), RepaintUnrounded(), RepaintReadByMany())", "KEEP = (RepaintSmallSteps(), RepaintReadByMany())"),),
+        (("passes/__init__.py", "KEEP = (RepaintSmallSteps(), RepaintUnrounded(), ", "KEEP = (RepaintSmallSteps(), "),),
+    ),
+    Mutant(
+        "forgotten-offset", "a stream loses the offset of its input at its second branch", ("programs",), ("stream",),
+        (("passes/repaint/repaint_unrounded.py", "return operand.value in self.raw or not self._closes", "return not self._closes"),),
+    ),
+    Mutant(
+        "rounded-shares", "shares are rounded in front of a loss of probabilities", ("programs",), ("shares",),
+        (("passes/__init__.py", "RepaintUnrounded(), RepaintShares(), ", "RepaintUnrounded(), "),),
     ),
     Mutant(
         "added-up-low", "the gradients of many readers of one low copy are added up in the low format", ("programs",), ("many_readers",),

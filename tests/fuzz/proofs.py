@@ -523,6 +523,28 @@ def _() -> bool:
         return near(amp(x), plain(x))
 
 
+@proof("forgotten-offset")
+def _() -> bool:
+    def refined(self: Any, x: Tensor) -> Tensor:
+        found = x
+        for _ in range(4):
+            found = found + torch.tanh(self.a(found - x))
+        return self.b(found - x)
+
+    plain, amp = pair(refined)
+    with torch.no_grad():
+        x = torch.rand(2048, 4, generator=torch.Generator().manual_seed(1)) + 300
+        return near(amp(x), plain(x))
+
+
+@proof("rounded-shares")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: F.binary_cross_entropy(torch.sigmoid(self.a(x) * 20), torch.zeros_like(x)))
+    with torch.no_grad():
+        x = torch.randn(2048, 4, generator=torch.Generator().manual_seed(1))
+        return near(amp(x), plain(x))
+
+
 @proof("added-up-low")
 def _() -> bool:
     def often(self: Any, x: Tensor) -> Tensor:

@@ -90,18 +90,21 @@ def test_errors_are_at_most_twice_those_of_autocast(distances: str, use: str, dt
     assert worst(ours, want) <= 2 * worst(theirs, want) + FLOOR[dtype]
 
 
-def test_a_residual_branch_ends_the_chain() -> None:
-    """What an input gains from its second branch on may be rounded, as in a stream that begins with an embedding."""
+@pytest.mark.parametrize("begins, colour", [("input", Colour.HIGH), ("norm", Colour.LOW), ("product", Colour.LOW)])
+def test_a_stream_is_as_exact_as_what_it_begins_with(begins: str, colour: Colour) -> None:
+    """An input may have an offset, which goes through a stream. Behind a norm there is none, and a second branch may be rounded."""
 
     class Stream(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.branches = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM)) for _ in range(3))
+            self.begin = {"input": nn.Identity(), "norm": nn.LayerNorm(DIM), "product": nn.Linear(DIM, DIM)}[begins]
 
         def forward(self, x: Tensor) -> Tensor:
+            x = self.begin(x)
             for branch in self.branches:
                 x = x + branch(x)
             return x.relu()
 
     plan = amprewrite.plan(Stream(), (torch.randn(ROWS, DIM),), dtype="bf16")
-    assert [node.colour for node in plan.nodes if node.op == "add"] == [Colour.LOW] * 3
+    assert [node.colour for node in plan.nodes if node.op == "add"] == [colour] * 3

@@ -9,7 +9,7 @@ torch.autocast keeps such an h in fp32 if it starts as something that no product
    carried in any case, unless a way without such a factor leads there, too.
 3. Only what torch.autocast holds in fp32 counts. `MANY` in a row are many.
 
-By name it knows the factors: `mul` and `div` of two values, and `lerp`, which scales its first operand by what is left of its weight.
+By name it knows `lerp`, which scales its first operand by what is left of its weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MANY = 8
 """Sums in a row whose roundings are many: one in bf16 is off by up to 0.4 %, and eight that are off alike by 3 %."""
 FEW = 16
 """Ops between a sum and the one that it goes on with: three or four as a rule."""
-SUMS, FACTORS = ops_with(Trait.ADDS_UP), frozenset({"mul", "div"})
+SUMS, FACTORS = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES)
 LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 

@@ -41,6 +41,7 @@ class Trait(Enum):
     INVERSE = "has a pole at zero, but is finite on a small value, and hangs on it"
     MAGNIFIES_SMALL = "magnifies a small value"
     DIVIDES = "divides its first operand by its second"
+    SCALES = "multiplies or divides its first operand by its second"
     RAISES = "raises its first operand to the power of its second"
     EXCHANGES_INFINITIES = "gives something finite for an infinity, or tells where infinities are"
     TAKES_EPSILON = "a small constant among its operands keeps its result from zero"

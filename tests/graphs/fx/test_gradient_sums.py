@@ -21,11 +21,12 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = nn.Linear(64, 100)
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 100)
         self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
         self.ups, self.downs = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((64, 128), (128, 64)))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
             x = x + down(F.gelu(up(norm(x))))
         return F.cross_entropy(self.last(x), torch.arange(len(x)) % 100)
