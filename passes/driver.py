@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -249,7 +249,7 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     known = {**part.problem.magnitudes, **_handed_on(around.magnitudes, pairs)}
     part.factors = {**part.factors, **_handed_on(captured.factors, pairs)}
     steps = read_small_steps(part.problem.graph, part.nodes, part.factors, repeated=True)
-    exact = Unrounded(around).exact
+    exact = Unrounded(around).through_streams
     rounded = frozenset(inner for inner, outer in pairs if outer not in exact)
     part.know(magnitudes=known, small_steps=steps, inside_scaled=around.scale_loss or around.inside_scaled, rounded=rounded)
     part.match_given = captured.match_given
@@ -297,9 +297,21 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
     part.know(fold_masks=captured.problem.fold_masks, scale_loss=apart)
     inputs = dict(zip(part.module.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
     part.know(masks=_read_masks(part, {inner: outer for inner, outer in inputs.items() if isinstance(outer, torch.fx.Node)}))
+    found = Unrounded(part.problem)
+    whole = {place for place, name in _places(part) if name in found.through_streams and name in found.raw}
+    results = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
+    partly = (name for name in results if captured.nodes[name].args[1] in whole)
+    captured.know(partly=captured.problem.partly.union(partly))
     if not apart and not _written_outside(captured, _results_of(captured, node)):
         _free_outputs(part)
     return part
+
+
+def _places(part: Captured) -> Iterator[tuple[int, str]]:
+    """The vertices that a body gives, by place among its results."""
+    output, names = next(node for node in part.nodes.values() if node.op == "output"), part.names
+    results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+    return ((place, names[result]) for place, result in enumerate(results) if isinstance(result, torch.fx.Node) and result in names)
 
 
 def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
@@ -332,12 +344,10 @@ def _free_outputs(part: Captured) -> None:
 
 def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
     """Places among the results of a body that come out low."""
-    output = next(node for node in part.nodes.values() if node.op == "output")
     if not any(o.demand is Demand.ANY for node in part.problem.graph if node.role == "output" for o in node.operands):
         return set()
-    low, names = {node.name for node in plan.nodes if node.colour is Colour.LOW}, part.names
-    results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-    return {place for place, result in enumerate(results) if isinstance(result, torch.fx.Node) and names[result] in low}
+    low = {node.name for node in plan.nodes if node.colour is Colour.LOW}
+    return {place for place, name in _places(part) if name in low}
 
 
 def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, decisions: Decisions) -> None:

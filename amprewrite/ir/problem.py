@@ -65,6 +65,8 @@ class Problem:
     """Values with gradients to which more ops give a share than a low format adds up well; weights are none of them."""
     rounded: frozenset[str] = frozenset()
     """Inputs of an inner graph that the graph around it made of a product."""
+    partly: frozenset[str] = frozenset()
+    """Results of inner graphs of which a part is as exact as an input, offset and all."""
     far_constants: tuple[str, ...] = ()
     """Ops with finite constants beyond the range of the low format among their arguments."""
     device: str = "cpu"

@@ -21,7 +21,8 @@ cast in front would save.
    So does a step, and a difference of such values in any mode, or of two sums of a product and what is learnt.
 5. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
-An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`).
+An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`), unless a part of it is. So are
+results of inner graphs of which a part is (`Problem.partly`).
 
 By name it knows `add`, which may shift a weight by a number, `sub`, which takes its second operand away, and `getitem`, which picks one
 result of several.
@@ -80,7 +81,7 @@ class Unrounded:
         self._bit: dict[str, int] = {}  # of each sum
         self._made_of: dict[str, int] = {}  # the bits of all sums upstream of a value
         self.running = running_sums(problem.graph)
-        self.offsets = problem.offsets
+        self.offsets, self.partly = problem.offsets, problem.partly
         for node in problem.graph:
             if "fp32" in node.dtype.split("+") and node.name not in problem.rounded:
                 self._classify(node)
@@ -95,11 +96,11 @@ class Unrounded:
             self.raw.add(node.name)
         if node.role != "op":
             self.exact.add(node.name)
-        elif is_product(node) or learnt:
+        elif (is_product(node) and node.name not in self.partly) or learnt:
             return
         elif self.exact.issuperset(given):
             self.exact.add(node.name)
-        elif node.op not in LEVEL and (self._whole(node) or self._keeps_part(node)):
+        elif node.name in self.partly or (node.op not in LEVEL and (self._whole(node) or self._keeps_part(node))):
             self._bit[node.name] = 1 << len(self._bit)
             self._made_of[node.name] |= self._bit[node.name]
             self.sums.add(node.name)
@@ -110,8 +111,8 @@ class Unrounded:
             self.biased.add(node.name)
 
     def _is_raw(self, node: OpNode, given: list[str]) -> bool:
-        if node.role != "op":
-            return node.role == "input" or node.name in self.offsets
+        if node.role != "op" or node.name in self.partly:
+            return node.role == "input" or node.name in self.offsets or node.name in self.partly
         if is_product(node) or node.op in NORMS or node.op in DRAWS:
             return False
         return not self.raw.isdisjoint(given) if given else node.op not in UNIFORM
@@ -179,6 +180,11 @@ class Unrounded:
         taken_away = node.op in DIFFERENCES and place == 1
         bias = source.role in ("parameter", "constant") and source.name not in self.offsets and not taken_away
         return operand.value in self.exact and not bias
+
+    @property
+    def through_streams(self) -> set[str]:
+        """What is exact, or has a part that may have an offset: graphs inside read it as they read an input."""
+        return self.exact | (self.sums & self.raw)
 
     def _whole(self, node: OpNode) -> bool:
         """Whether no operand came of a product alone."""
