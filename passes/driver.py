@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -298,20 +298,13 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
     inputs = dict(zip(part.module.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
     part.know(masks=_read_masks(part, {inner: outer for inner, outer in inputs.items() if isinstance(outer, torch.fx.Node)}))
     found = Unrounded(part.problem)
-    whole = {place for place, name in _places(part) if name in found.through_streams and name in found.raw}
+    whole = {place for place, name in part.results.items() if name in found.through_streams and name in found.raw}
     results = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
     partly = (name for name in results if captured.nodes[name].args[1] in whole)
     captured.know(partly=captured.problem.partly.union(partly))
     if not apart and not _written_outside(captured, _results_of(captured, node)):
         _free_outputs(part)
     return part
-
-
-def _places(part: Captured) -> Iterator[tuple[int, str]]:
-    """The vertices that a body gives, by place among its results."""
-    output, names = next(node for node in part.nodes.values() if node.op == "output"), part.names
-    results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-    return ((place, names[result]) for place, result in enumerate(results) if isinstance(result, torch.fx.Node) and result in names)
 
 
 def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
@@ -347,7 +340,7 @@ def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
     if not any(o.demand is Demand.ANY for node in part.problem.graph if node.role == "output" for o in node.operands):
         return set()
     low = {node.name for node in plan.nodes if node.colour is Colour.LOW}
-    return {place for place, name in _places(part) if name in low}
+    return {place for place, name in part.results.items() if name in low}
 
 
 def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, decisions: Decisions) -> None:

@@ -64,6 +64,13 @@ class Captured:
         """The vertex of each fx node."""
         return {node: name for name, node in self.nodes.items()}
 
+    @property
+    def results(self) -> dict[int, str]:
+        """The vertices that the graph gives, by place among its results."""
+        output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
+        given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+        return {place: names[each] for place, each in enumerate(given) if isinstance(each, torch.fx.Node) and each in names}
+
 
 @dataclass(frozen=True)
 class Reading:
