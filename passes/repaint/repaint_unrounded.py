@@ -96,23 +96,27 @@ class Unrounded:
             self.raw.add(node.name)
         if node.role != "op":
             self.exact.add(node.name)
-        elif (is_product(node) and node.name not in self.partly) or learnt:
+        elif node.name not in self.partly and (is_product(node) or learnt):
             return
-        elif self.exact.issuperset(given):
+        elif node.name not in self.partly and self.exact.issuperset(given):
             self.exact.add(node.name)
         elif node.name in self.partly or (node.op not in LEVEL and (self._whole(node) or self._keeps_part(node))):
-            self._bit[node.name] = 1 << len(self._bit)
-            self._made_of[node.name] |= self._bit[node.name]
+            self._number(node.name)
             self.sums.add(node.name)
             self.unrounded.add(node.name)
         elif self._is_biased(node):
-            self._bit[node.name] = 1 << len(self._bit)
-            self._made_of[node.name] |= self._bit[node.name]
+            self._number(node.name)
             self.biased.add(node.name)
 
+    def _number(self, name: str) -> None:
+        self._bit[name] = 1 << len(self._bit)
+        self._made_of[name] |= self._bit[name]
+
     def _is_raw(self, node: OpNode, given: list[str]) -> bool:
-        if node.role != "op" or node.name in self.partly:
-            return node.role == "input" or node.name in self.offsets or node.name in self.partly
+        if node.name in self.partly:
+            return True
+        if node.role != "op":
+            return node.role == "input" or node.name in self.offsets
         if is_product(node) or node.op in NORMS or node.op in DRAWS:
             return False
         return not self.raw.isdisjoint(given) if given else node.op not in UNIFORM

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 
@@ -78,6 +79,12 @@ def _coupled(net: Net, x: Tensor, p: Tensor, mask: Tensor) -> Tensor:
     return first
 
 
+def _checkpointed(net: Net, x: Tensor, p: Tensor, mask: Tensor) -> Tensor:
+    for _ in range(3):
+        x = checkpoint(lambda t: t + torch.tanh(net.a(t - 300)), x, use_reentrant=False)
+    return x
+
+
 MEETINGS: dict[str, Callable[[Net, Tensor, Tensor, Tensor], Tensor]] = {
     "where": lambda net, x, p, mask: torch.where(mask, x, p),
     "cat": lambda net, x, p, mask: torch.cat([x, p])[:ROWS],
@@ -88,6 +95,7 @@ MEETINGS: dict[str, Callable[[Net, Tensor, Tensor, Tensor], Tensor]] = {
     "written in places": _indexed,
     "added": lambda net, x, p, mask: x + p,
     "a stream": _refined,
+    "a stream of checkpoints": _checkpointed,
     "coupled steps": _coupled,
     "a gate of each channel": lambda net, x, p, mask: x * torch.sigmoid(p.mean(0)),
     "a gate of each row": lambda net, x, p, mask: x * torch.sigmoid(p[:, :1]),
