@@ -22,7 +22,14 @@ from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.passes import LOWER
-from amprewrite.passes.lower.hoist_weight_casts import Copy, copies_read, read_low_alone, with_cached_weights, with_linked_weights
+from amprewrite.passes.lower.hoist_weight_casts import (
+    Copy,
+    copies_read,
+    link_copies,
+    read_low_alone,
+    with_cached_weights,
+    with_linked_weights,
+)  # fmt: skip
 from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
@@ -74,6 +81,7 @@ def _lower(
     target = Target(eager=backend is None, training=training, weight_cache=cache is not None, frozen=frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
+    linking = link_copies(module, hoisted, blocks, inside=backend is None) if training and hoisted else None
     _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
     if backend is None:
         run: CompiledFn = module.forward
@@ -88,8 +96,8 @@ def _lower(
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
     if cache is None or not hoisted:
         return run
-    if training:
-        return with_linked_weights(run, hoisted, cache, module, blocks, eager=backend is None)
+    if linking is not None:
+        return with_linked_weights(run, cache, linking)
     return with_cached_weights(run, hoisted, cache)
 
 

@@ -13,6 +13,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +25,7 @@ from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_chec
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
+from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies, link_block
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
@@ -184,34 +185,82 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     return call
 
 
-def with_linked_weights(
-    run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache, module: torch.fx.GraphModule, blocks: Sequence[Sequence[str]],
-    eager: bool,
-) -> CompiledFn:  # fmt: skip
-    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient.
+@dataclass(frozen=True)
+class Linking:
+    """How the copies of a training graph are linked to their weights."""
 
-    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own. Through a
-    compiler, which may keep the memory of gradients, low ones are not let go before backward is over (`eager` False).
+    hoisted: Sequence[Hoisted]
+    blocks: Sequence[Sequence[int]]
+    """The places of the copies that share an autograd node."""
+    inverse: int | None
+    """The place of the input that gradients are multiplied by."""
+    saved: int
+    """Bytes that forward keeps for backward at least, beside copies."""
+    inside: bool
+    """Whether the graph links them itself: then it takes what links them as one more input."""
+
+
+def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[str]], inside: bool) -> Linking:
+    """Say how the copies of a training graph are linked, and have the graph do it, if `inside`.
+
+    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own. What a
+    compiler makes has one autograd node for all of the graph, and needs no links inside it.
     """
     inputs = module.graph.find_nodes(op="placeholder")
     names = [node.target for node in inputs]
-    inverse = names.index(INVERSE) if INVERSE in names else None
-    places, dtypes, layouts = zip(*hoisted, strict=True)
     of = {name: number for number, block in enumerate(blocks) for name in block}
     shared: dict[Any, list[int]] = defaultdict(list)
-    for at, place in enumerate(places):
+    for at, (place, _, _) in enumerate(hoisted):
         shared[of.get(inputs[place].meta.get(NODE), (at,))].append(at)
-    linked = LinkedCopies(dtypes, layouts, cache, tuple(shared.values()))
-    saved = _saved(inputs)
+    found = Linking(hoisted, tuple(shared.values()), names.index(INVERSE) if INVERSE in names else None, _saved(inputs), inside)
+    if inside:
+        copies = [node for node in inputs if node.meta.get("tensor_dict") is _STAYS]
+        _link_where_read(module, copies, found.blocks)
+    return found
 
-    def call(*inputs: Any) -> Any:
-        if eager and linked.rooms is None:
-            linked.rooms = _rooms(inputs, hoisted, linked.blocks, saved)
+
+def _link_where_read(module: torch.fx.GraphModule, copies: Sequence[torch.fx.Node], blocks: Sequence[Sequence[int]]) -> None:
+    """Link each block of copies in front of the op that first reads one of them."""
+    graph = module.graph
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    with graph.inserting_after(copies[-1]):
+        links = graph.placeholder("amprewrite_links")
+    for number, block in enumerate(blocks):
+        chosen = [copies[at] for at in block]
+        first = min((user for copy in chosen for user in copy.users), key=order.__getitem__)
+        with graph.inserting_before(first):
+            linked = graph.call_function(link_block, (links, number, *chosen))
+            for at, copy in enumerate(chosen):
+                item = graph.call_function(operator.getitem, (linked, at))
+                item.meta = dict(copy.meta)
+                copy.replace_all_uses_with(item, lambda user, linked=linked: user is not linked)
+    module.recompile()
+
+
+def with_linked_weights(run: CompiledFn, cache: WeightCache, linking: Linking) -> CompiledFn:
+    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient.
+
+    Through a compiler, which may keep the memory of gradients, low ones are not let go before backward is over.
+    """
+    places, dtypes, layouts = zip(*linking.hoisted, strict=True)
+    linked = LinkedCopies(dtypes, layouts, cache, linking.blocks)
+
+    def operands(inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+        return [inputs[place] for place in places], None if linking.inverse is None else inputs[linking.inverse]
+
+    def linked_inside(*inputs: Any) -> Any:
+        if linked.rooms is None:
+            linked.rooms = _rooms(inputs, linking)
         with unselected():
-            copies = linked.take([inputs[place] for place in places], None if inverse is None else inputs[inverse])
+            copies, links = linked.begin(*operands(inputs))
+        return run(*inputs, *copies, links)
+
+    def linked_before(*inputs: Any) -> Any:
+        with unselected():
+            copies = linked.take(*operands(inputs))
         return run(*inputs, *copies)
 
-    return call
+    return linked_inside if linking.inside else linked_before
 
 
 def _saved(inputs: Sequence[torch.fx.Node]) -> int:
@@ -226,26 +275,26 @@ def _saved(inputs: Sequence[torch.fx.Node]) -> int:
     return sum(beside.values())
 
 
-def _rooms(inputs: Sequence[Any], hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[int]], saved: int) -> list[int]:
+def _rooms(inputs: Sequence[Any], linking: Linking) -> list[int]:
     """The bytes that may be had after each block: weights before its last one in the graph get their gradients later.
 
     A gradient takes four bytes an element, and a low copy that is not needed any more gives two back. If forward ends with more than
-    backward does, for all that is `saved`, the difference may be had as well.
+    backward does, for all that is saved, the difference may be had as well.
     """
-    low = {place for place, dtype, _ in hoisted if dtype.itemsize == 2}
+    low = {place for place, dtype, _ in linking.hoisted if dtype.itemsize == 2}
     adds: dict[int, int] = {}
     for place, each in enumerate(inputs):
         if isinstance(each, torch.nn.Parameter):
             adds[place] = ((4 if each.requires_grad else 0) - (2 if place in low else 0)) * each.numel()
-    spare = max(0, saved - sum(adds.values()))
+    spare = max(0, linking.saved - sum(adds.values()))
     rooms = []
-    for block in blocks:
-        own = {hoisted[at][0] for at in block}
+    for block in linking.blocks:
+        own = {linking.hoisted[at][0] for at in block}
         rooms.append(spare + max(0, sum(added for place, added in adds.items() if place < max(own) and place not in own)))
     return rooms
 
 
 __all__ = [
-    "Copy", "HoistWeightCasts", "copies_read", "hoist_weight_casts", "read_low_alone", "with_cached_weights",
-    "with_linked_weights",
+    "Copy", "HoistWeightCasts", "Linking", "copies_read", "hoist_weight_casts", "link_copies", "read_low_alone",
+    "with_cached_weights", "with_linked_weights",
 ]  # fmt: skip

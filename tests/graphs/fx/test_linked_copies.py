@@ -252,6 +252,46 @@ def test_a_training_step_casts_weights_and_gradients_in_few_launches(dtype: str)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in amp.parameters())
 
 
+class Deep(nn.Module):
+    """More weights than one block has, behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(10, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(70))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_of_a_block_leave_while_the_backward_of_layers_before_it_is_still_to_come(dtype: str) -> None:
+    torch.manual_seed(0)
+    amp, x = amprewrite.rewrite(Deep(), dtype=dtype), torch.randint(0, 10, (4,))
+    amp(x).sum().backward()
+    arrived: list[str] = []
+    for name, parameter in amp.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    ran: list[str] = []
+
+    class Order(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    loss = amp(x).sum()
+    with Order():
+        loss.backward()
+    blocks = [place for place, name in enumerate(ran) if name == "_foreach_copy_"]
+    products = [place for place, name in enumerate(ran) if name == "mm"]
+    assert len(blocks) == 3, "of 140 weights, 64 at most share a launch"
+    assert sum(place > blocks[0] for place in products) > 60 and sum(place > blocks[1] for place in products) > 4
+    order = [arrived.index(name) for name in ("layers.69.weight", "layers.20.weight", "embed.weight")]
+    assert order == sorted(order)
+
+
 def test_frozen_weights_keep_copies_over_forwards_of_an_accumulated_step() -> None:
     amp = amprewrite.rewrite(nn.Linear(16, 16), dtype="bf16")
     x = torch.randn(4, 16)

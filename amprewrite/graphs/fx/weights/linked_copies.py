@@ -5,8 +5,11 @@
    one multi-tensor launch for the casts and one for the scale. What comes in fp32 is multiplied where it lies, if nothing else refers
    to it, as PyTorch keeps a gradient without a copy then. What comes low is let go as it is cast, towards the end of a backward in
    several launches: so the peak of the backward stays what it is without blocks.
-3. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
-4. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
+3. A graph of eager code links a block in front of the op that first reads one of its copies. Of the nodes that are ready autograd runs
+   the one that was made last (torch/csrc/autograd/engine.cpp, CompareNodeTaskTime). Linked before the graph, every block would wait for
+   the whole backward, and with it the reduction among ranks.
+4. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
+5. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import AT_ONCE, Widening, leaving_many, unscale_gradient
-from amprewrite.graphs.fx.uncaptured import uncaptured, unhooked
+from amprewrite.graphs.fx.uncaptured import uncaptured, unhooked, unselected
 from amprewrite.graphs.fx.weights.copy_memory import PLAIN
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
@@ -69,31 +72,58 @@ class LinkedCopies:
 
         Without gradients, too, for the graph may switch them on.
         """
-        with torch.enable_grad():
-            return self._take(weights, inverse)
+        copies, links = self.begin(weights, inverse)
+        for number, block in enumerate(self.blocks):
+            for place, linked in zip(block, links(number, [copies[place] for place in block]), strict=True):
+                copies[place] = linked
+        return copies
 
-    def _take(self, weights: Sequence[Tensor], inverse: Tensor | None) -> list[Tensor]:
+    def begin(self, weights: Sequence[Tensor], inverse: Tensor | None) -> tuple[list[Tensor], Links]:
+        """The copies of `take` before they are linked, and what links a block of them; weights to be cast one by one as they are."""
+        copies = list(weights)
         if forward_ad._current_level >= 0 or not PLAIN.issuperset(map(type, weights)):
-            return [_alone(*each, inverse) for each in zip(weights, self.dtypes, self.layouts, strict=True)]
+            return copies, Links(self, copies, inverse, None, 0)
         if self._made is None:
             self._made = tuple(place for place, w in enumerate(weights) if self.dtypes[place] != w.dtype or self.layouts[place])
-        copies = list(weights)
         made = self._made
         dtypes, layouts = [self.dtypes[place] for place in made], [self.layouts[place] for place in made]
-        for place, copy in zip(made, self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts), strict=True):
+        with torch.enable_grad():
+            found = self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts)
+        for place, copy in zip(made, found, strict=True):
             copies[place] = copy
-        check = _Check(inverse, _one_alone())
-        least = max(FEW, int(SHARE * sum(copies[place].nbytes for place in made)))
-        for number, block in enumerate(self.blocks):
-            chosen = [place for place in block if weights[place].requires_grad]
+        least = max(FEW, int(SHARE * sum(copy.nbytes for copy in found)))
+        return copies, Links(self, list(weights), inverse, _Check(inverse, _one_alone()), least)
+
+
+class Links:
+    """Links the copies of one call to their weights, block by block."""
+
+    __slots__ = ("_check", "_inverse", "_least", "_of", "_weights")
+
+    def __init__(self, of: LinkedCopies, weights: list[Tensor], inverse: Tensor | None, check: _Check | None, least: int) -> None:
+        """`check` None: weights are cast one by one."""
+        self._of, self._weights, self._inverse, self._check, self._least = of, weights, inverse, check, least
+
+    def __call__(self, number: int, copies: Sequence[Tensor]) -> list[Tensor]:
+        """The copies of a block, each linked to its weight if that takes a gradient."""
+        of, weights, block = self._of, self._weights, self._of.blocks[number]
+        with unselected(), torch.enable_grad():
+            if self._check is None:
+                return [_alone(weights[place], of.dtypes[place], of.layouts[place], self._inverse) for place in block]
+            found = list(copies)
+            chosen = [at for at, place in enumerate(block) if weights[place].requires_grad]
             if chosen:
-                layouts = [self.layouts[place] for place in chosen]
-                room = None if self.rooms is None else self.rooms[number]
-                how = Widening(room=room, least=least)
-                linked = _Link.apply([copies[p] for p in chosen], layouts, check, how, *[weights[p] for p in chosen])
-                for place, copy in zip(chosen, linked, strict=True):
-                    copies[place] = copy
-        return copies
+                layouts = [of.layouts[block[at]] for at in chosen]
+                how = Widening(room=None if of.rooms is None else of.rooms[number], least=self._least)
+                linked = _Link.apply([found[at] for at in chosen], layouts, self._check, how, *[weights[block[at]] for at in chosen])
+                for at, copy in zip(chosen, linked, strict=True):
+                    found[at] = copy
+            return found
+
+
+def link_block(links: Links, number: int, *copies: Tensor) -> list[Tensor]:
+    """What a graph calls in front of the op that first reads one of the copies of a block."""
+    return links(number, copies)
 
 
 def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
@@ -195,4 +225,4 @@ def _one_alone() -> frozenset[Counts]:
     return frozenset(found)
 
 
-__all__ = ["LinkedCopies", "block_size"]
+__all__ = ["LinkedCopies", "Links", "block_size", "link_block"]
