@@ -34,13 +34,15 @@ import functools
 import operator
 from collections.abc import Iterator, Set
 
+from amprewrite.ir.evidence.averages import averages
+from amprewrite.ir.evidence.held_wide import held_wide
 from amprewrite.ir.evidence.running_sums import is_product, running_sums
 from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
-from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 SUMS, STEPS, NORMS = ops_with(Trait.ADDS_UP), ops_with(Trait.HAS_STEPS), ops_with(Trait.TAKES_MEAN_AWAY)
@@ -50,6 +52,7 @@ DIFFERENCES = frozenset({"sub"})
 LEVEL = NORMS | STEPS
 UNIFORM, DRAWS = ops_with(Trait.UNIFORM), ops_with(Trait.RANDOM)
 CONVERSIONS = ops_with(Trait.CONVERTS)
+BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
 
 
 class RepaintUnrounded(Pass[Problem, Decisions]):
@@ -59,7 +62,10 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
         before = dict(decisions.paints)
         found = Unrounded(problem)
         for name, reader in found.kept().items():
-            reason = Reason.PARTLY_ROUNDED if name in found.sums | found.biased else Reason.UNROUNDED
+            if name in found.averages.names | found.averages.parts and name not in found.unrounded:
+                reason = Reason.AVERAGED
+            else:
+                reason = Reason.PARTLY_ROUNDED if name in found.sums | found.biased else Reason.UNROUNDED
             decisions.keep_high(problem, name, reason, because_of="" if reader == name else reader)
         if decisions.paints != before:
             paint_ties(problem, decisions)
@@ -85,6 +91,7 @@ class Unrounded:
         for node in problem.graph:
             if "fp32" in node.dtype.split("+") and node.name not in problem.rounded:
                 self._classify(node)
+        self.averages = averages(problem.graph, held_wide(problem.graph, problem.device), self.exact)
 
     def _classify(self, node: OpNode) -> None:
         given = [operand.value for operand in node.operands]
@@ -117,7 +124,7 @@ class Unrounded:
             return True
         if node.role != "op":
             return node.role == "input" or node.name in self.offsets
-        if is_product(node) or node.op in NORMS or node.op in DRAWS:
+        if is_product(node) or node.op in NORMS | DRAWS | BOUNDED:
             return False
         return not self.raw.isdisjoint(given) if given else node.op not in UNIFORM
 
@@ -134,7 +141,8 @@ class Unrounded:
         """Whether a part of the result is as exact as an operand that no product made, or all of it varies as that does.
 
         Sums, and what joins values or chooses among them, keep a part. A product's rounding that scales many values alike, as a gate of a
-        channel does, is none that a difference of them would magnify; one of each value is, and torch.autocast has it, too.
+        channel does, is none that a difference of them would magnify. One of each value may be the same for two values with an offset, whose
+        difference is then as exact as theirs; of values without one, such as angles, it is what torch.autocast has, too.
         """
         if node.name in self.running:
             return True
@@ -144,7 +152,8 @@ class Unrounded:
         if node.op in SUMS:
             return True
         if node.kind in (OpKind.INFER, OpKind.INTERNAL):
-            return all(self._spans(operand.value) < node.numel for operand in node.operands if operand.value not in self.unrounded)
+            scales = (operand.value for operand in node.operands if operand.value not in self.unrounded)
+            return any(operand.value in self.raw for operand in firm) or all(self._spans(each) < node.numel for each in scales)
         return any(self.graph.seen(operand.value).op not in UNIFORM and operand.demand is not Demand.ANY for operand in firm)
 
     def _is_biased(self, node: OpNode) -> bool:
@@ -176,7 +185,7 @@ class Unrounded:
         raw: an input with an offset may go through a stream of any length.
         """
         operand = node.operands[place]
-        if operand.scalar or self.graph[operand.value].may_saturate:
+        if operand.scalar or (self.graph[operand.value].may_saturate and operand.value not in self.raw):
             return False
         source = self.graph.seen(operand.value)
         if operand.value in self.sums:
@@ -205,7 +214,17 @@ class Unrounded:
                 if operand.value in self.sums:
                     self._keep(operand.value, node.name, found, self.unrounded)
                     found[node.name] = operand.value
+            self._keep_averages(node, found)
         return found
+
+    def _keep_averages(self, node: OpNode, found: dict[str, str]) -> None:
+        """Keep the averages that a norm reads, or of which an op takes a difference, with their parts."""
+        kept = self.unrounded | self.averages.names | self.averages.parts
+        if node.op in NORMS and node.operands and node.operands[0].value in self.averages.names:
+            self._keep(node.operands[0].value, node.name, found, kept)
+            found.setdefault(node.name, node.operands[0].value)
+        elif node.name in self.averages.names and node.op in SUMS and (node.op in DIFFERENCES or len(node.operands) > 1):
+            self._keep(node.name, node.name, found, kept)
 
     def _needed(self, node: OpNode) -> Iterator[str]:
         """What must not be rounded for the sake of `node`: its operands, or the op itself."""
@@ -228,8 +247,9 @@ class Unrounded:
         """Whether an op reads in fp32 whatever no product alone has rounded: a softmax of sums, a kink, a difference of what is learnt."""
         if node.name in self.sums:
             return node.op in SOFTMAX or (node.op in KINKS and node.name in self.trained)
-        if node.op in DIFFERENCES and len(node.operands) > 1:
-            return all(operand.value in self.unrounded or operand.value in self.biased for operand in node.operands)
+        if node.op in DIFFERENCES:
+            kept = self.unrounded | self.biased if len(node.operands) > 1 else self.unrounded
+            return all(operand.value in kept for operand in node.operands)
         return node.op in KINKS and node.name in self.trained
 
     def _gives_places(self, node: OpNode) -> bool:

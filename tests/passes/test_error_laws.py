@@ -103,6 +103,9 @@ MEETINGS: dict[str, Callable[[Net, Tensor, Tensor, Tensor], Tensor]] = {
     "divided": lambda net, x, p, mask: x / (1 + F.softplus(p.mean(0))),
     "a mix": lambda net, x, p, mask: torch.lerp(x, x.flip(1), torch.sigmoid(p[:, :1]).float()),
     "shares": lambda net, x, p, mask: (lambda w: w[:, :1] * x + w[:, 1:] * x.flip(1))(p[:, :2].softmax(-1)),
+    "a blend of each value": lambda net, x, p, mask: (lambda g: g * x + (1 - g) * x.flip(1))(torch.sigmoid(p)),
+    "scaled alike": lambda net, x, p, mask: (lambda r: r * (x + p.mean()) - r * x)(F.softplus(p)),
+    "distributions of bins": lambda net, x, p, mask: (lambda s: torch.erf((x - 299) / s) - torch.erf((x - 300) / s))(1 + F.softplus(p)),
 }
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda s: s,
@@ -136,6 +139,8 @@ LEARNT: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "differences of rows": lambda net, ids, p: torch.stack([net.near(ids), net.near(ids.flip(0))]).diff(dim=0)[0],
     "moved places": lambda net, ids, p: (lambda v: v[1:] - v[:-1])(net.places + 0.05 * p),
     "what moved": lambda net, ids, p: (net.places + p) - net.places,
+    "norms less a number": lambda net, ids, p: 0.3 * (net.near(ids).square().sum(-1, keepdim=True) - 64) + p,
+    "a number less norms": lambda net, ids, p: p / (1 - (0.1248 * F.normalize(net.near(ids), dim=-1) * 8).square().sum(-1, keepdim=True)),
 }
 
 
@@ -149,6 +154,51 @@ def test_what_is_learnt_keeps_its_bits_where_it_is_taken_away(how: str, dtype: s
         net.near.weight.copy_(net.near.weight[:1] + 0.03 * net.near.weight)
     torch.manual_seed(1)
     check(net, (torch.randn(ROWS, WIDTH), torch.randint(0, 64, (ROWS,))), dtype)
+
+
+# averages and scores ---------------------------------------------------------------------------------------------------
+
+HELD: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    "by name": lambda net, p, mask: p.float(),
+    "a gain": lambda net, p, mask: p * net.gain,
+    "a mask": lambda net, p, mask: p * mask,
+}
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda t: t.mean(1),
+    "sum": lambda t: t.sum(1) / ROWS,
+    "pool": lambda t: F.adaptive_avg_pool1d(t.transpose(1, 2), 1)[..., 0],
+}
+TAKEN_AWAY: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
+    "a square of the mean": lambda t, mean: 40 * (mean(t * t) - mean(t) ** 2),
+    "a number": lambda t, mean: 10 * (mean(t) - 4),
+    "a mean of means": lambda t, mean: (lambda m: m - m.mean(0))(mean(t.square())),
+    "by a batch norm": lambda t, mean: F.batch_norm(mean(t), None, None, training=True),
+}
+
+
+@SOME
+@given(*map(st.sampled_from, (sorted(HELD), sorted(MEANS), sorted(TAKEN_AWAY), sorted(LOW))))
+def test_an_average_keeps_its_bits(held: str, mean: str, taken_away: str, dtype: str) -> None:
+    net = Net(lambda net, z, mask: net.b(TAKEN_AWAY[taken_away](HELD[held](net, net.a(z) + 4, mask), MEANS[mean])))
+    net.gain = nn.Parameter(torch.ones(WIDTH))
+    torch.manual_seed(1)
+    check(net, (torch.randn(16, ROWS, WIDTH), torch.ones(16, ROWS, 1)), dtype)
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a prior": lambda p, x, mask: p + 3 * x - 300,
+    "noise": lambda p, x, mask: (p + x) / 0.1,
+    "a prior in places": lambda p, x, mask: p + torch.where(mask, 3 * x - 300, -1e9),
+    "a prior, filled": lambda p, x, mask: p + (3 * x - 300).masked_fill(~mask, torch.finfo(torch.float32).min),
+}
+
+
+@pytest.mark.parametrize("dtype", sorted(LOW))
+@pytest.mark.parametrize("scores", SCORES)
+def test_an_input_among_scores_keeps_its_bits(scores: str, dtype: str) -> None:
+    net = Net(lambda net, z, x, mask: net.b(SCORES[scores](net.a(z), x, mask).softmax(-1)))
+    torch.manual_seed(1)
+    check(net, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.rand(ROWS, WIDTH) > 0.3), dtype)
 
 
 # recurrences -----------------------------------------------------------------------------------------------------------

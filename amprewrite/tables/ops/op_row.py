@@ -64,6 +64,7 @@ class Trait(Enum):
     MAGNIFIES_ROUNDING = "may leave little of its values, sorts them, or has a slope without bounds: it may magnify a rounding"
     HAS_STEPS = "its result jumps where its operand passes a number, or another operand"
     HAS_KINKS = "its slope jumps where its operand passes a number, or another operand: a rounding may send a gradient elsewhere"
+    AVERAGES = "adds up many elements to one, or takes their mean"
     SHARES_OUT = "turns scores into shares of one"
     LOOKS_UP = "looks up rows of a table that is learnt"
     JOINS = "linear in all that it joins or adds up; numbers among its arguments say where"
