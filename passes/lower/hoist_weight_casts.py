@@ -21,7 +21,16 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph, Hoisted, Target, copy_graph
-from amprewrite.graphs.fx.node_facts import NODE, bodies, example_value, is_checkpoint, memory_of, written, written_unsaid
+from amprewrite.graphs.fx.node_facts import (
+    NODE,
+    bodies,
+    example_value,
+    is_checkpoint,
+    memory_of,
+    transform_openings,
+    written,
+    written_unsaid,
+)  # fmt: skip
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
@@ -214,21 +223,21 @@ def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks
         shared[of.get(inputs[place].meta.get(NODE), (at,))].append(at)
     found = Linking(hoisted, tuple(shared.values()), names.index(INVERSE) if INVERSE in names else None, _saved(inputs), inside)
     if inside:
-        copies = [node for node in inputs if node.meta.get("tensor_dict") is _STAYS]
-        _link_where_read(module, copies, found.blocks)
+        copies = [node for node in inputs if node.meta.get("tensor_dict") is _STAYS]  # those of frozen weights come last
+        _link_where_read(module, copies[: len(hoisted)], found.blocks)
     return found
 
 
 def _link_where_read(module: torch.fx.GraphModule, copies: Sequence[torch.fx.Node], blocks: Sequence[Sequence[int]]) -> None:
-    """Link each block of copies in front of the op that first reads one of them."""
-    graph = module.graph
+    """Link each block of copies in front of the op that first reads one of them, and of the transform that this is in."""
+    graph, opening = module.graph, transform_openings(module.graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     with graph.inserting_after(copies[-1]):
         links = graph.placeholder("amprewrite_links")
     for number, block in enumerate(blocks):
         chosen = [copies[at] for at in block]
         first = min((user for copy in chosen for user in copy.users), key=order.__getitem__)
-        with graph.inserting_before(first):
+        with graph.inserting_before(opening.get(first, first)):
             linked = graph.call_function(link_block, (links, number, *chosen))
             for at, copy in enumerate(chosen):
                 item = graph.call_function(operator.getitem, (linked, at))

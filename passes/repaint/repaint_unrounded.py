@@ -15,11 +15,13 @@ cast in front would save.
    nearest code of a codebook, `argmin(a**2 - 2 * a @ b + b**2)`). A sum of such a sum is one, too, unless it closes a residual branch,
    whose other operand is made of it, and no input is in it. Masks are no such summands. Biases are none unless they have an offset
    (`Problem.offsets`) or are taken away, as centres are: layers add weights to products throughout. What joins an exact value with a
-   product keeps a part exact, and so does what a product of fewer elements scales.
+   product keeps a part exact, and so does what a product of fewer elements scales, or of as many if there may be an offset.
 4. In training an op whose slope jumps, such as `relu`, `clamp`, `maximum`, `sort` or a maximum pool, reads in fp32 what has gradients and
    no product upstream, what is learnt included: of rounded values others are the greatest, many are equal, and gradients go elsewhere.
-   So does a step, and a difference of such values in any mode, or of two sums of a product and what is learnt.
-5. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+   So does a step, and a difference of such values or of one and a number in any mode, or of two sums of a product and what is learnt.
+5. What torch.autocast holds in fp32 and many values were averaged to is more exact than they are (`ir/evidence/averages.py`). A norm reads
+   it in fp32, and so does a difference of two such or of one and a number; with it stays high what it is an average of, one by one.
+6. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`), unless a part of it is. So are
 results of inner graphs of which a part is (`Problem.partly`).
@@ -141,8 +143,8 @@ class Unrounded:
         """Whether a part of the result is as exact as an operand that no product made, or all of it varies as that does.
 
         Sums, and what joins values or chooses among them, keep a part. A product's rounding that scales many values alike, as a gate of a
-        channel does, is none that a difference of them would magnify. One of each value may be the same for two values with an offset, whose
-        difference is then as exact as theirs; of values without one, such as angles, it is what torch.autocast has, too.
+        channel does, is none that a difference of them would magnify. One of each value may be the same for two values with an offset:
+        their difference is then as exact as theirs. Of values without one, such as angles, it is what torch.autocast has, too.
         """
         if node.name in self.running:
             return True
@@ -181,8 +183,8 @@ class Unrounded:
     def _firm(self, node: OpNode, place: int) -> bool:
         """Whether torch.autocast reads an operand in fp32 and none of it may be lost: it is exact or keeps a part that is.
 
-        Masks and biases may be rounded, and so may a sum that the other operand is made of, as that of a residual branch is, unless it is
-        raw: an input with an offset may go through a stream of any length.
+        Masks may be rounded if no input is in them, and so may biases. So may a sum that the other operand is made of, as that of a
+        residual branch is, unless it is raw: an input with an offset may go through a stream of any length.
         """
         operand = node.operands[place]
         if operand.scalar or (self.graph[operand.value].may_saturate and operand.value not in self.raw):

@@ -44,6 +44,7 @@ CASES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a number is taken away": lambda net, x: net.a((x - 1000) / 0.5),
     "from least to greatest": lambda net, x: net.a((x - x.amin(0)) / (x.amax(0) - x.amin(0))),
     "a batch norm first": lambda net, x: net.a(net.norm(x)),
+    "a prior of scores": lambda net, x: net.b(F.softmax(net.a(x) + net.mean, -1)),
     "a layer norm first": lambda net, x: net.a(F.layer_norm(x, (16,))),
     "a softmax first": lambda net, x: net.a(F.softmax(x, -1)),
     "differences along a dim": lambda net, x: net.a(F.relu(x[1:] - x[:-1])),
@@ -141,7 +142,7 @@ def reasons(how: Callable[[nn.Module, Tensor], Tensor], **options: object) -> li
         lambda net, x: net.a(x.view(16, -1).t().contiguous().abs() * 3.0),
         lambda net, x: net.b(F.layer_norm(net.a(x), (16,)) + x),
         lambda net, x: net.b(net.a(x) * (1 + net.a.bias)),
-        lambda net, x: net.b(F.softmax(net.a(x) + net.mean, -1)),
+        lambda net, x: net.b(F.softmax(net.a(x) + net.a.bias, -1)),
     ],
     ids=["relative errors are handed on", "behind products", "a number is added to a weight", "a bias of scores"],
 )

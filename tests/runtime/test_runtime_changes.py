@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -247,13 +249,44 @@ def test_global_hooks_see_the_model_as_one_call_and_stay():
     amp, x, seen = low(deep()), data(), []
     handle = register_module_forward_hook(lambda module, args, out: seen.append(module))
     try:
-        for _ in range(2):
-            assert ran_low(amp(x), deep()(x)) or True
+        with pytest.warns(AmpRewriteWarning, match="Register them on the modules themselves"):
+            amp(x)
+        amp(x)
         assert seen.count(amp) == 2 and amp.body not in seen
         nn.Linear(2, 2)(torch.ones(2))
         assert type(seen[-1]) is nn.Linear
     finally:
         handle.remove()
+
+
+def test_hooks_of_pytorch_s_own_on_all_modules_are_no_cause_for_a_warning():
+    amp, x = low(deep()), data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpRewriteWarning)
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            amp(x)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_forward_that_the_class_gets_afterwards_is_the_one_that_runs(called: bool, inplace: bool) -> None:
+    class Patched(MLP):
+        def forward(self, x):
+            return super().forward(x)
+
+    model, x = Patched(), data()
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="bf16", inplace=inplace)
+    if called:
+        amp(x)
+    Patched.forward = lambda self, x: MLP.forward(self, x) - 5
+    for _ in range(2):
+        assert ran_low(amp(x), model(x))
+
+
+def test_a_rewrite_leaves_python_s_random_numbers_alone():
+    code = "import random, torch, amprewrite; random.seed(1); before = random.getstate(); "
+    code += "amprewrite.rewrite(torch.nn.Linear(4, 4), dtype='bf16')(torch.ones(2, 4)); assert random.getstate() == before"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_global_hooks_of_other_threads_miss_no_call():
@@ -306,6 +339,7 @@ def test_a_global_hook_that_is_removed_during_a_call_stays_away():
         handles[0].remove()
 
 
+@pytest.mark.filterwarnings("ignore:hooks on all modules of the process")
 @pytest.mark.parametrize("first", [False, True])
 def test_own_hooks_of_parts_run_beside_global_hooks(first):
     from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook

@@ -96,6 +96,22 @@ def any_global_hook() -> bool:
     return bool(everywhere._has_any_global_hook())
 
 
+def unseen_hooks() -> str:
+    """A warning if code outside of PyTorch hooked all modules of the process, "" otherwise; PyTorch's own such hooks observe."""
+    if not any_global_hook():
+        return ""
+    tables = (getattr(everywhere, f"_global{kind}") for kind in _KINDS)
+    foreign = any(not (getattr(hook, "__module__", None) or "").startswith("torch.") for table in tables for hook in table.values())
+    return _UNSEEN if foreign else ""
+
+
+_UNSEEN = (
+    "hooks on all modules of the process (torch.nn.modules.module.register_module_forward_hook and the like) see a rewritten model as one "
+    "call: they do not run for the modules inside it, and what they would change there stays as it is. Register them on the modules "
+    "themselves"
+)
+
+
 def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `module` with its own forward hooks, and without those on all modules of the process.
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch.fx
@@ -148,8 +149,11 @@ class Entry:
     False, run eagerly whatever the backend.
     """
 
-    def __init__(self, session: Owner, path: str, function: Callable[..., Any], captured: bool = True) -> None:
-        self.session, self.path, self.function = session, path, function
+    def __init__(
+        self, session: Owner, path: str, function: Callable[..., Any], captured: bool = True, home: type[nn.Module] | None = None
+    ) -> None:
+        """`home` is the class that `function` was taken from, if it was not set on the module."""
+        self.session, self.path, self.function, self._home = session, path, function, home
         self.compiles = not (session.recurrent_apart and isinstance(session.root.get_submodule(path), nn.RNNBase))
         self.captured = self._to_capture = captured
         self.names = parameter_names(function)
@@ -162,6 +166,15 @@ class Entry:
     def graphs_of_forward(self) -> Graphs:
         """The graphs to call: in the recomputation of an activation checkpoint those that its forward called."""
         return self._past.of_forward(self.graphs)
+
+    def patched(self) -> bool:
+        """Whether the class has another forward by now; that is the one to capture then."""
+        now = None if self._home is None else self._home.forward
+        if not isinstance(now, FunctionType) or now is getattr(self.function, "__func__", None):
+            return False
+        self.function = now.__get__(self.session.root.get_submodule(self.path))
+        self.names = parameter_names(self.function)
+        return True
 
     def recapture(self, as_written: bool = False) -> None:
         """Start with new code and a new Dynamo cache: nothing that was skipped stays skipped. The old graphs are left to recomputations.

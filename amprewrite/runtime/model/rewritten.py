@@ -342,13 +342,13 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
     """Lead every call of `amp`, whose class was `cls`, and of its parts through `session`."""
     amp.__dict__[SESSION] = session
     parts = part_paths(amp, session.options.granularity)
-    session.entries[""] = Entry(session, "", _take_forward(amp, cls), captured=not parts)
+    session.entries[""] = _entry(session, "", amp, cls, captured=not parts)
     known: weakref.WeakSet[nn.Module] = weakref.WeakSet([amp])
     for path, module in _modules_not_in(known, amp, session):
         if is_rewritten(module):
             _unwrap(module)
         if path in parts:
-            session.entries[path] = Entry(session, path, _take_forward(module, type(module)))
+            session.entries[path] = _entry(session, path, module, type(module), captured=True)
             module.__dict__["forward"] = PartForward(session, path)
             module.__dict__[REPLICATE] = PartReplicas(module)
         elif not parts or _is_inside(path, parts):
@@ -385,13 +385,13 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
     return path.startswith(tuple(f"{part}." for part in parts))
 
 
-def _take_forward(module: nn.Module, cls: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of `module`. One that was set on the instance, by hooks of accelerate and the like, is put aside."""
+def _entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> Entry:
+    """The entry for the forward of `module`. One that was set on the instance, by hooks of accelerate and the like, is put aside."""
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:
-        return cls.forward.__get__(module)  # type: ignore[no-any-return]
+        return Entry(session, path, cls.forward.__get__(module), captured, home=cls)
     module.__dict__[FORWARD] = own_forward
-    return own_forward
+    return Entry(session, path, own_forward, captured)
 
 
 def capture_now(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from rich.console import Console
-from rich.progress import Progress
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -55,6 +53,9 @@ class Measured:
 
 def measure(captured: Captured) -> Measured:
     """Time the ops and casts of a graph, or read what was timed before."""
+    from rich.console import Console  # draws from Python's random numbers as it is imported, which a rewrite must not
+    from rich.progress import Progress
+
     known, new = read_prices(), Prices()
     problem = captured.problem
     found, place = Measured(), _place(problem.device)
