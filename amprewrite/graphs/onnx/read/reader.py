@@ -367,15 +367,17 @@ class _Reader:
                 self.reading.constants.append(ConstantRead(made, name))
             demands[made] = Demand.ANY if self.constant(read) else Demand.COLOUR
         operands = tuple(Operand(made, demand) for made, demand in demands.items())
+        op, constants = node.op_type.lower(), [read for _, read in reads if self.constant(read)]
         may_saturate = any(self.reading.graph[o.value].may_saturate for o in operands)
+        may_saturate = may_saturate or any(self.ranges.saturates(each, node, op) for each in constants)
         pinned = self.pin_border(node) or self.ranges.pin_far(operands) or (None if may_saturate else self.ranges.pin_value(value))
-        op = node.op_type.lower()
+        pinned = pinned or self.ranges.pin_crossing(name, node, value, constants, operands)
         self.add_value(
             value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands,
             precision_group=precision_group, may_saturate=may_saturate,
         )
         self.reading.nodes[name] = node
-
+        self.ranges.settle(name, op, pinned, operands)
 
     def pin_border(self, node: ir.Node) -> Pin | None:
         """Pin a loop or branch high if its opset takes no low format; None if it takes one."""
