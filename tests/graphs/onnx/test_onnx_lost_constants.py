@@ -73,3 +73,59 @@ def test_a_sequence_beyond_the_range_is_kept_in_the_body_of_a_scan():
     result = rewrite_onnx(given.model)
     assert [loss.name for loss in result.report.losses] == ["steps"]
     assert true_error(given, result) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("number", "test"),
+    [
+        pytest.param(-1e-8, "c = Greater(r, k)", id="above a negative number that vanishes"),
+        pytest.param(1e-8, "c = Less(r, k)", id="below one that vanishes"),
+        pytest.param(1e-8, "c = LessOrEqual(k, r)", id="the constant first"),
+    ],
+)
+def test_a_comparison_with_a_constant_that_vanishes_is_made_in_fp32(number, test):
+    body = f"a = MatMul(x, W)\n r = Relu(a)\n {test}\n f = Cast<to=1>(c)\n y = MatMul(f, W)"
+    given = parsed(body, "float[32,64] x", "float[32,64] y", {"W": W, "k": np.float32(number)}, {"x": X})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert true_error(given, result) < 3e-3
+    assert [loss.name for loss in result.report.losses if loss.kept] == ["k"]
+    assert sum(not cast.weight and cast.to == "fp32" for cast in result.plan.casts) == 2, "of what is compared, and of the output"
+
+
+def test_a_comparison_with_a_constant_that_the_format_holds_reads_low():
+    body = "a = MatMul(x, W)\n c = Greater(a, k)\n f = Where(c, a, k)\n y = MatMul(f, W)"
+    given = parsed(body, "float[32,64] x", "float[32,64] y", {"W": W, "k": np.float32(0.125)}, {"x": X})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert sum(not cast.weight for cast in result.plan.casts) == 2
+
+
+MASKED = "a = MatMul(x, W)\n b = Where(m, k, a)\n s = Softmax(b)"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        pytest.param("c = Less(b, t)", id="with a number as large"),
+        pytest.param("h = Reshape(b, shape)\n c = Less(h, t)", id="of a view"),
+        pytest.param("l = Where(m, t, a)\n c = Less(b, l)", id="with a mask of other numbers"),
+    ],
+)
+def test_what_tells_masked_values_from_others_sees_them_as_they_are(test):
+    body = f"{MASKED}\n {test}\n f = Cast<to=1>(c)\n p = MatMul(s, W)\n q = MatMul(f, W)\n y = Add(p, q)"
+    inits = {"W": W, "k": np.float32(-1e9), "t": np.float32(-1e8), "shape": np.array([32, 64])}
+    given = parsed(body, "float[32,64] x, bool[32,64] m", "float[32,64] y", inits, {"x": X, "m": noise(32, 64) < -0.5})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert true_error(given, result) < 3e-3
+    assert {loss.name for loss in result.report.losses if loss.kept} >= {"k"}
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_mask_that_leaves_the_model_is_the_number_that_it_was(leaves):
+    outs = "float[32,64] y, float[32,64] b" if leaves else "float[32,64] y"
+    inits = {"W": W, "k": np.float32(-1e9)}
+    given = parsed(f"{MASKED}\n y = MatMul(s, W)", "float[32,64] x, bool[32,64] m", outs, inits, {"x": X, "m": noise(32, 64) < -0.5})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert true_error(given, result) < 3e-3
+    planned = {node.op: node.colour.value for node in result.plan.regions[0].nodes}
+    assert planned["where"] == ("high" if leaves else "low")
+    assert planned["matmul"] == "low"

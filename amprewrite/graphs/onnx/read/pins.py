@@ -8,13 +8,14 @@
 4. An op that lists deny for what large values do is let be where those are seen not to occur: an op that the fp16 lists deny
    for its range alone, and an exp of small numbers.
 
-By name it knows sums and differences (`add`, `sub`), what distances are written with (`matmul`, `cat`, `sum`, `sqrt`), `exp`, the
-bounds of `clamp` and `maximum`, `Cast`, an `einsum` that is a `mul`, and `BatchNormalization`, whose further results are averages.
+By name it knows sums and differences (`add`, `sub`), `exp`, the bounds of `clamp` and `maximum`, `Cast`, an `einsum` that is a `mul`, and
+`BatchNormalization`, whose further results are averages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -62,6 +63,8 @@ class RangeFacts:
         self.out_of_range: dict[str, str] = {}
         """Vertices whose values do not fit the low format, with the reason."""
         self.saturating: set[str] = set()
+        self.masked: set[str] = set()
+        """Vertices where a mask's constant comes in, of which a low one holds the end of the range."""
         self.flush_sensitive: set[str] = set()
         """Vertices whose value hangs on a constant that the low format would flush."""
         self.lost: dict[str, str] = {}
@@ -237,13 +240,20 @@ class RangeFacts:
             return False  # nothing does; an empty constant has no least and no most
         if self.facts(value).mask:
             return True
+        if op in BOUNDS:
+            return self._is_bound(value, node, op)
+        return op in FILLS and self._ends(value)[1] <= self.low.max and reaches_softmax(node)
+
+    def _is_bound(self, value: ir.Value, node: ir.Node, op: str) -> bool:
+        """Whether a constant is a bound on the side that it lies on: no value that the format holds goes beyond it."""
+        least, most = self._ends(value)
+        lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
+        return op in BOUNDS and bound_fits(most if lower else least, lower, self.low)
+
+    def _ends(self, value: ir.Value) -> tuple[float, float]:
         tensor = constant_tensor(value)
         assert tensor is not None
-        least, most = float(tensor.numpy().min()), float(tensor.numpy().max())
-        if op in BOUNDS:
-            lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
-            return bound_fits(most if lower else least, lower, self.low)
-        return op in FILLS and most <= self.low.max and reaches_softmax(node)
+        return float(tensor.numpy().min()), float(tensor.numpy().max())
 
     def constants_of(self, node: ir.Node) -> list[tuple[int, ir.Value]]:
         return [
@@ -259,6 +269,10 @@ class RangeFacts:
         if any(operand.value in self.saturating for operand in operands):
             return True
         return any(self.saturates(value, node, op) for _, value in self.constants_of(node))
+
+    def takes_mask(self, node: ir.Node, op: str) -> bool:
+        """Whether `node` reads a mask, of which its result holds what it becomes."""
+        return any(self.saturates(value, node, op) and not self._is_bound(value, node, op) for _, value in self.constants_of(node))
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """Whether `node` reads a constant whose numbers beyond the range become its ends."""
@@ -328,6 +342,19 @@ class RangeFacts:
         why = f"{self.facts(value).flushed} of its values vanish in {self.low.name}, and {reader} has a pole at zero"
         return Loss(str(value.name), why, kept=True)
 
+    def misreads(self, node: ir.Node) -> bool:
+        """Whether a node that gives no float, as a comparison, reads a constant that is another number in low, or none."""
+        lost = [loss for _, value in self.constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
+        for loss in lost:
+            self._tell(replace(loss, kept=True))
+        return bool(lost)
+
+    def keep_fp32(self, value: ir.Value) -> None:
+        """Say that a constant that was to be stored low stays fp32."""
+        loss = self.losses.get(str(value.name))
+        if loss is not None:
+            self._tell(replace(loss, kept=True))
+
     def _tell(self, loss: Loss) -> bool:
         """Report a loss; whether the constant stays fp32 for it. What one reader keeps, no other takes back."""
         if not (loss.name in self.losses and self.losses[loss.name].kept):
@@ -349,26 +376,3 @@ class RangeFacts:
         if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow or (found.flushed and before_a_pole(node.outputs[0])):
             return False
         return found.error * HEADROOM <= seen.smallest * self.low.eps
-
-
-def is_distance(node: ir.Node) -> bool:
-    """Whether a node is the product in `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
-    if op_of(node) != "matmul" or not all(_holds_sum(value) for value in node.inputs):
-        return False
-    bounded = [use.node for use in node.outputs[0].uses()]
-    roots = [use.node for each in bounded for use in each.outputs[0].uses()]
-    return bool(roots) and all(op_of(each) in BOUNDS for each in bounded) and all(op_of(each) == "sqrt" for each in roots)
-
-
-def _holds_sum(value: ir.Value | None) -> bool:
-    """Whether a value is joined of others, one of which is a sum, but for a transposition. A folded one cannot be told: it may be."""
-    while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
-        row = find_op(op_of(maker))
-        if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:
-            break
-        value = maker.inputs[0]
-    if value is None or constant_tensor(value) is not None:
-        return value is not None
-    maker = value.producer()
-    parts = [] if maker is None or op_of(maker) != "cat" else [part.producer() for part in maker.inputs if part is not None]
-    return any(part is not None and op_of(part) == "sum" for part in parts)
