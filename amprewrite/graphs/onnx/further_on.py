@@ -1,6 +1,7 @@
 """What is done with a value further on in an ONNX graph: whether a pole waits for it, a softmax, or the root of a distance.
 
-By name it knows powers (`pow`), the `softmax` that a mask is made for, and what distances are written with (`matmul`, `cat`, `sum`, `sqrt`).
+By name it knows powers (`pow`), the `softmax` that a mask is made for, and what distances are written with (`matmul`, `cat`, `sum`,
+`sqrt`).
 """
 
 from __future__ import annotations
