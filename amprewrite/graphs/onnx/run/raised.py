@@ -70,7 +70,7 @@ def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            runner = ReferenceEvaluator(to_proto(model))
+            runner: Any = ReferenceEvaluator(to_proto(model))
             once, again = ([runner.run(None, feed) for feed in samples.feeds] for _ in range(2))
         return once if relative_error(once, again) == 0 else None
     except Exception:  # it lacks old forms of some ops
