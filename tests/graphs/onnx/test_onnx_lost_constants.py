@@ -129,3 +129,9 @@ def test_a_mask_that_leaves_the_model_is_the_number_that_it_was(leaves):
     planned = {node.op: node.colour.value for node in result.plan.regions[0].nodes}
     assert planned["where"] == ("high" if leaves else "low")
     assert planned["matmul"] == "low"
+
+
+def test_the_shape_of_a_constant_loses_nothing():
+    body = "a = MatMul(x, W)\n s = Shape(k)\n f = Cast<to=1>(s)\n y = Mul(a, f)"
+    given = parsed(body, "float[32,64] x", "float[32,64] y", {"W": W, "k": np.full(3, 1e-9, np.float32)}, {"x": X})
+    assert rewrite_onnx(given.model, calibration=given.feed).report.losses == ()

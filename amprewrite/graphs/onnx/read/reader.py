@@ -248,7 +248,7 @@ class _Reader:
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
-        misread = not gives_float and self.ranges.misreads(node)
+        misread = not gives_float and bool(computed) and self.ranges.misreads(node)
         fixed = self.ranges.fixed_groups(node, sig, group)
         for index, value in enumerate(node.inputs):
             if value is None or not _is_fp32(value):
