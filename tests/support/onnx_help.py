@@ -15,8 +15,11 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from amprewrite.api.onnx.job import OnnxResult
 from amprewrite.graphs.log_quiet import Quiet
+from amprewrite.graphs.onnx.run.compare import relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import session
+from amprewrite.graphs.onnx.run.rounded import strict_outputs
 
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 node = helper.make_node
@@ -254,3 +257,15 @@ def run(model: onnx.ModelProto, feed: dict[str, np.ndarray], level: int | None =
 def colours(model: onnx.ModelProto) -> dict[str, str]:
     """Colour of each node, as written in the file."""
     return {each.name: prop.value for each in all_nodes(model) for prop in each.metadata_props if prop.key == "amprewrite.colour"}
+
+
+def parsed(body: str, ins: str, outs: str, inits: dict[str, Any], feed: dict[str, np.ndarray], opset: int = 18, ir_version: int = 8) -> Net:
+    """A net in onnx's text format, with its weights."""
+    model = onnx.parser.parse_model(f'<ir_version: {ir_version}, opset_import: ["": {opset}]> g ({ins}) => ({outs}) {{\n{body}\n}}')
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(held), name) for name, held in inits.items())
+    return Net(model, feed)
+
+
+def true_error(given: Net, result: OnnxResult) -> float:
+    """Error of a rewritten net on its own feed, whatever samples it was rewritten with, under true rounding."""
+    return relative_error([run(given.model, given.feed)], strict_outputs(result.ir_model, [given.feed]))

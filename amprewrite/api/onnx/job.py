@@ -28,8 +28,9 @@ from amprewrite.graphs.onnx.read.offsets import read_offsets
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.small_steps import read_small_steps
 from amprewrite.graphs.onnx.read.weights import Loss
-from amprewrite.graphs.onnx.run.compare import difference, is_measurable, relative_error, tell_of_overflow
+from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
+from amprewrite.graphs.onnx.run.raised import check_raised
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
@@ -47,8 +48,6 @@ from amprewrite.tables.ops.op_lists import OpLists, op_lists
 
 TARGET = "meta"
 """Device whose lists and costs are used: no particular one, a file is made for any accelerator."""
-SAME = 1e-3
-"""Relative error up to which two opsets of one model give the same: their kernels may sum in another order."""
 LONGEST = 1e6
 """Seconds beyond which a time limit is none."""
 
@@ -162,8 +161,8 @@ class Job:
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
         self.model = model
-        self.before_raising: ir.Model | None = None
-        """The model at its own opset, if that was raised."""
+        self.before_raising: list[ir.Model] = []
+        """The model at its own opset, and between two raises, if that was raised."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
         """The plan, and whether only nodes that an override names count."""
@@ -222,8 +221,7 @@ class Job:
             self.notes.append("ranges come from a run on made-up inputs; calibration= takes real ones")
         if samples.empty:
             self.notes.append(f"{', '.join(sorted(samples.empty))} held no finite element in a sample, so what reads it shows no range")
-        if self.before_raising is not None:
-            self.check_raised(self.before_raising, samples, limit)
+        check_raised(self.name, [*self.before_raising, self.model], samples, limit)
         return samples
 
     def take_invalid(self, samples: Samples, remedy: str) -> None:
@@ -233,14 +231,6 @@ class Job:
             said = f"onnx.checker says {samples.invalid}, and ONNX Runtime does not run it either: {why}"
             raise CaptureError(f"{self.name} is not valid ONNX: {said}; export it again{remedy}")
         self.notes.append(f"onnx.checker refuses {self.name}, and the result with it, but ONNX Runtime runs them: {samples.invalid}")
-
-    def check_raised(self, before: ir.Model, samples: Samples, limit: TimeLimit) -> None:
-        """Raise CaptureError if the model gives something else since its opset was raised. One that did not run before is trusted."""
-        error = difference(before, samples, limit)
-        if error is not None and not error <= SAME:
-            opset = self.model.opset_imports[""]
-            said = f"onnx's version converter changes what {self.name} gives (by {error:.3g}) when it raises its opset to {opset}"
-            raise CaptureError(f"{said}; export it again at a newer opset")
 
     # -- 3. emit ---------------------------------------------------------------------------------
     def emit(self, region: RegionPlan, report: OnnxReport, samples: Samples, order: Order) -> OnnxResult:

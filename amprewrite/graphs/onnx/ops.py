@@ -6,6 +6,7 @@ knows `Pow`, whose exponent may make it another op, and `Cast` and `Constant`, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +16,7 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.tables.formats import FORMATS, Format
-from amprewrite.tables.ops.onnx_names import CONTRIB, DOMAIN, POWERS, SIDE_FOLLOWS, VOCABULARY
+from amprewrite.tables.ops.onnx_names import BROADCASTS, BY_ATTRIBUTE, CONTRIB, DOMAIN, NEUTRAL, POWERS, SIDE_FOLLOWS, VOCABULARY
 
 DTYPES = {row.name: ir.DataType[row.onnx] for row in FORMATS.values()}
 FLOATS = {dtype: name for name, dtype in DTYPES.items()}
@@ -170,6 +171,52 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
         if found is not None and found.allows(found.output(0), fmt):
             return version
     return opset
+
+
+def changed_ops(model: ir.Model, opset: int) -> list[str]:
+    """Ops of a model that may mean something else at another opset, by their schemas."""
+    own = model.opset_imports.get("", 1)
+    used = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain in ("", "ai.onnx")})
+    return [op_type for op_type in used if not _means_the_same(op_type, own, opset)]
+
+
+@cache
+def _means_the_same(op_type: str, opset: int, raised: int) -> bool:
+    """Whether an op only got more types, operands that may be left out, and attributes that change nothing by themselves.
+
+    Broadcasting by attribute goes, too: the converter writes out what it did.
+    """
+    try:
+        old, new = (onnx.defs.get_schema(op_type, version, "") for version in (opset, raised))
+    except onnx.defs.SchemaError:
+        return False
+    if old.since_version == new.since_version:
+        return not old.deprecated
+    if old.deprecated or new.deprecated:
+        return False
+    before, after = dict(old.attributes), dict(new.attributes)
+    gone = {name for name in before if name in BY_ATTRIBUTE} if BROADCASTS in before else set()
+    kept = [name in gone or (name in after and _is_kept(before[name], after[name])) for name in before]
+    added = [_is_neutral(op_type, after[name]) for name in after if name not in before]
+    return all((*kept, *added)) and _goes_on(old.inputs, new.inputs) and _goes_on(old.outputs, new.outputs)
+
+
+def _is_kept(old: onnx.defs.OpSchema.Attribute, new: onnx.defs.OpSchema.Attribute) -> bool:
+    defaults = (each.default_value.SerializeToString() for each in (old, new))
+    return old.type == new.type and old.required >= new.required and len(set(defaults)) == 1
+
+
+def _is_neutral(op_type: str, added: onnx.defs.OpSchema.Attribute) -> bool:
+    default = added.default_value
+    nothing = not (default.i or default.f or default.s.strip(b"none") or default.ints or default.floats or default.strings)
+    return not added.required and (nothing or (op_type, added.name) in NEUTRAL)
+
+
+def _goes_on(old: Sequence[onnx.defs.OpSchema.FormalParameter], new: Sequence[onnx.defs.OpSchema.FormalParameter]) -> bool:
+    """Whether operands or results are what they were, and those that were added may be left out."""
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    same = all(a.option == b.option or b.option == optional for a, b in zip(old, new, strict=False))
+    return len(old) <= len(new) and same and all(each.option == optional for each in new[len(old) :])
 
 
 def format_of(value: ir.Value | None) -> str:

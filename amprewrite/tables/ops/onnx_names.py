@@ -64,6 +64,13 @@ ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
 """Op types whose result is low by itself: an attribute of theirs says so. A dtype attribute does the same for any op."""
 
+BROADCASTS = "broadcast"
+"""The attribute of ops that broadcast by attribute, as they did before opset 7."""
+BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
+"""Attributes that such an op lost, since shapes say the rest or nothing reads them."""
+NEUTRAL = {("Cast", "saturate")}
+"""Attributes that came later with a default, and change nothing of what an op could do before: here only casts to fp8."""
+
 DOMAIN = "com.microsoft"
 
 

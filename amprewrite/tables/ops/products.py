@@ -30,6 +30,14 @@ def einsum_flops(equation: str, shapes: Sequence[Shape]) -> int:
     return sum(_pair(left, right, later, sizes) for left, right, later in _steps([set(term) for term in terms], wanted))
 
 
+def sums_products(equation: str) -> bool:
+    """Whether an einsum, by its equation alone, sums over a dim that two of its operands have."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = [term.replace("...", ".") for term in inputs.split(",")]
+    shared = {letter for letter in "".join(terms) if sum(letter in term for term in terms) > 1}
+    return bool(shared - set(output if arrow else "."))
+
+
 def pair_flops(left: Shape, right: Shape, result: Shape) -> int:
     """FLOPs of a product of two operands that share no dim but those that are summed."""
     summed = math.isqrt(math.prod(left) * math.prod(right) // max(math.prod(result), 1))
@@ -68,4 +76,4 @@ def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int
     return 2 * multiplied if summed else 0
 
 
-__all__ = ["chain_flops", "einsum_flops", "pair_flops"]
+__all__ = ["chain_flops", "einsum_flops", "pair_flops", "sums_products"]

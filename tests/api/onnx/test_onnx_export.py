@@ -218,3 +218,55 @@ def test_what_is_exact_in_the_model_is_exact_in_the_file(kind, dtype, most, tmp_
     result = export_onnx(amprewrite.rewrite(model, dtype=dtype), tmp_path / "exact.onnx", (x,))
     made, expected = strict_outputs(result.ir_model, [{"x": x.numpy()}])[0][0], model(x).detach().numpy()
     assert np.linalg.norm(made - expected) < most * np.linalg.norm(expected)
+
+
+class Options(nn.Module):
+    """Takes a dict, one key of which is the name of another argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, x, opts=None, mask=None, scale=1.0):
+        y = self.last(x if isinstance(x, torch.Tensor) else x["x"])
+        y = y if opts is None else y * opts["mask"]
+        return scale * (y if mask is None else y + mask)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        pytest.param((torch.randn(4, 16), {"mask": torch.full((8,), 3.0)}), {}, id="a dict named like an argument"),
+        pytest.param(({"x": torch.randn(4, 16)},), {}, id="a dict alone"),
+        pytest.param(({"x": torch.randn(4, 16)},), {"scale": 2.0}, id="a dict and a keyword argument"),
+        pytest.param((torch.randn(4, 16), {"mask": torch.ones(8)}, torch.ones(8)), {}, id="a dict in between"),
+    ],
+)
+def test_a_dict_at_the_end_is_an_argument_like_any_other(args, kwargs, tmp_path):
+    model = Options().eval()
+    result = amprewrite.rewrite(model, dtype="fp16").export_onnx(tmp_path / "m.onnx", args, kwargs)
+    assert result.report.notes == ()
+    names = [value.name for value in onnx.load(tmp_path / "m.onnx").graph.input]
+    feed = dict(zip(names, (leaf.numpy() for leaf in torch.utils._pytree.tree_leaves(args)), strict=True))
+    wanted = model(*args, **kwargs).detach().numpy()
+    np.testing.assert_allclose(run(onnx.load(tmp_path / "m.onnx"), feed)[0], wanted, rtol=0, atol=2e-2)
+
+
+class Exported(nn.Module):
+    """Computes something else when it is exported, or draws."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.last, self.draws = nn.Linear(16, 8), draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(x)
+        return y + torch.randn_like(y) if self.draws else y * (2.0 if torch.compiler.is_exporting() else 1.0)
+
+
+def test_an_export_that_computes_something_else_is_refused_but_for_a_draw(tmp_path):
+    with pytest.raises(CaptureError, match="does not compute what Exported does on the example inputs"):
+        amprewrite.rewrite(Exported(False).eval(), dtype="fp16").export_onnx(tmp_path / "m.onnx", (torch.randn(4, 16),))
+    assert not list(tmp_path.iterdir())
+    result = amprewrite.rewrite(Exported(True).eval(), dtype="fp16").export_onnx(tmp_path / "m.onnx", (torch.randn(4, 16),))
+    assert any("results are random" in note for note in result.report.notes)

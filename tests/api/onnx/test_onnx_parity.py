@@ -104,3 +104,30 @@ def test_the_file_rounds_where_the_model_does(name, dtype, tmp_path):
     exact, planned, written = strict_results(made, x, dtype, tmp_path)
     assert apart(planned, exact) > 1e-5, "nothing was rounded"
     assert apart(written, planned) <= 1e-6
+
+
+class Rotary(nn.Module):
+    """Angles as an outer product, which no product sums: torch.autocast leaves them in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 64)
+        self.register_buffer("steps", 10000.0 ** (-torch.arange(32) / 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = torch.einsum("i,j->ij", torch.arange(x.shape[1], dtype=torch.float32), self.steps)
+        angles = torch.cat([half, half], -1)
+        h = self.project(x)
+        return h * angles.cos() + torch.cat([-h[..., 32:], h[..., :32]], -1) * angles.sin()
+
+
+def test_an_outer_product_of_an_einsum_is_exact_in_the_file_too(tmp_path: Path) -> None:
+    model, x = Rotary().eval(), torch.randn(1, 3000, 64)
+    amp: Any = amprewrite.rewrite(model, dtype="fp16")
+    shapes = ({1: torch.export.Dim("length")},)
+    file = amp.export_onnx(tmp_path / "m.onnx", (torch.randn(1, 64, 64),), dynamic_shapes=shapes).ir_model
+    with torch.no_grad():
+        exact, found = model(x).numpy(), amp(x).numpy()
+    ((written, *_),) = strict_outputs(file, [{str(file.graph.inputs[0].name): x.numpy()}])
+    assert apart(found, exact) < 1e-3
+    assert apart(written, exact) < 1e-3

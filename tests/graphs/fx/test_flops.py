@@ -16,7 +16,7 @@ import amprewrite
 from amprewrite.tables.ops.op_lists import OPS as TABLE
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.ops.op_row import OpKind
-from amprewrite.tables.ops.products import einsum_flops
+from amprewrite.tables.ops.products import einsum_flops, sums_products
 
 EINSUMS: dict[str, tuple[tuple[int, ...], ...]] = {
     "ij,jk->ik": ((3, 4), (4, 5)),
@@ -52,7 +52,12 @@ def test_an_einsum_has_the_flops_of_the_products_that_it_runs(equation: str) -> 
     shapes = (EINSUMS | NO_PRODUCTS)[equation]
     found = einsum_flops(equation, shapes)
     assert found == counted(lambda: torch.einsum(equation, *(torch.ones(shape) for shape in shapes)))
-    assert (found > 0) == (equation in EINSUMS)
+    assert (found > 0) == sums_products(equation) == (equation in EINSUMS)
+
+
+@pytest.mark.parametrize(("equation", "sums"), [("i,j", False), ("i,i", True), ("...i,...i->...i", False), ("...i,...j->ij", True)])
+def test_an_equation_alone_says_whether_it_sums_products(equation: str, sums: bool) -> None:
+    assert sums_products(equation) is sums
 
 
 def test_several_operands_are_multiplied_from_left_to_right() -> None:

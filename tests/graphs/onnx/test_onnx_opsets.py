@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import helper
-from onnx_help import F32, colours, const, gemm_chain, graph, net, node, noise, run, value, weight
+from onnx_help import F32, colours, const, gemm_chain, graph, net, node, noise, parsed, run, value, weight
 
 from amprewrite import CaptureError, rewrite_onnx
-from amprewrite.graphs.onnx.ops import OLDEST
+from amprewrite.graphs.onnx.ops import OLDEST, changed_ops
 from amprewrite.graphs.onnx.read import opsets
+from amprewrite.graphs.onnx.run.rounded import strict_outputs
 
 
 def old(*nodes: onnx.NodeProto, outs=None, inits=(), opset: int = 6, shape: tuple[int, ...] = (4, 16)) -> onnx.ModelProto:
@@ -151,3 +153,82 @@ def test_no_opset_is_chosen_at_which_the_runtime_lacks_kernels() -> None:
     assert any("opset 16 could not be raised to 22 for bf16: ONNX Runtime does not load it then" in note for note in result.report.notes)
     assert colours(result.model)["head"] == "low"
     assert result.report.strict_error < 3e-2
+
+
+@pytest.mark.parametrize(
+    ("op_type", "opset", "raised", "same"),
+    [
+        pytest.param("Relu", 10, 22, True, id="more types"),
+        pytest.param("Gemm", 10, 22, True, id="an operand that may be left out"),
+        pytest.param("Reshape", 10, 22, True, id="an attribute that changes nothing by itself"),
+        pytest.param("Cast", 13, 22, True, id="an attribute for types that came with it"),
+        pytest.param("Constant", 10, 22, True, id="an attribute that may be left out now"),
+        pytest.param("Add", 6, 7, True, id="broadcasting by attribute"),
+        pytest.param("Hardmax", 10, 22, False, id="another default"),
+        pytest.param("ReduceMean", 13, 18, False, id="an attribute that became an operand"),
+        pytest.param("RoiAlign", 10, 16, False, id="an attribute whose default is not what was done before"),
+        pytest.param("Upsample", 9, 22, False, id="an op that went"),
+        pytest.param("GroupNormalization", 18, 22, False, id="an op that was given up and came again"),
+        pytest.param("BatchNormalization", 6, 7, False, id="an attribute that went"),
+    ],
+)
+def test_schemas_say_whether_an_op_means_the_same_at_another_opset(op_type: str, opset: int, raised: int, same: bool) -> None:
+    made = graph([node(op_type, ["x"], ["out"])], "g", [value("x", 1)], [value("out", 1)])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", opset)])
+    assert changed_ops(ir.from_proto(model), raised) == ([] if same else [op_type])
+
+
+OPEN = "c = Conv<pads=[1,1,1,1]>(x, K)\n b = Reshape(c, s)\n y = Resize<mode=\"linear\">(b, sizes)\n z = Hardmax<axis=1>(c)"
+
+
+def test_what_changed_and_cannot_be_compared_is_not_raised() -> None:
+    """The shape has no sample: made-up ones do not fit. The converter forgets the mode of the Resize and the axis of the Hardmax."""
+    inits = {"K": noise(3, 3, 3, 3), "sizes": np.array([1, 1, 1.5, 2.5], np.float32)}
+    ins, outs = "float[1,3,8,8] x, int64[4] s", "float[a,b,c,d] y, float[1,3,8,8] z"
+    given = parsed(OPEN, ins, outs, inits, {"x": noise(1, 3, 8, 8), "s": np.array([1, 3, 16, 4])}, opset=10, ir_version=5)
+    with pytest.raises(CaptureError, match=r"must be raised to 22, up to which Hardmax, Resize changed; .* pass calibration="):
+        rewrite_onnx(given.model, dtype="bf16")
+    with pytest.raises(CaptureError, match="converter changes what the model gives"):
+        rewrite_onnx(given.model, dtype="bf16", calibration=given.feed)
+    assert not any("raised" in note for note in rewrite_onnx(given.model, dtype="fp16").report.notes)
+
+
+def test_what_did_not_change_is_raised_without_a_sample() -> None:
+    body = "c = Conv<pads=[1,1,1,1]>(x, K)\n r = Relu(c)\n y = Reshape(r, s)"
+    given = parsed(body, "float[1,3,8,8] x, int64[2] s", "float[a,b] y", {"K": noise(3, 3, 3, 3)}, {}, opset=11, ir_version=6)
+    result = rewrite_onnx(given.model, dtype="bf16")
+    assert result.model.opset_import[0].version == 22
+    assert any("no sample run" in note for note in result.report.notes)
+
+
+def test_what_changed_stays_as_it_is_where_the_runtime_does_not_load_it() -> None:
+    inits = {"K": noise(3, 3, 3, 3), "sizes": np.array([1, 1, 1.5, 2.5], np.float32)}
+    body = "c = Conv<pads=[1,1,1,1]>(x, K)\n b = acme.Own(c)\n y = Resize<mode=\"linear\">(b, sizes)"
+    given = parsed(body, "float[1,3,8,8] x", "float[1,3,12,20] y", inits, {}, opset=10, ir_version=5)
+    given.model.opset_import.append(helper.make_opsetid("acme", 1))
+    result = rewrite_onnx(given.model, dtype="bf16")
+    assert {each.domain: each.version for each in result.model.opset_import}[""] == 10
+    assert any("could not be raised to 22 for bf16: Resize changed in between" in note for note in result.report.notes)
+
+
+@pytest.mark.parametrize("mode", ["", "bilinear"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_an_old_file_that_the_runtime_lacks_kernels_for_is_evaluated_or_refused(mode: str, dtype: str) -> None:
+    """onnx's evaluator has BatchNormalization of opset 6, and no Upsample of it. The converter keeps a mode that opset 7 does not have."""
+    norm = node("BatchNormalization", ["x", "s", "b", "m", "v"], ["h"], is_test=1)
+    last = node("Relu", ["h"], ["out"])
+    if mode == "bilinear":
+        last = node("Upsample", ["h"], ["out"], mode=mode, height_scale=2.0, width_scale=2.0)
+    inits = [const(name, np.abs(noise(3)) + 0.5) for name in "sbmv"]
+    size = 8 if mode == "bilinear" else 4
+    model = old(norm, last, outs=[value("out", 2, 3, size, size)], inits=inits, shape=(2, 3, 4, 4))
+    if mode == "bilinear":
+        with pytest.raises(CaptureError, match="must be raised to 7, up to which BatchNormalization, Upsample changed"):
+            rewrite_onnx(model, dtype=dtype)
+        return
+    feed = {"x": noise(2, 3, 4, 4)}
+    held = [onnx.numpy_helper.to_array(tensor)[:, None, None] for tensor in model.graph.initializer]
+    wanted = np.maximum(0, (feed["x"] - held[2]) / np.sqrt(held[3] + 1e-5) * held[0] + held[1])
+    result = rewrite_onnx(model, dtype=dtype)
+    found = strict_outputs(result.ir_model, [feed])[0][0]
+    np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=2e-2)

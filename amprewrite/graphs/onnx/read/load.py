@@ -193,8 +193,8 @@ class Ready:
     model: ir.Model
     notes: list[str]
     """What was done to it."""
-    before: ir.Model | None
-    """The model before its opset was raised, to compare the two; None if it was not."""
+    before: list[ir.Model]
+    """The model before its opset was raised, and between two raises, to compare them with what it became; none if it was not raised."""
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
@@ -210,17 +210,18 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
         model.ir_version = max(model.ir_version, 4)
         notes.append("initialisers that were inputs, too, are constants now")
     notes += infer_types(model)
-    before, told = model, declared(model)
+    before, told = [model], declared(model)
     if opset < OLDEST:
         model = raise_old(model)
         mark_guesses(model, told)
         notes += [f"opset raised from {opset} to {OLDEST}: ops of older ones broadcast by attribute", *infer_types(model)]
+        before.append(model)
     model, more = raise_for_format(model, low, lists)
     mark_guesses(model, told)
     notes += more
     if not any(format_of(v) == "fp32" for g in model.graphs() for n in g for v in n.outputs):
         notes.append("no value of the model is fp32: there is nothing to rewrite")
-    return Ready(model, notes, None if model is before else before)
+    return Ready(model, notes, [each for each in before if each is not model])
 
 
 def sort_nodes(model: ir.Model) -> None:

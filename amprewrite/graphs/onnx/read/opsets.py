@@ -4,7 +4,8 @@
 2. Opsets before OLDEST broadcast by attribute. onnx's version converter brings such a model to OLDEST.
 3. A newer opset is chosen if it lets more ops of the model take the low format, and ONNX Runtime still loads the model.
 
-A raised model is not trusted: what it gives on sample runs is compared with what the model as it came gives.
+A raised model is not trusted: what it gives on sample runs is compared with what the model as it came gives. Where nothing can be compared,
+what onnx says of its ops must be the same at both opsets but for types.
 
 By name it knows what the converter does not raise as it should: `PRelu`, `Scan`, and the `Unsqueeze` that it puts behind constants.
 """
@@ -16,7 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.check import invalid
-from amprewrite.graphs.onnx.ops import OLDEST, constant_tensor, format_of, op_of, opset_taking
+from amprewrite.graphs.onnx.ops import OLDEST, changed_ops, constant_tensor, format_of, op_of, opset_taking
 from amprewrite.graphs.onnx.run.onnx_runtime import is_large, refusal
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
@@ -132,6 +133,9 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.M
     if needed == opset:
         return model, []
     kept = f"opset {opset} could not be raised to {needed} for {low.name}"
+    changed = changed_ops(model, needed)
+    if changed and refusal(model):
+        return model, [f"{kept}: {', '.join(changed)} changed in between, and ONNX Runtime does not load the file, to compare the two"]
     if opset < 9 and any(node.op_type == "Scan" for node in nodes):
         return model, [f"{kept}: a Scan of opset 8 has a batch, and no later one has"]
     from onnxscript import version_converter

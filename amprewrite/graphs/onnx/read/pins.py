@@ -8,23 +8,23 @@
 4. An op that lists deny for what large values do is let be where those are seen not to occur: an op that the fp16 lists deny
    for its range alone, and an exp of small numbers.
 
-By name it knows sums and differences (`add`, `sub`), what distances are written with (`matmul`, `cat`, `sum`, `sqrt`), `exp`, powers
-(`pow`), the bounds of `clamp` and `maximum`, the `softmax` that a mask is made for, `Cast`, and `BatchNormalization`, whose further
-results are averages.
+By name it knows sums and differences (`add`, `sub`), `exp`, the bounds of `clamp` and `maximum`, `Cast`, an `einsum` that is a `mul`, and
+`BatchNormalization`, whose further results are averages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.further_on import before_a_pole, has_pole, reaches_softmax
 from amprewrite.graphs.onnx.ops import Signature, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.weights import Facts, Loss, facts, loss_of
 from amprewrite.graphs.onnx.run.samples import Range, Samples
 from amprewrite.ir.evidence.range_rules import (
     HEADROOM,
-    MAKES_SCORES,
     MASK,
     POLES,
     bound_fits,
@@ -36,8 +36,9 @@ from amprewrite.ir.evidence.range_rules import (
 )
 from amprewrite.ir.op_graph import Demand, Operand
 from amprewrite.tables.formats import FORMATS, LOW_NAMES, Format
-from amprewrite.tables.ops.onnx_names import FILLS, SIDE_FOLLOWS
+from amprewrite.tables.ops.onnx_names import FILLS, FLOW, SIDE_FOLLOWS
 from amprewrite.tables.ops.op_lists import OpLists, Trait, find_op, ops_with
+from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 Pin = tuple[Colour, Reason, str]
@@ -47,7 +48,8 @@ EXP_MOST = 8.0
 """An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
 BOUNDS = ops_with(Trait.BOUNDS)
 """Ops whose constants are bounds: beyond the range they become its ends. What is filled in becomes an end only if it is a mask."""
-DIVIDES = ops_with(Trait.DIVIDES)
+BORDERS = {op_type.lower() for op_type in FLOW}
+"""What vertices at the border of a body are called."""
 INVERSE, USES_SMALL = ops_with(Trait.INVERSE), ops_with(Trait.MAGNIFIES_SMALL)
 
 
@@ -61,8 +63,12 @@ class RangeFacts:
         self.out_of_range: dict[str, str] = {}
         """Vertices whose values do not fit the low format, with the reason."""
         self.saturating: set[str] = set()
+        self.masked: set[str] = set()
+        """Vertices where a mask's constant comes in, of which a low one holds the end of the range."""
         self.flush_sensitive: set[str] = set()
         """Vertices whose value hangs on a constant that the low format would flush."""
+        self.lost: dict[str, str] = {}
+        """Vertices that hold a constant from the other side of a border which the low format would lose, with the loss."""
         self.looked_at: dict[ir.Value, Facts] = {}
         self.cancels: dict[ir.Value, str] = {}
         """Values that a difference is made of, and the difference, with the reason why they must not be low."""
@@ -76,15 +82,18 @@ class RangeFacts:
             self.saturating.add(name)
 
     def settle(self, name: str, op: str, pinned: Pin | None, operands: tuple[Operand, ...]) -> None:
-        """Note whether the result hangs on a constant that would be flushed."""
+        """Note whether the result hangs on a constant that would be flushed, or holds one that came across a border."""
+        row, text = find_op(op), self._lost_in(operands)
+        if text and (op in BORDERS or (row is not None and row.kind is OpKind.CLEAR)):
+            self.lost.setdefault(name, text)
         if pinned is None or pinned[1] is not Reason.CONSTANT:
             return
-        inherited = any(o.value in self.flush_sensitive for o in operands)
+        inherited = any(o.value in self.flush_sensitive and o.value not in self.lost for o in operands)
         if not inherited or self._passes_small(op):
             self.flush_sensitive.add(name)
 
     def _passes_small(self, op: str) -> bool:
-        return op in INVERSE or hands_on_small(op)
+        return op in INVERSE or op in BORDERS or hands_on_small(op)
 
     # -- ranges ---------------------------------------------------------------------------
     def too_far(self, value: ir.Value) -> str:
@@ -165,18 +174,25 @@ class RangeFacts:
             if pinned is not None:
                 return pinned
         for index, operand in enumerate(node.inputs):
-            seen = self.ranges.get(str(operand.name)) if operand is not None and _has_pole(op_of(node), index) else None
+            seen = self.ranges.get(str(operand.name)) if operand is not None and has_pole(op_of(node), index) else None
             if seen is not None and 0 < seen.smallest < self.low.smallest_subnormal:
                 small = f"its input comes down to {seen.smallest:.3g}, which {self.low.name} flushes to zero"
                 return Colour.HIGH, Reason.OUT_OF_RANGE, f"{op_of(node)} has a pole at zero, {small}"
         return self.pin_far(operands)
 
     def kind(self, op: str, node: ir.Node) -> OpKind | None:
-        """The kind of the op by the lists; in fp16 that for bf16 if ranges were the reason and are seen to be kept."""
+        """The kind of the op by the lists; in fp16 that for bf16 if ranges were the reason and are seen to be kept.
+
+        An einsum that sums over no dim of two operands, as an outer product, is no matrix product.
+        """
         row = find_op(op)
         assert row is not None
         kind = self.lists.kind(row.name)
-        if kind is not OpKind.DENY or self.lists.rule != "cost" or row.name in self.asked_ops:
+        if self.lists.rule != "cost" or row.name in self.asked_ops:
+            return kind
+        if kind is OpKind.ALLOW and op == "einsum" and not sums_products(node.attributes.get_string("equation", "")):
+            return self.lists.kind("mul")
+        if kind is not OpKind.DENY:
             return kind
         if row.narrow is OpKind.DENY and row.kind is not OpKind.DENY:
             return row.kind if self.low.narrow and self._in_range(op, node) else kind
@@ -224,13 +240,20 @@ class RangeFacts:
             return False  # nothing does; an empty constant has no least and no most
         if self.facts(value).mask:
             return True
+        if op in BOUNDS:
+            return self._is_bound(value, node, op)
+        return op in FILLS and self._ends(value)[1] <= self.low.max and reaches_softmax(node)
+
+    def _is_bound(self, value: ir.Value, node: ir.Node, op: str) -> bool:
+        """Whether a constant is a bound on the side that it lies on: no value that the format holds goes beyond it."""
+        least, most = self._ends(value)
+        lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
+        return op in BOUNDS and bound_fits(most if lower else least, lower, self.low)
+
+    def _ends(self, value: ir.Value) -> tuple[float, float]:
         tensor = constant_tensor(value)
         assert tensor is not None
-        least, most = float(tensor.numpy().min()), float(tensor.numpy().max())
-        if op in BOUNDS:
-            lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
-            return bound_fits(most if lower else least, lower, self.low)
-        return op in FILLS and most <= self.low.max and _reaches_softmax(node)
+        return float(tensor.numpy().min()), float(tensor.numpy().max())
 
     def constants_of(self, node: ir.Node) -> list[tuple[int, ir.Value]]:
         return [
@@ -245,7 +268,15 @@ class RangeFacts:
             return False
         if any(operand.value in self.saturating for operand in operands):
             return True
-        return any(self.facts(value).overflow and self._becomes_end(value, node, op) for _, value in self.constants_of(node))
+        return any(self.saturates(value, node, op) for _, value in self.constants_of(node))
+
+    def takes_mask(self, node: ir.Node, op: str) -> bool:
+        """Whether `node` reads a mask, of which its result holds what it becomes."""
+        return any(self.saturates(value, node, op) and not self._is_bound(value, node, op) for _, value in self.constants_of(node))
+
+    def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
+        """Whether `node` reads a constant whose numbers beyond the range become its ends."""
+        return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> set[str]:
         """The type variables of an op that stay fp32 whatever its result does: their constants would be lost, or they are statistics."""
@@ -264,23 +295,71 @@ class RangeFacts:
         return {name for name, _ in lost}
 
     def pin_constants(self, node: ir.Node, op: str, sig: Signature, group: str, operands: tuple[Operand, ...]) -> Pin | None:
-        for operand in operands:
-            if operand.value in self.flush_sensitive and (op in USES_SMALL or self._passes_small(op)):
-                return Colour.HIGH, Reason.CONSTANT, f"{operand.value} hangs on a value that {self.low.name} would flush"
+        pinned = self._pin_small(op, operands)
+        if pinned is not None:
+            return pinned
+        if self._lost_in(operands):
+            return Colour.HIGH, Reason.CONSTANT, self._lost_in(operands)
         for index, value in self.constants_of(node):
             if sig.input(index) != group:
                 continue
             loss = self.loss(value, node, op)
-            if loss is not None and self.facts(value).flushed and _has_pole(op, index):
-                why = f"{self.facts(value).flushed} of its values vanish in {self.low.name}, and {op} has a pole at zero"
-                loss = Loss(loss.name, why, kept=True)
+            if loss is not None and self.facts(value).flushed and has_pole(op, index):
+                loss = self._at_a_pole(value, op)
             elif loss is None or (loss.kept and self._harmless(node, op, value)):
                 continue
-            if not (loss.name in self.losses and self.losses[loss.name].kept):
-                self.losses[loss.name] = loss
-            if loss.kept:
+            if self._tell(loss):
                 return Colour.HIGH, Reason.CONSTANT, str(loss).partition(";")[0]
         return None
+
+    def pin_crossing(
+        self, name: str, node: ir.Node, result: ir.Value, constants: list[ir.Value], operands: tuple[Operand, ...]
+    ) -> Pin | None:
+        """Pin a vertex at the border of a body if a constant that would be lost crosses there.
+
+        What is done with it on the other side no sample need show: a branch may not be taken, and a body shows no ranges.
+        """
+        op = node.op_type.lower()
+        for value in constants:
+            loss = self.loss(value, node, op)
+            if loss is not None and self.facts(value).flushed and before_a_pole(result):
+                loss = self._at_a_pole(value, "an op behind it")
+            if loss is not None and self._tell(loss):
+                self.lost[name] = str(loss).partition(";")[0]
+        text = self.lost.get(name, self._lost_in(operands))
+        return (Colour.HIGH, Reason.CONSTANT, text) if text else self._pin_small(op, operands)
+
+    def _lost_in(self, operands: tuple[Operand, ...]) -> str:
+        return next((self.lost[o.value] for o in operands if o.demand is Demand.COLOUR and o.value in self.lost), "")
+
+    def _pin_small(self, op: str, operands: tuple[Operand, ...]) -> Pin | None:
+        for operand in operands:
+            if operand.value in self.flush_sensitive and (op in USES_SMALL or self._passes_small(op)):
+                return Colour.HIGH, Reason.CONSTANT, f"{operand.value} hangs on a value that {self.low.name} would flush"
+        return None
+
+    def _at_a_pole(self, value: ir.Value, reader: str) -> Loss:
+        why = f"{self.facts(value).flushed} of its values vanish in {self.low.name}, and {reader} has a pole at zero"
+        return Loss(str(value.name), why, kept=True)
+
+    def misreads(self, node: ir.Node) -> bool:
+        """Whether a node that gives no float, as a comparison, reads a constant that is another number in low, or none."""
+        lost = [loss for _, value in self.constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
+        for loss in lost:
+            self._tell(replace(loss, kept=True))
+        return bool(lost)
+
+    def keep_fp32(self, value: ir.Value) -> None:
+        """Say that a constant that was to be stored low stays fp32."""
+        loss = self.losses.get(str(value.name))
+        if loss is not None:
+            self._tell(replace(loss, kept=True))
+
+    def _tell(self, loss: Loss) -> bool:
+        """Report a loss; whether the constant stays fp32 for it. What one reader keeps, no other takes back."""
+        if not (loss.name in self.losses and self.losses[loss.name].kept):
+            self.losses[loss.name] = loss
+        return loss.kept
 
     def _harmless(self, node: ir.Node, op: str, value: ir.Value) -> bool:
         """Whether a constant may be rounded: a bias or scale that drowns in a sum, or an epsilon far below the smallest result seen.
@@ -294,67 +373,6 @@ class RangeFacts:
             return True
         if not found.flushed and not found.overflow and self._drowned(node.outputs[0]):
             return True
-        if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow or (found.flushed and _before_a_pole(node)):
+        if op not in ops_with(Trait.TAKES_EPSILON) or seen is None or found.overflow or (found.flushed and before_a_pole(node.outputs[0])):
             return False
         return found.error * HEADROOM <= seen.smallest * self.low.eps
-
-
-def is_distance(node: ir.Node) -> bool:
-    """Whether a node is the product in `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
-    if op_of(node) != "matmul" or not all(_holds_sum(value) for value in node.inputs):
-        return False
-    bounded = [use.node for use in node.outputs[0].uses()]
-    roots = [use.node for each in bounded for use in each.outputs[0].uses()]
-    return bool(roots) and all(op_of(each) in BOUNDS for each in bounded) and all(op_of(each) == "sqrt" for each in roots)
-
-
-def _holds_sum(value: ir.Value | None) -> bool:
-    """Whether a value is joined of others, one of which is a sum, but for a transposition. A folded one cannot be told: it may be."""
-    while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
-        row = find_op(op_of(maker))
-        if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:
-            break
-        value = maker.inputs[0]
-    if value is None or constant_tensor(value) is not None:
-        return value is not None
-    maker = value.producer()
-    parts = [] if maker is None or op_of(maker) != "cat" else [part.producer() for part in maker.inputs if part is not None]
-    return any(part is not None and op_of(part) == "sum" for part in parts)
-
-
-def _has_pole(op: str, index: int) -> bool:
-    """Whether an op has a pole where its operand at this place is zero."""
-    return op in POLES or (op in DIVIDES and index == 1)
-
-
-def _before_a_pole(node: ir.Node) -> bool:
-    """Whether the result, or what hands it on while it is small, is divided by or raised to a power that may be negative."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        for use in waiting.pop().outputs[0].uses():
-            op = op_of(use.node)
-            if _has_pole(op, use.idx) or (op == "pow" and use.idx == 0 and not _is_positive(use.node.inputs[1])):
-                return True
-            if hands_on_small(op) and use.node not in seen:
-                seen.add(use.node)
-                waiting.append(use.node)
-    return False
-
-
-def _is_positive(value: ir.Value | None) -> bool:
-    tensor = constant_tensor(value) if value is not None else None
-    return tensor is not None and bool((tensor.numpy() > 0).all())
-
-
-def _reaches_softmax(node: ir.Node) -> bool:
-    """Whether scores are made of the result, and a softmax of those."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        for use in waiting.pop().outputs[0].uses():
-            op = op_of(use.node)
-            if op == "softmax":
-                return True
-            if op in MAKES_SCORES and use.node not in seen:
-                seen.add(use.node)
-                waiting.append(use.node)
-    return False

@@ -19,15 +19,16 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 import onnx_ir as ir
 
+from amprewrite.graphs.onnx.further_on import is_distance
 from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.graphs.onnx.ops import Signature, constant_tensor, fill_types, format_of, op_of, signature
-from amprewrite.graphs.onnx.read.pins import RangeFacts, is_distance
+from amprewrite.graphs.onnx.read.pins import RangeFacts
 from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.samples import Samples, elements
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
@@ -117,6 +118,8 @@ class _Reader:
                 demand = Demand.HIGH if self.keep_io or self.constant(value) else Demand.ANY
                 self.read(name, value, Slot(graph, index))
                 operands = (Operand(self.maker(value), demand),)
+                if demand is Demand.HIGH:
+                    self.keep_unsaturated([self.maker(value)], f"{value.name} leaves in fp32 with what lies beyond {self.low.name}'s range")
                 self.reading.graph.add(OpNode(name, "output", None, operands, role="output", pinned=_PLAIN))
 
     def read_nodes(self, graph: ir.Graph) -> None:
@@ -204,6 +207,8 @@ class _Reader:
                 self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
         pinned = self.pin(node, op, listed, sig, group, operands) if floats else _PLAIN
         may_saturate = bool(floats) and self.ranges.may_saturate(node, op, kind, operands)
+        if may_saturate and self.ranges.takes_mask(node, op):
+            self.ranges.masked.add(name)
         if pinned is None:
             pinned = self.ranges.pin_ranges(node, floats, operands, may_saturate)
         module, source = provenance(node)
@@ -243,6 +248,7 @@ class _Reader:
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
+        misread = not gives_float and bool(computed) and self.ranges.misreads(node)
         fixed = self.ranges.fixed_groups(node, sig, group)
         for index, value in enumerate(node.inputs):
             if value is None or not _is_fp32(value):
@@ -252,7 +258,7 @@ class _Reader:
             if node.op_type == "Cast":
                 demand = Demand.COLOUR if gives_float else Demand.ANY
             elif not gives_float:
-                alone = len(set(computed)) <= 1 and sig.allows(sig.input(index), self.low)
+                alone = len(set(computed)) <= 1 and not misread and sig.allows(sig.input(index), self.low)
                 demand = Demand.ANY if alone else Demand.HIGH
             else:
                 demand = Demand.COLOUR if follows else Demand.HIGH
@@ -263,7 +269,27 @@ class _Reader:
                 demand = Demand.ANY
             if demands.setdefault(made, demand) is not demand:
                 demands[made] = Demand.HIGH
+        saturating = [made for made in demands if self.reading.graph[made].may_saturate]
+        if not gives_float and len(saturating) > (0 if misread else 1):
+            self.keep_unsaturated(saturating, f"{name} compares what lies beyond {self.low.name}'s range")
         return tuple(Operand(made, demand) for made, demand in demands.items())
+
+    def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
+        """Keep vertices in fp32 whose numbers beyond the range count as such, with what these come from; a bound lets no such number by."""
+        waiting, seen = list(names), set[str]()
+        while waiting:
+            vertex = self.reading.graph[waiting.pop()]
+            if vertex.name not in seen and vertex.may_saturate:
+                seen.add(vertex.name)
+                waiting += [operand.value for operand in vertex.operands]
+        if not seen & self.ranges.masked:
+            return
+        for name in seen:
+            vertex = self.reading.graph[name]
+            self.reading.graph.nodes[name] = replace(vertex, pinned=vertex.pinned or (Colour.HIGH, Reason.CONSTANT, text))
+        for read in self.reading.constants:
+            if read.reader in seen:
+                self.ranges.keep_fp32(self.reading.values[read.constant])
 
     def walled(self, name: str, node: ir.Node, bodies: list[ir.Graph]) -> tuple[Operand, ...]:
         """The operands of an unlisted op. All that it and its bodies read stays fp32."""
@@ -367,15 +393,19 @@ class _Reader:
                 self.reading.constants.append(ConstantRead(made, name))
             demands[made] = Demand.ANY if self.constant(read) else Demand.COLOUR
         operands = tuple(Operand(made, demand) for made, demand in demands.items())
+        op, constants = node.op_type.lower(), [read for _, read in reads if self.constant(read)]
         may_saturate = any(self.reading.graph[o.value].may_saturate for o in operands)
+        if any(self.ranges.saturates(each, node, op) for each in constants):
+            may_saturate = True
+            self.ranges.masked.add(name)
         pinned = self.pin_border(node) or self.ranges.pin_far(operands) or (None if may_saturate else self.ranges.pin_value(value))
-        op = node.op_type.lower()
+        pinned = pinned or self.ranges.pin_crossing(name, node, value, constants, operands)
         self.add_value(
             value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands,
             precision_group=precision_group, may_saturate=may_saturate,
         )
         self.reading.nodes[name] = node
-
+        self.ranges.settle(name, op, pinned, operands)
 
     def pin_border(self, node: ir.Node) -> Pin | None:
         """Pin a loop or branch high if its opset takes no low format; None if it takes one."""

@@ -7,32 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
-from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, run_within
-from amprewrite.graphs.onnx.run.samples import Samples, has_numbers
+from amprewrite.graphs.onnx.run.samples import has_numbers
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import Format
-
-
-def difference(model: ir.Model, samples: Samples, limit: TimeLimit = "auto") -> float | None:
-    """Relative error of the samples' outputs against those of `model`; None if it does not run, or gives other numbers each time."""
-    if not samples.feeds:
-        return None
-    with Runnable(model, limit) as runnable:
-        if runnable.invalid() and runnable.failure(samples.feeds):
-            return None
-        try:
-            runner = runnable.session()
-            once, again = ([run_within(runner, None, feed, runnable.seconds) for feed in samples.feeds] for _ in range(2))
-        except Exception:  # ONNX Runtime has no kernels for much of what is old: then nothing can be said
-            return None
-    if relative_error(once, again) != 0:
-        return None
-    try:
-        return relative_error(once, samples.outputs)
-    except ValueError:  # other shapes, or another number of results
-        return float("inf")
 
 
 def relative_error(wanted: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:

@@ -45,53 +45,69 @@ def strict_outputs(
     takes longer than ROUNDING times what `limit` allows an ordinary one.
     """
     with all_types(model):
-        strict, low_inputs = strict_model(model, to_proto(model) if proto is None else proto)
+        strict, renamed = strict_model(model, to_proto(model) if proto is None else proto)
     runner = session_of(strict, folder)
     ordinary = seconds_for(weight_bytes(model), limit)
     seconds = None if ordinary is None else ROUNDING * ordinary
-    raised = (dict(_raised(name, array, low_inputs) for name, array in feed.items()) for feed in feeds)
+    raised = (
+        {renamed.get(name, name): array.astype(np.float32) if name in renamed else array for name, array in feed.items()} for feed in feeds
+    )
     return [run_within(runner, None, feed, seconds) for feed in raised]
 
 
-def _raised(name: str, array: np.ndarray, low_inputs: set[str]) -> tuple[str, np.ndarray]:
-    return (_raw(name), array.astype(np.float32)) if name in low_inputs else (name, array)
-
-
-def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
-    """An all-fp32 model that rounds as the low one would, and which inputs of it have a new name. `proto` is left alone."""
+def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """An all-fp32 model that rounds as the low one would, and the new names of its low inputs. `proto` is left alone."""
     strict = onnx.ModelProto()
     strict.CopyFrom(proto)
     rounding: list[onnx.NodeProto] = []
-    low_inputs = set()
+    renamed: dict[str, str] = {}
+    names = _Names(model)
     for value, declared in zip(model.graph.inputs, strict.graph.input, strict=True):
         low = LOW.get(format_of(value))
         if low is not None:
-            low_inputs.add(declared.name)
-            rounding += _round(declared.name, low)
-            declared.name = _raw(declared.name)
-    _open_graph(model.graph, strict.graph, rounding)
-    return strict, low_inputs
+            rounding += names.round(declared.name, low)
+            renamed[declared.name] = names.raw(declared.name)
+            declared.name = renamed[declared.name]
+    _open_graph(model.graph, strict.graph, names, rounding)
+    return strict, renamed
 
 
-def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, first: Sequence[onnx.NodeProto] = ()) -> None:
+class _Names:
+    """Names for what a value is before it is rounded, which no value of the model has: they end as none of those does."""
+
+    def __init__(self, model: ir.Model) -> None:
+        taken = {str(v.name) for g in model.graphs() for v in (*g.inputs, *g.initializers.values(), *(v for n in g for v in n.outputs))}
+        self.mark = "__raw"
+        while any(self.mark in name for name in taken):
+            self.mark += "_"
+
+    def raw(self, name: str) -> str:
+        return name + self.mark
+
+    def round(self, name: str, low: int) -> list[onnx.NodeProto]:
+        down = f"{self.raw(name)}_down"
+        return [_cast(self.raw(name), down, low), _cast(down, name, FP32)]
+
+
+def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, names: _Names, first: Sequence[onnx.NodeProto] = ()) -> None:
     """Edit the protobuf of a graph, bodies included: it holds the same nodes in the same order as `graph`."""
     nodes = list(first)
     for tensor in proto.initializer:
         if tensor.data_type in LOW.values():
-            nodes.append(_cast(_raw(tensor.name), tensor.name, FP32))
-            tensor.name = _raw(tensor.name)
+            nodes.append(_cast(names.raw(tensor.name), tensor.name, FP32))
+            tensor.name = names.raw(tensor.name)
     for node, written in zip(graph, proto.node, strict=True):
         for attribute in written.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
-                _open_graph(node.attributes[attribute.name].as_graph(), attribute.g)
+                _open_graph(node.attributes[attribute.name].as_graph(), attribute.g, names)
         nodes.append(written)
         for place, value in enumerate(node.outputs):
             low = LOW.get(format_of(value))
             if low is None or not value.name or node.op_type in ROUNDS_NOTHING:
                 continue
-            written.output[place] = _raw(value.name)
+            written.output[place] = names.raw(value.name)
             aimed = node.op_type in TYPED_BY_ATTRIBUTE or "dtype" in node.attributes
-            nodes += [_cast(_raw(value.name), value.name, FP32)] if aimed else _round(value.name, low)
+            nodes += [_cast(names.raw(value.name), value.name, FP32)] if aimed else names.round(value.name, low)
     for declared in (*proto.input, *proto.output):
         if declared.type.tensor_type.elem_type in LOW.values():
             declared.type.tensor_type.elem_type = FP32
@@ -101,15 +117,6 @@ def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, first: Sequence[onnx.No
     del proto.node[:]
     proto.node.extend(kept)
     del proto.value_info[:]
-
-
-def _raw(name: str) -> str:
-    return f"{name}__raw"
-
-
-def _round(name: str, low: int) -> list[onnx.NodeProto]:
-    down = f"{name}__down"
-    return [_cast(_raw(name), down, low), _cast(down, name, FP32)]
 
 
 def _cast(source: str, result: str, to: int) -> onnx.NodeProto:

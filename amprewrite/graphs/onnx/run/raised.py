@@ -1,0 +1,84 @@
+"""Whether a model still gives what it gave before its opset was raised.
+
+1. The model as it came runs on the samples; what it gives is compared.
+2. ONNX Runtime has no kernels for much of what is old: there schemas must say that no op changed, or onnx's own evaluator that the results
+   are the same. If that finds others it proves nothing: it takes some old ops for new ones.
+3. A model that was raised twice may be compared from the second step on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from amprewrite.graphs.onnx.guesses import to_proto
+from amprewrite.graphs.onnx.ops import changed_ops
+from amprewrite.graphs.onnx.run.compare import relative_error
+from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, is_large, run_within
+from amprewrite.graphs.onnx.run.samples import Samples
+from amprewrite.tables.errors import CaptureError
+from amprewrite.tables.ops.onnx_names import FLOW
+
+SAME = 1e-3
+"""Relative error up to which two opsets of one model give the same: their kernels may sum in another order."""
+
+
+def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
+    """Raise CaptureError if the last of `stages`, of which the samples are, gives something else than those before it, or might."""
+    for before, after in pairwise(stages):
+        opset, raised = before.opset_imports[""], after.opset_imports[""]
+        changed = changed_ops(before, raised)
+        found = _runs(before, samples, limit)
+        if found is not None:
+            error = _error(found, samples)
+            if not error <= SAME:
+                said = f"onnx's version converter changes what {name} gives (by {error:.3g})"
+                raise CaptureError(f"{said} when it raises its opset to {stages[-1].opset_imports['']}; export it again at a newer opset")
+            return
+        evaluated = _evaluations(before, samples) if changed else None
+        if changed and (evaluated is None or not _error(evaluated, samples) <= SAME):
+            raise CaptureError(
+                f"{name} is of opset {opset}, and must be raised to {raised}, up to which {', '.join(changed)} changed; whether it gives "
+                f"the same cannot be seen without a sample on which both run: pass calibration= on which they do, or export it at {raised}"
+            )
+
+
+def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]] | None:
+    """What ONNX Runtime gives on the samples; None if it does not run the model, or if that gives other numbers each time."""
+    if not samples.feeds:
+        return None
+    with Runnable(model, limit) as runnable:
+        if runnable.invalid() and runnable.failure(samples.feeds):
+            return None
+        try:
+            runner = runnable.session()
+            once, again = ([run_within(runner, None, feed, runnable.seconds) for feed in samples.feeds] for _ in range(2))
+        except Exception:
+            return None
+    return once if relative_error(once, again) == 0 else None
+
+
+def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
+    """What onnx's own evaluator gives; None if it does not run the model. It has no limit of time: loops are not run."""
+    if not samples.feeds or is_large(model) or any(node.op_type in FLOW for graph in model.graphs() for node in graph):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runner: Any = ReferenceEvaluator(to_proto(model))
+            once, again = ([runner.run(None, feed) for feed in samples.feeds] for _ in range(2))
+        return once if relative_error(once, again) == 0 else None
+    except Exception:  # it lacks old forms of some ops
+        return None
+
+
+def _error(found: list[list[Any]], samples: Samples) -> float:
+    try:
+        return relative_error(found, samples.outputs)
+    except ValueError:  # other shapes, or another number of results
+        return float("inf")

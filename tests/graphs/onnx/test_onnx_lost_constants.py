@@ -1,0 +1,137 @@
+"""Constants that the low format cannot hold, where no sample shows what becomes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx_help import noise, parsed, true_error
+
+from amprewrite import rewrite_onnx
+
+W = noise(64, 64) / 8
+X = noise(32, 64)
+TAKEN = "then_branch=t () => (float t) {t = Constant<value=float {1.0}>()}"
+
+
+def branch(number: str) -> str:
+    """An If that gives a number where the samples show one."""
+    return f"e = If(b) <{TAKEN}, else_branch=s () => (float s) {{s = Constant<value=float {{{number}}}>()}}>"
+
+
+@pytest.mark.parametrize(
+    ("number", "then"),
+    [
+        pytest.param("100000.0", "f = Mul(a, small)\n d = Mul(f, e)", id="beyond the range"),
+        pytest.param("1e-8", "r = Relu(a)\n v = Add(r, e)\n d = Div(a, v)", id="below it"),
+    ],
+)
+def test_what_a_branch_gives_that_samples_do_not_take_is_looked_at(number, then):
+    body = f"a = MatMul(x, W)\n {branch(number)}\n {then}\n y = Identity(d)"
+    given = parsed(body, "float[32,64] x, bool b", "float[32,64] y", {"W": W, "small": np.float32(1e-2)}, {"x": X, "b": np.array(False)})
+    result = rewrite_onnx(given.model)
+    assert [loss.name for loss in result.report.losses if loss.kept] == ["s"]
+    assert true_error(given, result) < 3e-3
+
+
+@pytest.mark.parametrize("number", ["0.25", "-1e9"])
+def test_a_branch_may_give_what_the_format_holds_and_a_mask(number):
+    body = f"a = MatMul(x, W)\n {branch(number)}\n c = Add(a, e)\n s = Softmax(c)\n y = MatMul(s, W)"
+    given = parsed(body, "float[32,64] x, bool b", "float[32,64] y", {"W": W}, {"x": X, "b": np.array(True)})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert not any(loss.kept for loss in result.report.losses)
+    assert true_error(given, result) < 3e-3
+
+
+@pytest.mark.parametrize("first", ["s", "h"])
+def test_a_state_that_starts_beyond_the_range_is_kept_in_the_body_of_a_loop(first):
+    body = f"""
+        n = Constant<value=int64 {{3}}>()
+        go = Constant<value=bool {{1}}>()
+        y = Loop(n, go, start) <body=b (int64 i, bool c, float[8,64] s) => (bool c2, float[8,64] s2) {{
+            c2 = Identity(c)
+            h = Identity(s)
+            m = MatMul({first}, W)
+            k = Constant<value=float {{2000}}>()
+            s2 = Mul(m, k)
+        }}>
+        z = Add(x, y)"""
+    given = parsed(body, "float[8,64] x", "float[8,64] y, float[8,64] z", {"W": W, "start": X[:8] * np.float32(1e-10)}, {"x": X[:8]})
+    assert true_error(given, rewrite_onnx(given.model)) < 3e-3
+
+
+def test_a_sequence_beyond_the_range_is_kept_in_the_body_of_a_scan():
+    body = """
+        y, z = Scan <num_scan_inputs=1, body=b (float[8,64] s, float[8,64] u) => (float[8,64] s2, float[8,64] o) {
+            m = MatMul(u, W)
+            k = Constant<value=float {1e-6}>()
+            m2 = Mul(m, k)
+            s2 = Add(m2, s)
+            o = Identity(s2)
+        }> (x, steps)"""
+    steps = np.abs(noise(5, 8, 64)) * np.float32(1e6)
+    given = parsed(body, "float[8,64] x", "float[8,64] y, float[5,8,64] z", {"W": W, "steps": steps}, {"x": X[:8]})
+    result = rewrite_onnx(given.model)
+    assert [loss.name for loss in result.report.losses] == ["steps"]
+    assert true_error(given, result) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("number", "test"),
+    [
+        pytest.param(-1e-8, "c = Greater(r, k)", id="above a negative number that vanishes"),
+        pytest.param(1e-8, "c = Less(r, k)", id="below one that vanishes"),
+        pytest.param(1e-8, "c = LessOrEqual(k, r)", id="the constant first"),
+    ],
+)
+def test_a_comparison_with_a_constant_that_vanishes_is_made_in_fp32(number, test):
+    body = f"a = MatMul(x, W)\n r = Relu(a)\n {test}\n f = Cast<to=1>(c)\n y = MatMul(f, W)"
+    given = parsed(body, "float[32,64] x", "float[32,64] y", {"W": W, "k": np.float32(number)}, {"x": X})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert true_error(given, result) < 3e-3
+    assert [loss.name for loss in result.report.losses if loss.kept] == ["k"]
+    assert sum(not cast.weight and cast.to == "fp32" for cast in result.plan.casts) == 2, "of what is compared, and of the output"
+
+
+def test_a_comparison_with_a_constant_that_the_format_holds_reads_low():
+    body = "a = MatMul(x, W)\n c = Greater(a, k)\n f = Where(c, a, k)\n y = MatMul(f, W)"
+    given = parsed(body, "float[32,64] x", "float[32,64] y", {"W": W, "k": np.float32(0.125)}, {"x": X})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert sum(not cast.weight for cast in result.plan.casts) == 2
+
+
+MASKED = "a = MatMul(x, W)\n b = Where(m, k, a)\n s = Softmax(b)"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        pytest.param("c = Less(b, t)", id="with a number as large"),
+        pytest.param("h = Reshape(b, shape)\n c = Less(h, t)", id="of a view"),
+        pytest.param("l = Where(m, t, a)\n c = Less(b, l)", id="with a mask of other numbers"),
+    ],
+)
+def test_what_tells_masked_values_from_others_sees_them_as_they_are(test):
+    body = f"{MASKED}\n {test}\n f = Cast<to=1>(c)\n p = MatMul(s, W)\n q = MatMul(f, W)\n y = Add(p, q)"
+    inits = {"W": W, "k": np.float32(-1e9), "t": np.float32(-1e8), "shape": np.array([32, 64])}
+    given = parsed(body, "float[32,64] x, bool[32,64] m", "float[32,64] y", inits, {"x": X, "m": noise(32, 64) < -0.5})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert true_error(given, result) < 3e-3
+    assert {loss.name for loss in result.report.losses if loss.kept} >= {"k"}
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_mask_that_leaves_the_model_is_the_number_that_it_was(leaves):
+    outs = "float[32,64] y, float[32,64] b" if leaves else "float[32,64] y"
+    inits = {"W": W, "k": np.float32(-1e9)}
+    given = parsed(f"{MASKED}\n y = MatMul(s, W)", "float[32,64] x, bool[32,64] m", outs, inits, {"x": X, "m": noise(32, 64) < -0.5})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert true_error(given, result) < 3e-3
+    planned = {node.op: node.colour.value for node in result.plan.regions[0].nodes}
+    assert planned["where"] == ("high" if leaves else "low")
+    assert planned["matmul"] == "low"
+
+
+def test_the_shape_of_a_constant_loses_nothing():
+    body = "a = MatMul(x, W)\n s = Shape(k)\n f = Cast<to=1>(s)\n y = Mul(a, f)"
+    given = parsed(body, "float[32,64] x", "float[32,64] y", {"W": W, "k": np.full(3, 1e-9, np.float32)}, {"x": X})
+    assert rewrite_onnx(given.model, calibration=given.feed).report.losses == ()
