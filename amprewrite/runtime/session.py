@@ -34,7 +34,6 @@ from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
-from amprewrite.runtime.ambient.hook_watch import unseen_hooks
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
@@ -118,7 +117,6 @@ class Session:
             self.look_at_weights()
         if entry.hooks.changed() or entry.patched() or (entry.graphs.stale and not recomputes):
             entry.recapture()
-        self.warn_once(unseen_hooks())
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
         state = self.state

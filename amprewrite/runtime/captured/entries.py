@@ -16,7 +16,7 @@ from torch import nn
 from amprewrite.graphs.fx.node_facts import forget_inputs
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
-from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ
+from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
 from amprewrite.runtime.ambient.low_cache import CacheReadHigh, LowCaches
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.past import Past
@@ -49,6 +49,8 @@ class Owner(Run, Protocol):
     def forget_calls(self) -> None: ...
 
     def warn_fp32(self, message: str, cause: str = "") -> None: ...
+
+    def warn_once(self, message: str, cause: str = "") -> None: ...
 
 
 class Graphs:
@@ -93,7 +95,10 @@ class Graphs:
 
         Guards against such hooks would capture anew for every `with FlopCounterMode():`.
         """
-        return self._beside_hooks if any_global_hook() else self._alone
+        if not any_global_hook():
+            return self._alone
+        self.entry.session.warn_once(unseen_hooks())
+        return self._beside_hooks
 
     @property
     def stale(self) -> bool:
