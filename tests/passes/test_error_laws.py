@@ -139,8 +139,8 @@ LEARNT: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "differences of rows": lambda net, ids, p: torch.stack([net.near(ids), net.near(ids.flip(0))]).diff(dim=0)[0],
     "moved places": lambda net, ids, p: (lambda v: v[1:] - v[:-1])(net.places + 0.05 * p),
     "what moved": lambda net, ids, p: (net.places + p) - net.places,
-    "norms less a number": lambda net, ids, p: 0.3 * (net.near(ids).square().sum(-1, keepdim=True) - 64) + p,
-    "a number less norms": lambda net, ids, p: p / (1 - (0.1248 * F.normalize(net.near(ids), dim=-1) * 8).square().sum(-1, keepdim=True)),
+    "norms less a number": lambda net, ids, p: 10 * (net.sphere(ids).square().sum(-1, keepdim=True) - 64) + p,
+    "a number less norms": lambda net, ids, p: p * (64 - net.sphere(ids).square().sum(-1, keepdim=True)),
 }
 
 
@@ -149,6 +149,8 @@ LEARNT: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
 def test_what_is_learnt_keeps_its_bits_where_it_is_taken_away(how: str, dtype: str) -> None:
     net = Net(lambda net, z, ids: net.b(LEARNT[how](net, ids, net.a(z))))
     net.near = nn.Embedding(64, WIDTH)
+    rows = 8 * (1 + 0.002 * torch.randn(64, 1)) * F.normalize(torch.randn(64, WIDTH), dim=-1)
+    net.sphere = nn.Embedding.from_pretrained(rows, freeze=False)
     net.places = nn.Parameter(torch.randn(ROWS, WIDTH).cumsum(0))
     with torch.no_grad():
         net.near.weight.copy_(net.near.weight[:1] + 0.03 * net.near.weight)
