@@ -1,14 +1,16 @@
 """Launches, casts and modelled GPU time of one training step: torch.autocast, ours, O2 written by hand, and a model wholly in half.
 
-    python examples/benchmarks/launches.py [--only bert,vit] [--dtypes bf16,fp16] [--ways autocast,ours,o2,half] [--small]
+    python examples/benchmarks/launches.py [--only bert,vit] [--dtypes bf16,fp16] [--ways autocast,ours,on-cuda,o2,half] [--small]
 
 O2 by hand is the limit of mixed precision with fp32 master weights: the model wholly in half, one multi-tensor cast of the weights and one
 of the gradients a step. fp16 is trained with a loss scale and a check of the gradients in every way.
 
 Every ATen op of a whole AdamW step is recorded on a CPU, at published width; products are not computed, for counts need no values. An op
 takes the longer of its bytes over the bandwidth and its FLOPs over the rate, and a microsecond. The host starts one every 5 us. A step
-takes the longer of the two sums. Caches, occupancy and the quality of kernels are left out, so times are *modelled*: their ratios are what
-they are for. A CPU splits an LSTM into ops that a GPU fuses. The planner has prices of its own, which this file does not read.
+takes the longer of the two sums. `on-cuda` is ours without what a plan does for a CPU alone: it keeps ops fp32 in training whose kernels
+there add gradients up in the low format, and CUDA's do not. Caches, occupancy and the quality of kernels are left out, so times are
+*modelled*: their ratios are what they are for. A CPU splits an LSTM into ops that a GPU fuses. The planner has prices of its own, which
+this file does not read.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 
 import amprewrite
 from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.ops.op_lists import OPS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from nets import MORE, NETS, console
@@ -56,6 +59,8 @@ class Gpu:
 
 
 GPUS = {"h100": Gpu(3.35e12, 67e12, 989e12), "a100": Gpu(2.04e12, 19.5e12, 312e12), "l4": Gpu(300e9, 30.3e12, 121e12)}
+ON_CUDA = {row.name: "infer" for row in OPS.values() if "cpu" in row.low_backward and "cuda" not in row.low_backward}
+"""Overrides that leave open what a plan for a CPU keeps fp32 for the sake of its backward."""
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
     aten.convolution.default, aten.convolution_backward.default,
@@ -166,8 +171,8 @@ def record(model: nn.Module, feed: dict[str, Tensor], way: str, dtype: str) -> S
     if way in ("o2", "half"):
         model = model.to(low)
         feed = {name: each.to(low) if each.is_floating_point() else each for name, each in feed.items()}
-    elif way == "ours":
-        model = amprewrite.rewrite(model, dtype=dtype, device="h100")
+    elif way in ("ours", "on-cuda"):
+        model = amprewrite.rewrite(model, dtype=dtype, device="h100", overrides=ON_CUDA if way == "on-cuda" else None)
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()] if way == "o2" else list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
     scaler = torch.amp.GradScaler("cpu", enabled=fp16 and way == "autocast")
@@ -194,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", type=lambda text: text.split(","), default=[name for name in EVERY if name != "odd_mlp"])
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["bf16", "fp16"])
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=["autocast", "ours", "o2", "half"])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["autocast", "ours", "on-cuda", "o2", "half"])
     parser.add_argument("--small", action="store_true", help="nets scaled down")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--ops", action="store_true", help="list the ops of which ours has another number than O2")

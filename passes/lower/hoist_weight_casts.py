@@ -242,7 +242,8 @@ def _link_where_read(module: torch.fx.GraphModule, copies: Sequence[torch.fx.Nod
             for at, copy in enumerate(chosen):
                 item = graph.call_function(operator.getitem, (linked, at))
                 item.meta = dict(copy.meta)
-                copy.replace_all_uses_with(item, lambda user, linked=linked: user is not linked)
+                for user in [user for user in copy.users if user is not linked]:
+                    user.replace_input_with(copy, item)
     module.recompile()
 
 

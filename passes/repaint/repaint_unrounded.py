@@ -225,8 +225,10 @@ class Unrounded:
         if node.op in NORMS and node.operands and node.operands[0].value in self.averages.names:
             self._keep(node.operands[0].value, node.name, found, kept)
             found.setdefault(node.name, node.operands[0].value)
-        elif node.name in self.averages.names and node.op in SUMS and (node.op in DIFFERENCES or len(node.operands) > 1):
-            self._keep(node.name, node.name, found, kept)
+        elif node.name in self.averages.names and node.op in SUMS:
+            several = sum(operand.value in self.averages.names for operand in node.operands) > 1
+            if several or node.op in DIFFERENCES:  # a number beside one average is an epsilon
+                self._keep(node.name, node.name, found, kept)
 
     def _needed(self, node: OpNode) -> Iterator[str]:
         """What must not be rounded for the sake of `node`: its operands, or the op itself."""
