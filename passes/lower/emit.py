@@ -81,7 +81,7 @@ def _lower(
     target = Target(eager=backend is None, training=training, weight_cache=cache is not None, frozen=frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
-    linking = link_copies(module, hoisted, blocks, inside=backend is None) if training and hoisted else None
+    linking = link_copies(module, hoisted, blocks, eager=backend is None) if training and hoisted else None
     _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
     if backend is None:
         run: CompiledFn = module.forward

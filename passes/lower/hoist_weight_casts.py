@@ -34,7 +34,7 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies, link_block
+from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies, link_block, ranks_train
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
@@ -207,21 +207,25 @@ class Linking:
     """Bytes that forward keeps for backward at least, beside copies."""
     inside: bool
     """Whether the graph links them itself: then it takes what links them as one more input."""
+    lets_go: bool
+    """Whether low gradients may be let go as they are cast: a compiler may keep their memory."""
 
 
-def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[str]], inside: bool) -> Linking:
-    """Say how the copies of a training graph are linked, and have the graph do it, if `inside`.
+def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[str]], eager: bool) -> Linking:
+    """Say how the copies of a training graph are linked, and have the graph do it, if it is `eager` and ranks train.
 
     `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own. What a
     compiler makes has one autograd node for all of the graph, and needs no links inside it.
     """
+    inside = eager and ranks_train()
     inputs = module.graph.find_nodes(op="placeholder")
     names = [node.target for node in inputs]
     of = {name: number for number, block in enumerate(blocks) for name in block}
     shared: dict[Any, list[int]] = defaultdict(list)
     for at, (place, _, _) in enumerate(hoisted):
         shared[of.get(inputs[place].meta.get(NODE), (at,))].append(at)
-    found = Linking(hoisted, tuple(shared.values()), names.index(INVERSE) if INVERSE in names else None, _saved(inputs), inside)
+    inverse = names.index(INVERSE) if INVERSE in names else None
+    found = Linking(hoisted, tuple(shared.values()), inverse, _saved(inputs), inside, lets_go=eager)
     if inside:
         copies = [node for node in inputs if node.meta.get("tensor_dict") is _STAYS]  # those of frozen weights come last
         _link_where_read(module, copies[: len(hoisted)], found.blocks)
@@ -248,10 +252,7 @@ def _link_where_read(module: torch.fx.GraphModule, copies: Sequence[torch.fx.Nod
 
 
 def with_linked_weights(run: CompiledFn, cache: WeightCache, linking: Linking) -> CompiledFn:
-    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient.
-
-    Through a compiler, which may keep the memory of gradients, low ones are not let go before backward is over.
-    """
+    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient."""
     places, dtypes, layouts = zip(*linking.hoisted, strict=True)
     linked = LinkedCopies(dtypes, layouts, cache, linking.blocks)
 
@@ -260,12 +261,14 @@ def with_linked_weights(run: CompiledFn, cache: WeightCache, linking: Linking) -
 
     def linked_inside(*inputs: Any) -> Any:
         if linked.rooms is None:
-            linked.rooms = _rooms(inputs, linking)
+            linked.rooms = [sum(inputs[places[at]].nbytes for at in block) for block in linking.blocks]  # one launch: blocks are small
         with unselected():
             copies, links = linked.begin(*operands(inputs))
         return run(*inputs, *copies, links)
 
     def linked_before(*inputs: Any) -> Any:
+        if linking.lets_go and linked.rooms is None:
+            linked.rooms = _rooms(inputs, linking)
         with unselected():
             copies = linked.take(*operands(inputs))
         return run(*inputs, *copies)
@@ -286,7 +289,7 @@ def _saved(inputs: Sequence[torch.fx.Node]) -> int:
 
 
 def _rooms(inputs: Sequence[Any], linking: Linking) -> list[int]:
-    """The bytes that may be had after each block: weights before its last one in the graph get their gradients later.
+    """The bytes that may be had after each block: those of blocks before it, which get their gradients later, all others have theirs.
 
     A gradient takes four bytes an element, and a low copy that is not needed any more gives two back. If forward ends with more than
     backward does, for all that is saved, the difference may be had as well.
@@ -300,7 +303,8 @@ def _rooms(inputs: Sequence[Any], linking: Linking) -> list[int]:
     rooms = []
     for block in linking.blocks:
         own = {linking.hoisted[at][0] for at in block}
-        rooms.append(spare + max(0, sum(added for place, added in adds.items() if place < max(own) and place not in own)))
+        later = {place for place, _, _ in linking.hoisted if place < min(own)}
+        rooms.append(spare + max(0, sum(adds.get(place, 0) for place in later)))
     return rooms
 
 

@@ -21,6 +21,7 @@ from amprewrite.graphs.fx.weights import linked_copies
 from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
+from amprewrite.passes.lower import hoist_weight_casts
 
 LOW = torch.float16
 
@@ -267,7 +268,10 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_gradients_of_a_block_leave_while_the_backward_of_layers_before_it_is_still_to_come(dtype: str) -> None:
+def test_where_ranks_train_a_block_leaves_while_the_backward_of_layers_before_it_is_still_to_come(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hoist_weight_casts, "ranks_train", lambda: True)
     torch.manual_seed(0)
     amp, x = amprewrite.rewrite(Deep(), dtype=dtype), torch.randint(0, 10, (4,))
     amp(x).sum().backward()

@@ -5,9 +5,9 @@
    one multi-tensor launch for the casts and one for the scale. What comes in fp32 is multiplied where it lies, if nothing else refers
    to it, as PyTorch keeps a gradient without a copy then. What comes low is let go as it is cast, towards the end of a backward in
    several launches: so the peak of the backward stays what it is without blocks.
-3. A graph of eager code links a block in front of the op that first reads one of its copies. Of the nodes that are ready autograd runs
-   the one that was made last (torch/csrc/autograd/engine.cpp, CompareNodeTaskTime). Linked before the graph, every block would wait for
-   the whole backward, and with it the reduction among ranks.
+3. Of the nodes that are ready autograd runs the one that was made last (torch/csrc/autograd/engine.cpp, CompareNodeTaskTime). Linked
+   before the graph, every block waits for the whole backward: activations are gone by then, and make room for it. Where ranks train, a
+   graph of eager code links a block in front of the op that first reads one of its copies: so the ranks reduce its gradients meanwhile.
 4. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
 5. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
@@ -44,10 +44,14 @@ FEW = 1 << 19
 SHARE = 1 / 32
 
 
+def ranks_train() -> bool:
+    """Whether this process is one of several that train together."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def block_size() -> int:
     """How many elements of weights may share one autograd node, in this process as it is now."""
-    apart = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return ELEMENTS_APART if apart else ELEMENTS
+    return ELEMENTS_APART if ranks_train() else ELEMENTS
 
 
 class LinkedCopies:
@@ -225,4 +229,4 @@ def _one_alone() -> frozenset[Counts]:
     return frozenset(found)
 
 
-__all__ = ["LinkedCopies", "Links", "block_size", "link_block"]
+__all__ = ["LinkedCopies", "Links", "block_size", "link_block", "ranks_train"]
