@@ -372,7 +372,8 @@ def untold(amp: nn.Module, ran: Counter[torch.dtype], warned: list[str]) -> Prob
     plan = amp.plan
     if not ran[torch.float32] or plan.skipped or warned:
         return None
-    inside = 2 * sum(node.op == "scaled_dot_product_attention" for node in plan.nodes)  # its math kernel takes low values to fp32 itself
+    # attention's math kernel takes low values to fp32 for its two products, and a graph that may overflow unseen runs ahead of a call
+    inside = 4 * sum(node.op == "scaled_dot_product_attention" for node in plan.nodes)
     if ran[torch.float32] <= inside:
         return None
     high = [node for node in plan.nodes if node.colour.value == "high"]

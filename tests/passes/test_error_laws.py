@@ -164,11 +164,13 @@ HELD: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "by name": lambda net, p, mask: p.float(),
     "a gain": lambda net, p, mask: p * net.gain,
     "a mask": lambda net, p, mask: p * mask,
+    "a reflection": lambda net, p, mask: F.pad(p.transpose(1, 2), (2, 2), mode="reflect").transpose(1, 2),  # on a CPU
 }
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda t: t.mean(1),
     "sum": lambda t: t.sum(1) / ROWS,
     "pool": lambda t: F.adaptive_avg_pool1d(t.transpose(1, 2), 1)[..., 0],
+    "windows": lambda t: F.avg_pool1d(t.transpose(1, 2), 3, 1).transpose(1, 2),
 }
 TAKEN_AWAY: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
     "a square of the mean": lambda t, mean: 40 * (mean(t * t) - mean(t) ** 2),

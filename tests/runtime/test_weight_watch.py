@@ -127,6 +127,23 @@ def test_what_graphs_agreed_on_for_small_weights_ends_with_the_graph_that_saw_th
     assert colours(amp)["up"] == "low"
 
 
+def test_so_does_what_they_agreed_on_before_another_layer_overflowed():
+    """An overflow has all graphs captured anew. What they take over still rests on a weight that has grown by then."""
+    model = Net(std=1e-10, act=lambda t: t)
+    amp = amprewrite.rewrite(model, dtype="fp16")
+    amp(batch())
+    with torch.no_grad():
+        amp(batch())
+        model.up.weight.normal_(std=0.2)
+        model.down.weight.fill_(6e4)
+        amp(batch())  # overflows in this graph, and the other one is outdated
+    amp(batch())
+    assert colours(amp) == {"up": "high", "down": "high"}
+    amp.eval()
+    amp(batch())
+    assert colours(amp)["up"] == "low"
+
+
 def test_what_does_not_change_sides_is_not_captured_anew():
     model = Net()
     amp = amprewrite.rewrite(model, dtype="fp16")

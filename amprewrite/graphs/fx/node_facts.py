@@ -195,7 +195,9 @@ def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
     if row is None or not row.forms:
         return row
     given = _given(node)
-    return next((find_op(other) for argument, other in row.forms if given.get(argument) is True), row)
+    dims = len(given["pad"]) // 2 if isinstance(given.get("pad"), list | tuple) else 0
+    asked = (find_op(other.format(dims)) for argument, value, other in row.forms if given.get(argument) == value)
+    return next(filter(None, asked), row)
 
 
 def _role(node: torch.fx.Node, value: Any) -> str:

@@ -54,6 +54,12 @@ def reaches_softmax(node: ir.Node) -> bool:
     return False
 
 
+def is_score_mask(value: ir.Value) -> bool:
+    """Whether all that reads a value makes scores of it for a softmax, and none takes it for a bound."""
+    uses = value.uses()
+    return bool(uses) and all(op_of(use.node) not in BOUNDS and reaches_softmax(use.node) for use in uses)
+
+
 def is_distance(node: ir.Node) -> bool:
     """Whether a node is the product in `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
     if op_of(node) != "matmul" or not all(_holds_sum(value) for value in node.inputs):
@@ -77,4 +83,4 @@ def _holds_sum(value: ir.Value | None) -> bool:
     return any(part is not None and op_of(part) == "sum" for part in parts)
 
 
-__all__ = ["before_a_pole", "has_pole", "is_distance", "reaches_softmax"]
+__all__ = ["before_a_pole", "has_pole", "is_distance", "is_score_mask", "reaches_softmax"]

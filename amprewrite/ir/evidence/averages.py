@@ -3,7 +3,7 @@
 `y = linear(x).float()`, `y.square().mean(-1) - y.mean(-1) ** 2`. A product has rounded every y, and a mean of many evens that out. Rounded
 again, a mean loses more than its own error, and a difference of two may leave nothing else.
 
-1. An average adds up `MANY` elements or more for each of its own.
+1. An average adds up `MANY` elements or more for each of its own, or those of windows.
 2. What ops make of averages alone, and of what no product made, is one as well, but for norms, steps and shares.
 3. The parts of an average are what ops make one by one, on the way to it, of a value that torch.autocast holds in fp32: squares, products
    with a gain, pads. Sums are none: they belong to a residual stream.
@@ -21,7 +21,7 @@ from amprewrite.tables.vocabulary import OpKind
 
 MANY = 8
 """Elements whose mean has a third of the error of each."""
-AVERAGES, SUMS = ops_with(Trait.AVERAGES), ops_with(Trait.ADDS_UP)
+AVERAGES, SLIDES, SUMS = ops_with(Trait.AVERAGES), ops_with(Trait.SLIDES), ops_with(Trait.ADDS_UP)
 LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 
@@ -40,7 +40,7 @@ def averages(graph: OpGraph, wide: Set[str], exact: Set[str]) -> Averages:
         if node.role != "op" or node.name not in wide or node.name in exact or is_product(node):
             continue
         given = [operand.value for operand in node.operands]
-        if node.op in AVERAGES and given and graph[given[0]].numel >= MANY * max(node.numel, 1):
+        if node.op in AVERAGES and given and (node.op in SLIDES or graph[given[0]].numel >= MANY * max(node.numel, 1)):
             found.names.add(node.name)
             _add_parts(graph, given, wide, found.parts)
         elif node.op not in LEVEL and not found.names.isdisjoint(given) and all(each in found.names or each in exact for each in given):

@@ -29,13 +29,17 @@ class Agreement:
         return any(self.colours.contradicts(part.nodes) for part in plan.flat(""))
 
     def follow_weights(self, look: Callable[[], str], every: Sequence[Graphs]) -> str:
-        """Give what `look` says of the weights. If it finds one graph outdated, all are: they agreed on weights as they were."""
+        """Give what `look` says of the weights. If it finds one graph outdated, all are: they agreed on weights as they were.
+
+        What is decided anew rests on the weights as they are, so the graphs forget those they knew.
+        """
         before = [graphs.outdated for graphs in every]
         said = look()
         if self.on and before != [graphs.outdated for graphs in every]:
             self.colours = Agreed()
             for graphs in every:
                 graphs.outdated = True
+                graphs.weights = []
         return said
 
 

@@ -190,8 +190,8 @@ class Entry:
         before, self.graphs = self.graphs, Graphs(self)
         if before.outdated:  # the code is the same: activations of its forwards may wait to be recomputed
             self._past.keep(before)
-        else:  # other graphs may have agreed with what these decided for weights as they were
-            self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
+        # other graphs may have agreed with what these decided for weights as they were
+        self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 
     @property

@@ -81,8 +81,10 @@ def look(every: Iterable[Graphs], root: nn.Module, low: Format, note: Callable[[
     worse: list[str] = []
     weights: dict[str, Tensor] = _weights(root)
     for graphs in every:
-        for weight in () if graphs.outdated else moved(graphs.weights, weights, low):
-            graphs.outdated = True
+        found = [] if graphs.outdated else moved(graphs.weights, weights, low)
+        if found:
+            graphs.outdated, graphs.weights = True, []
+        for weight in found:
             note(weight.says(low))
             if weight.now is not Fit.FITS:
                 worse.append(weight.says(low))

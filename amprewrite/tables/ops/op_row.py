@@ -65,6 +65,7 @@ class Trait(Enum):
     HAS_STEPS = "its result jumps where its operand passes a number, or another operand"
     HAS_KINKS = "its slope jumps where its operand passes a number, or another operand: a rounding may send a gradient elsewhere"
     AVERAGES = "adds up many elements to one, or takes their mean"
+    SLIDES = "averages windows, which may overlap: the sizes do not tell of how many elements"
     SHARES_OUT = "turns scores into shares of one"
     LOOKS_UP = "looks up rows of a table that is learnt"
     JOINS = "linear in all that it joins or adds up; numbers among its arguments say where"
@@ -111,8 +112,8 @@ class Op:
     """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
     writes: tuple[tuple[str, str], ...] = ()
     """Arguments that it writes though its name does not say so, each with the argument that tells: not if that is None or False."""
-    forms: tuple[tuple[str, str], ...] = ()
-    """Arguments that make another op of it where they are True, and the name of that op."""
+    forms: tuple[tuple[str, bool | str, str], ...] = ()
+    """Arguments that make another op of it, each with the value that does and the name of that op; {} is the number of dims it pads."""
     small: Literal["", "pole", "passes", "sums"] = ""
     """What small values do to it. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are."""
     view: bool = False

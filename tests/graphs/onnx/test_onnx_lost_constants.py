@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 from onnx_help import noise, parsed, true_error
 
 from amprewrite import rewrite_onnx
+from amprewrite.tables.vocabulary import Colour
 
 W = noise(64, 64) / 8
 X = noise(32, 64)
@@ -40,6 +42,44 @@ def test_a_branch_may_give_what_the_format_holds_and_a_mask(number):
     result = rewrite_onnx(given.model, calibration=given.feed)
     assert not any(loss.kept for loss in result.report.losses)
     assert true_error(given, result) < 3e-3
+
+
+@pytest.mark.parametrize(
+    "blocked",
+    [
+        pytest.param("b = Where(m, zero, far)\n c = Add(a, b)", id="once"),
+        pytest.param("b = Where(m, zero, far)\n d = Where(n, zero, far)\n f = Add(a, b)\n c = Add(f, d)", id="twice"),
+        pytest.param("b = Where(m, zero, far)\n f = Add(a, b)\n c = Where(n, f, far)", id="twice, filled"),
+        pytest.param("f = Where(m, a, far)\n b = Where(n, zero, far)\n c = Add(f, b)", id="filled and added to"),
+    ],
+)
+def test_a_row_that_is_blocked_whole_is_finite(blocked):
+    given = parsed(
+        f"a = MatMul(x, W)\n {blocked}\n s = Softmax(c)\n y = MatMul(s, W)",
+        "float[32,64] x, bool[32,64] m, bool[32,64] n", "float[32,64] y",
+        {"W": -np.abs(W), "zero": np.float32(0), "far": np.float32(-1e9)},
+        {"x": 8 * np.abs(X), "m": np.indices((32, 64))[0] > 7, "n": np.indices((32, 64))[0] > 3},
+    )  # fmt: skip
+    result = rewrite_onnx(given.model)
+    assert {node.colour for node in result.plan.nodes if node.role == "op" and node.dtype.startswith("f")} == {Colour.LOW}
+    assert np.isfinite(true_error(given, result))
+
+
+@pytest.mark.parametrize(
+    ("reads", "want"),
+    [
+        pytest.param("b = Add(a, far)\n c = Softmax(b)\n y = MatMul(c, W)", -30704, id="a mask of scores"),
+        pytest.param("b = Max(a, far)\n c = Softmax(b)\n y = MatMul(c, W)", -65504, id="a bound of scores"),
+        pytest.param("b = Where(m, a, far)\n c = ReduceMax <keepdims=1> (b)\n d = Sub(b, c)\n y = MatMul(d, W)", -65504, id="of values"),
+    ],
+)
+def test_less_than_half_of_the_lowest_is_for_masks_of_scores_alone(reads, want):
+    given = parsed(
+        f"a = MatMul(x, W)\n {reads}", "float[32,64] x, bool[32,64] m", "float[32,64] y",
+        {"W": W, "far": np.where(np.arange(64) > 40, -1e9, 0)[None].astype(np.float32)}, {"x": X, "m": X > 0},
+    )  # fmt: skip
+    held = {t.name: onnx.numpy_helper.to_array(t) for t in rewrite_onnx(given.model).model.graph.initializer}
+    assert held["far"].min() == want
 
 
 @pytest.mark.parametrize("first", ["s", "h"])

@@ -57,7 +57,9 @@ def test_masks_become_the_lowest_value_but_large_weights_do_not():
     mask = facts(np.array([0, np.finfo(np.float32).min], np.float32), FP16)
     assert mask.mask
     assert not facts(np.array([3e8, 1.0], np.float32), FP16).mask
-    assert rounded(np.array([np.finfo(np.float32).min], np.float32), FP16)[0] == -65504
+    lowest = np.array([np.finfo(np.float32).min], np.float32)
+    assert rounded(lowest, FP16)[0] == -65504
+    assert rounded(lowest, FP16, masks_scores=True)[0] == -30704
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e6])

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.further_on import before_a_pole, has_pole, reaches_softmax
+from amprewrite.graphs.onnx.further_on import before_a_pole, has_pole, is_score_mask, reaches_softmax
 from amprewrite.graphs.onnx.ops import Signature, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.weights import Facts, Loss, facts, loss_of
 from amprewrite.graphs.onnx.run.samples import Range, Samples
@@ -232,7 +232,8 @@ class RangeFacts:
         return self.looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        return loss_of(str(value.name), self.facts(value), self.low, self._becomes_end(value, node, op))
+        found = self.facts(value)
+        return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), bool(found.overflow) and is_score_mask(value))
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """Whether what exceeds the low range in a constant that `node` reads says the same as the end of the range."""

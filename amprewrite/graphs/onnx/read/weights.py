@@ -1,7 +1,9 @@
 """Constants of an ONNX model in a low format: what rounds well, what would be lost, what is a mask.
 
 Rounding is to nearest even; signs, zeros, infinities and NaN stay; nothing within the range is clamped. Finite-minimum masks
-become the format's lowest value; whatever else would overflow, or lose its value to underflow, keeps its op in fp32.
+become the format's lowest value, and less than half of it in front of a softmax: a score that is added to one, or a second mask,
+must not make an infinity of it, as a row that is blocked whole would be NaN. Whatever else would overflow, or lose its value to
+underflow, keeps its op in fp32.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from amprewrite.tables.formats import LOW_FORMATS, Format
 NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
 LOSS = 4
 """Rounding errors of a slice of weights, in units of the format's eps, beyond which bits are lost to underflow."""
+
+BLOCKED = 15 / 32
+"""What blocks a score, as a share of the lowest value. In fp16 it is -30704: two of them and a score of -4000 are finite, and one
+takes the bits from scores below 8, so that a row that is blocked whole is as even as in fp32."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,14 @@ class Facts:
     """Largest absolute error of a value that does not overflow."""
 
 
-def rounded(values: np.ndarray, fmt: Format) -> np.ndarray:
-    """The constant in the low format: rounded to nearest even, finite values beyond the range at its ends."""
+def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
+    """The constant in the low format: rounded to nearest even, finite values beyond the range at its ends, masks at `BLOCKED`."""
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
     over = ~np.isfinite(low.astype(np.float32)) & np.isfinite(values)
     if over.any():
-        low = np.where(over, np.copysign(np.float32(fmt.max), values).astype(low.dtype), low)
+        end = np.float32(fmt.max * BLOCKED if masks_scores else fmt.max)
+        low = np.where(over, np.copysign(end, values).astype(low.dtype), low)
     return low
 
 
@@ -98,10 +105,10 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
     return worst
 
 
-def loss_of(name: str, found: Facts, fmt: Format, saturates: bool) -> Loss | None:
+def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores: bool = False) -> Loss | None:
     """What a low copy of the constant would lose; None if it rounds as well as any other.
 
-    `saturates`: its reader means a large number as a mask or a bound.
+    `saturates`: its reader means a large number as a mask or a bound. `masks_scores`: as a mask of scores, and so do all others.
     """
     if found.overflow and not saturates:
         why = f"{found.overflow} of {found.elements} values exceed {fmt.name}'s {fmt.max:g} (largest {found.largest:.3g})"
@@ -110,7 +117,8 @@ def loss_of(name: str, found: Facts, fmt: Format, saturates: bool) -> Loss | Non
         why = f"{found.flushed} of {found.elements} values vanish in {fmt.name}, others lose bits (smallest {found.smallest:.3g})"
         return Loss(name, why, kept=True)
     if found.overflow:
-        why = f"{found.overflow} of {found.elements} values become {fmt.name}'s lowest or highest: a mask or bound"
+        end = "less than half of its lowest: a mask of scores" if masks_scores else "its lowest or highest: a mask or bound"
+        why = f"{found.overflow} of {found.elements} values exceed {fmt.name}'s range and become {end}"
         return Loss(name, why, saturated=True)
     if found.flushed:
         why = (
