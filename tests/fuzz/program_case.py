@@ -250,7 +250,10 @@ def _exported(program: Program, amp: nn.Module, exact: bool) -> Problem | None:
             return Problem("export raises", problem.where, problem.text)
         told = any(issubclass(each.category, amprewrite.AmpRewriteWarning) and "infinities" in str(each.message) for each in heard)
         amp.eval() if not amp.training else amp
+        held = [each.clone() for each in amp.buffers()]
         results = tree_flatten(exported(*(each.detach() for each in batch(program))))[0]
+        for buffer, before in zip(amp.buffers(), held, strict=True):  # statistics of a batch norm that both update
+            buffer.copy_(before)
         own = tree_flatten(amp(*(each.detach() for each in batch(program))))[0]
     for index, (one, other) in enumerate(zip(own, results, strict=False)):
         if isinstance(one, torch.Tensor) and one.is_floating_point() and one.isfinite().all():
