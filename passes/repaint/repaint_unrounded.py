@@ -21,7 +21,8 @@ cast in front would save.
    So does a step, and a difference of such values or of one and a number in any mode, or of two sums of a product and what is learnt.
 5. What torch.autocast holds in fp32 and many values were averaged to is more exact than they are (`ir/evidence/averages.py`). A norm reads
    it in fp32, and so does a difference of two such or of one and a number; with it stays high what it is an average of, one by one.
-6. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+6. So does a batch norm what torch.autocast holds in fp32. A gradient in front of one is what is left of many that nearly cancel.
+7. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`), unless a part of it is. So are
 results of inner graphs of which a part is (`Problem.partly`).
@@ -52,6 +53,7 @@ STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Tr
 LEARNT, KINKS = ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)
 DIFFERENCES = frozenset({"sub"})
 LEVEL = NORMS | STEPS
+BATCH_NORMS = ops_with(Trait.TAKES_BATCH_MEAN)
 UNIFORM, DRAWS = ops_with(Trait.UNIFORM), ops_with(Trait.RANDOM)
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
@@ -64,11 +66,7 @@ class RepaintUnrounded(Pass[Problem, Decisions]):
         before = dict(decisions.paints)
         found = Unrounded(problem)
         for name, reader in found.kept().items():
-            if name in found.averages.names | found.averages.parts and name not in found.unrounded:
-                reason = Reason.AVERAGED
-            else:
-                reason = Reason.PARTLY_ROUNDED if name in found.sums | found.biased else Reason.UNROUNDED
-            decisions.keep_high(problem, name, reason, because_of="" if reader == name else reader)
+            decisions.keep_high(problem, name, found.reason(name), because_of="" if reader == name else reader)
         if decisions.paints != before:
             paint_ties(problem, decisions)
         return decisions.paints != before
@@ -93,7 +91,8 @@ class Unrounded:
         for node in problem.graph:
             if "fp32" in node.dtype.split("+") and node.name not in problem.rounded:
                 self._classify(node)
-        self.averages = averages(problem.graph, held_wide(problem.graph, problem.device), self.exact)
+        self.wide = held_wide(problem.graph, problem.device)
+        self.averages = averages(problem.graph, self.wide, self.exact)
 
     def _classify(self, node: OpNode) -> None:
         given = [operand.value for operand in node.operands]
@@ -196,6 +195,14 @@ class Unrounded:
         bias = source.role in ("parameter", "constant") and source.name not in self.offsets and not taken_away
         return operand.value in self.exact and not bias
 
+    def reason(self, name: str) -> Reason:
+        """Why a value that must not be rounded has more bits than a product's."""
+        if name in self.averages.names | self.averages.parts and name not in self.unrounded:
+            return Reason.AVERAGED
+        if name in self.sums | self.biased:
+            return Reason.PARTLY_ROUNDED
+        return Reason.UNROUNDED if name in self.unrounded else Reason.BATCH_NORMED
+
     @property
     def through_streams(self) -> set[str]:
         """What is exact, or has a part that may have an offset: graphs inside read it as they read an input."""
@@ -217,6 +224,9 @@ class Unrounded:
                     self._keep(operand.value, node.name, found, self.unrounded)
                     found[node.name] = operand.value
             self._keep_averages(node, found)
+            if node.op in BATCH_NORMS and node.operands and node.operands[0].value in self.wide:
+                self._keep(node.operands[0].value, node.name, found, self.wide)
+                found.setdefault(node.name, node.operands[0].value)
         return found
 
     def _keep_averages(self, node: OpNode, found: dict[str, str]) -> None:

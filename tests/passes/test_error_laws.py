@@ -189,6 +189,28 @@ def test_an_average_keeps_its_bits(held: str, mean: str, taken_away: str, dtype:
     check(net, (torch.randn(16, ROWS, WIDTH), torch.ones(16, ROWS, 1)), dtype)
 
 
+@pytest.mark.parametrize("dtype", sorted(LOW))
+@pytest.mark.parametrize("rows", [64, 256])
+def test_a_stream_through_batch_norms_keeps_its_bits(rows: int, dtype: str) -> None:
+    """All channels are made of one feature, so what the norms leave of their gradients is small."""
+
+    def stream(net: Net, x: Tensor) -> Tensor:
+        h = net.a(F.pad(x, (0, WIDTH - 1))) + net.first
+        for step in (net.b, net.a, net.b):
+            h = F.batch_norm(h + step(F.gelu(net.gates(h)).chunk(2, -1)[0]), None, None, training=True)
+        return h
+
+    net = Net(stream)
+    found = []
+    for run in (net, copy.deepcopy(net), amprewrite.rewrite(copy.deepcopy(net), dtype=dtype)):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=LOW[dtype], enabled=len(found) == 1):
+            result = run(torch.randn(rows, 1))
+        (result.float() * torch.arange(result.numel()).mul(1.7).sin().view_as(result)).mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in run.parameters() if p.grad is not None]))
+    assert error(found[2], found[0]) <= max(FLOOR[dtype], 2 * error(found[1], found[0]))
+
+
 SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a prior": lambda p, x, mask: p + 3 * x - 300,
     "noise": lambda p, x, mask: (p + x) / 0.1,

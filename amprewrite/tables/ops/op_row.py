@@ -61,6 +61,7 @@ class Trait(Enum):
     LINEAR_IN_ALL = "linear in all that it joins or adds up, numbers too"
     ADDS_UP = "adds its operands up, or takes one from another: what is left may be far smaller than they are"
     TAKES_MEAN_AWAY = "takes away what its values have in common: what is left may be far smaller than they are"
+    TAKES_BATCH_MEAN = "does so over the rows of a batch: a gradient in front of it is what many roundings leave of a difference"
     MAGNIFIES_ROUNDING = "may leave little of its values, sorts them, or has a slope without bounds: it may magnify a rounding"
     HAS_STEPS = "its result jumps where its operand passes a number, or another operand"
     HAS_KINKS = "its slope jumps where its operand passes a number, or another operand: a rounding may send a gradient elsewhere"
