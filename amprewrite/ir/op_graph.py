@@ -44,6 +44,8 @@ class Operand:
     """How many in-place writes its memory had seen when it was read: copies are shared within a write version only."""
     summand: bool = False
     """The op only adds it to a product of its other operands."""
+    twice: bool = False
+    """It is read in two places or more, as in `y * y`."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Reason(Enum):
     UNROUNDED = "no product has rounded it yet, and what it leads to needs all of its bits"
     PARTLY_ROUNDED = "products have rounded a part of it alone, and what it leads to needs all of its bits"
     AVERAGED = "torch.autocast holds a mean of many in fp32, and what it leads to needs all of its bits"
-    BATCH_NORMED = "torch.autocast holds it in fp32, and gradients behind the mean of a batch need all of its bits"
+    MAGNIFIED = "torch.autocast holds it in fp32, and what reads it would magnify a rounding"
     TOLD_APART = "a logarithm may tell its values near zero or one apart, which the low format does not hold"
     DRAWN = "a random draw below one would round up to one, where a logarithm of it has its pole"
     SMALL_STEPS = "it goes on in many small steps, and its rounding would outweigh theirs"

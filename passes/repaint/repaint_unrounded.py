@@ -19,16 +19,16 @@ cast in front would save.
 4. In training an op whose slope jumps, such as `relu`, `clamp`, `maximum`, `sort` or a maximum pool, reads in fp32 what has gradients and
    no product upstream, what is learnt included: of rounded values others are the greatest, many are equal, and gradients go elsewhere.
    So does a step, and a difference of such values or of one and a number in any mode, or of two sums of a product and what is learnt.
-5. What torch.autocast holds in fp32 and many values were averaged to is more exact than they are (`ir/evidence/averages.py`). A norm reads
-   it in fp32, and so does a difference of two such or of one and a number; with it stays high what it is an average of, one by one.
-6. So does a batch norm what torch.autocast holds in fp32. A gradient in front of one is what is left of many that nearly cancel.
+5. What torch.autocast holds in fp32 and many values were averaged to is more exact than they are (`ir/evidence/averages.py`). A norm, a
+   softmax and a denied op read it in fp32, and so does a difference of two such or of one and a number; with it stays high what it is an
+   average of, one by one.
+6. So do ops that would magnify its rounding what else torch.autocast holds in fp32 (`ir/evidence/magnified.py`).
 7. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
 
 An input of an inner graph that the graph around it made of a product is not exact (`Problem.rounded`), unless a part of it is. So are
 results of inner graphs of which a part is (`Problem.partly`).
 
-By name it knows `add`, which may shift a weight by a number, `sub`, which takes its second operand away, and `getitem`, which picks one
-result of several.
+By name it knows `add`, which may shift a weight by a number, and `sub`, which takes its second operand away.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from collections.abc import Iterator, Set
 
 from amprewrite.ir.evidence.averages import averages
 from amprewrite.ir.evidence.held_wide import held_wide
+from amprewrite.ir.evidence.magnified import gives_places, is_step, magnified
 from amprewrite.ir.evidence.running_sums import is_product, running_sums
 from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
 from amprewrite.ir.pass_base import Pass
@@ -53,9 +54,7 @@ STEEP, SOFTMAX = ops_with(Trait.MAGNIFIES_ROUNDING) | STEPS | NORMS, ops_with(Tr
 LEARNT, KINKS = ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)
 DIFFERENCES = frozenset({"sub"})
 LEVEL = NORMS | STEPS
-BATCH_NORMS = ops_with(Trait.TAKES_BATCH_MEAN)
 UNIFORM, DRAWS = ops_with(Trait.UNIFORM), ops_with(Trait.RANDOM)
-CONVERSIONS = ops_with(Trait.CONVERTS)
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
 
 
@@ -201,7 +200,7 @@ class Unrounded:
             return Reason.AVERAGED
         if name in self.sums | self.biased:
             return Reason.PARTLY_ROUNDED
-        return Reason.UNROUNDED if name in self.unrounded else Reason.BATCH_NORMED
+        return Reason.UNROUNDED if name in self.unrounded else Reason.MAGNIFIED
 
     @property
     def through_streams(self) -> set[str]:
@@ -224,14 +223,15 @@ class Unrounded:
                     self._keep(operand.value, node.name, found, self.unrounded)
                     found[node.name] = operand.value
             self._keep_averages(node, found)
-            if node.op in BATCH_NORMS and node.operands and node.operands[0].value in self.wide:
-                self._keep(node.operands[0].value, node.name, found, self.wide)
-                found.setdefault(node.name, node.operands[0].value)
-        return found
+        return magnified(self.graph, self.wide, self.exact) | found
 
     def _keep_averages(self, node: OpNode, found: dict[str, str]) -> None:
-        """Keep the averages that a norm reads, or of which an op takes a difference, with their parts."""
+        """Keep the averages that a norm, a softmax or a denied op reads, or of which an op takes a difference, with their parts."""
         kept = self.unrounded | self.averages.names | self.averages.parts
+        if node.op in SOFTMAX or node.kind in (OpKind.DENY, None):
+            for operand in node.operands:
+                if operand.value in self.averages.names:
+                    self._keep(operand.value, node.name, found, kept)
         if node.op in NORMS and node.operands and node.operands[0].value in self.averages.names:
             self._keep(node.operands[0].value, node.name, found, kept)
             found.setdefault(node.name, node.operands[0].value)
@@ -247,7 +247,7 @@ class Unrounded:
             yield from given
         elif node.op in STEEP | SUMS and node.name in self.exact and given and not _shifts_weight(node, self.graph):
             yield node.name
-        elif (_is_step(node) or self._gives_places(node)) and self.unrounded.issuperset(given):
+        elif (is_step(node) or gives_places(node, self.graph)) and self.unrounded.issuperset(given):
             yield from given
         elif self._needs_all(node):
             yield node.name
@@ -266,10 +266,6 @@ class Unrounded:
             return all(operand.value in kept for operand in node.operands)
         return node.op in KINKS and node.name in self.trained
 
-    def _gives_places(self, node: OpNode) -> bool:
-        """Whether a result of the op that is read says where, not what, as the indices of `min` do."""
-        return any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
-
     def _keep(self, name: str, reader: str, found: dict[str, str], kept: Set[str]) -> None:
         """Keep an op that has full precision, and those that it has it from, if they are among `kept`."""
         waiting = [(name, reader)]
@@ -278,11 +274,6 @@ class Unrounded:
             if name not in found and name in kept and self.graph[name].role == "op":
                 found[name] = reader
                 waiting += [(operand.value, name) for operand in self.graph[name].operands]
-
-
-def _is_step(node: OpNode) -> bool:
-    """Whether the result jumps: by the op's name, or as it makes whole numbers, which may say where to look, of others."""
-    return node.op in STEPS or (node.op in CONVERSIONS and node.dtype.startswith(("int", "uint", "bool")))
 
 
 def _shifts_weight(node: OpNode, graph: OpGraph) -> bool:

@@ -195,7 +195,8 @@ def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
     if row is None or not row.forms:
         return row
     given = _given(node)
-    dims = len(given["pad"]) // 2 if isinstance(given.get("pad"), list | tuple) else 0
+    image = next(iter(tensors(example_value(node))), None)
+    dims = len(given["pad"]) // 2 if isinstance(given.get("pad"), list | tuple) else 0 if image is None else image.dim() - 2
     asked = (find_op(other.format(dims)) for argument, value, other in row.forms if given.get(argument) == value)
     return next(filter(None, asked), row)
 

@@ -60,6 +60,7 @@ class Trait(Enum):
     UNIFORM = "makes a tensor of one number"
     LINEAR_IN_ALL = "linear in all that it joins or adds up, numbers too"
     ADDS_UP = "adds its operands up, or takes one from another: what is left may be far smaller than they are"
+    TAKES_AWAY = "takes one value from another, or from a number"
     TAKES_MEAN_AWAY = "takes away what its values have in common: what is left may be far smaller than they are"
     TAKES_BATCH_MEAN = "does so over the rows of a batch: a gradient in front of it is what many roundings leave of a difference"
     MAGNIFIES_ROUNDING = "may leave little of its values, sorts them, or has a slope without bounds: it may magnify a rounding"
@@ -114,7 +115,8 @@ class Op:
     writes: tuple[tuple[str, str], ...] = ()
     """Arguments that it writes though its name does not say so, each with the argument that tells: not if that is None or False."""
     forms: tuple[tuple[str, bool | str, str], ...] = ()
-    """Arguments that make another op of it, each with the value that does and the name of that op; {} is the number of dims it pads."""
+    """Arguments that make another op of it, each with the value that does and the name of that op; {} is the number of dims that
+    it pads or resizes."""
     small: Literal["", "pole", "passes", "sums"] = ""
     """What small values do to it. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are."""
     view: bool = False

@@ -192,6 +192,8 @@ def _operands(
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
         feeder = facts[node]
+        if node in found:
+            found[node] = replace(found[node], twice=True)
         if feeder.dtype != "fp32" or node in found:
             continue
         scalar = isinstance(feeder.value, torch.Tensor) and feeder.value.dim() == 0

@@ -272,7 +272,8 @@ class _Reader:
         saturating = [made for made in demands if self.reading.graph[made].may_saturate]
         if not gives_float and len(saturating) > (0 if misread else 1):
             self.keep_unsaturated(saturating, f"{name} compares what lies beyond {self.low.name}'s range")
-        return tuple(Operand(made, demand) for made, demand in demands.items())
+        times = Counter(self.of.get(value) for value in node.inputs)
+        return tuple(Operand(made, demand, twice=times[made] > 1) for made, demand in demands.items())
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
         """Keep vertices in fp32 whose numbers beyond the range count as such, with what these come from; a bound lets no such number by."""

@@ -106,7 +106,7 @@ ROWS = (
         INTERNAL,
         "interpolates in fp32 inside the kernel",
         "interpolate upsample",
-        forms=(("antialias", True, "_upsample_bilinear2d_aa"),),
+        forms=(("antialias", True, "_upsample_bilinear2d_aa"), ("mode", "area", "adaptive_avg_pool{}d")),
     ),
     *rows(
         INTERNAL,

@@ -54,6 +54,7 @@ TRAITS: dict[Trait, str] = {
     Trait.IN_POLYNOMIALS: "add mul",
     # what becomes of a rounding
     Trait.ADDS_UP: "add sub rsub addcmul addcdiv lerp diff",
+    Trait.TAKES_AWAY: "sub rsub diff",
     Trait.TAKES_MEAN_AWAY: "layer_norm group_norm batch_norm instance_norm var var_mean std std_mean",
     Trait.TAKES_BATCH_MEAN: "batch_norm",
     Trait.AVERAGES: "sum nansum mean nanmean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
