@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ def export_with_plan(
     if region.left and session.options.strict:
         raise CaptureError(region.left[0])
     _keep_out_of_state(edited, plain)
-    exported = _export(edited, plain, args, kwargs, options)
+    exported = _export(edited, plain, args, kwargs, _spread(options, plain))
     strip_checks(exported.graph_module)
     policy = captured.problem.policy
     plan = CastPlan(policy.low.name, region.flat("graph0"), notes=tuple(session.notes), lists=policy.lists_name)
@@ -103,6 +104,25 @@ def _export(
             f"torch.export cannot capture {type(model).__name__} whole: {type(error).__name__}: {said[:300]}; "
             "the rewritten model itself runs region by region: call it instead of exporting it"
         ) from error
+
+
+def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
+    """The options for the edited graph: it takes one by one what `*rest` of the model gathers, as rest_0, rest_1, and so on."""
+    shapes = options.get("dynamic_shapes")
+    kinds = {name: each.kind for name, each in inspect.signature(plain.forward).parameters.items()}
+    if isinstance(shapes, tuple | list):
+        several = [kind is inspect.Parameter.VAR_POSITIONAL for kind in kinds.values()][: len(shapes)]
+        spread = [part for each, many in zip(shapes, several, strict=False) for part in (each if many and each is not None else (each,))]
+        return {**options, "dynamic_shapes": tuple(spread)} if any(several) else dict(options)
+    if not isinstance(shapes, dict):
+        return dict(options)
+    named: dict[str, Any] = {}
+    for name, each in shapes.items():
+        if kinds.get(name) is inspect.Parameter.VAR_POSITIONAL and each is not None:
+            named |= {f"{name}_{place}": part for place, part in enumerate(each)}
+        else:
+            named[name] = each
+    return {**options, "dynamic_shapes": named}
 
 
 def _keep_out_of_state(edited: nn.Module, plain: nn.Module) -> None:

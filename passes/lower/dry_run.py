@@ -40,7 +40,7 @@ class _DryRun(torch.fx.Interpreter):
             value = example_value(n)
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
-            if value is None and n.op == "placeholder":
+            if value is None and n.op == "placeholder" and "val" not in n.meta:  # torch.export keeps an argument that is None
                 raise Refused(n, "capture left no example value on this input")
             return value
         if n.op == "output":

@@ -232,6 +232,7 @@ class Unrounded:
             for operand in node.operands:
                 if operand.value in self.averages.names:
                     self._keep(operand.value, node.name, found, kept)
+                    found.setdefault(node.name, operand.value)
         if node.op in NORMS and node.operands and node.operands[0].value in self.averages.names:
             self._keep(node.operands[0].value, node.name, found, kept)
             found.setdefault(node.name, node.operands[0].value)

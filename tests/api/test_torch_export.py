@@ -374,3 +374,35 @@ def test_an_export_that_overflows_whatever_is_kept_high_says_so() -> None:
     amp = amprewrite.rewrite(model, dtype="fp16", overrides={"module:0": "low"})
     with pytest.warns(amprewrite.AmpRewriteWarning, match=r"NaN or infinities in fp16 where fp32 gives none"):
         amp.export_program((torch.ones(2, 16),))
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y if shift is None else y + shift
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((torch.ones(4, 16), None), {}), ((torch.ones(4, 16),), {"shift": None})])
+def test_an_argument_may_be_none(args, kwargs):
+    model = Optional()
+    exported = amprewrite.rewrite(model, dtype="bf16").export_program(args, kwargs)
+    assert relative_error([model(*args, **kwargs)], [exported.module()(*args, **kwargs)]) < 1e-2
+
+
+class Several(Optional):
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = sum(map(self.layer, parts))  # type: ignore[assignment]
+        return total
+
+
+@pytest.mark.parametrize("shapes", [({0: AUTO}, {0: AUTO}), {"parts": ({0: AUTO}, {0: AUTO})}], ids=["in order", "by name"])
+def test_arguments_that_are_gathered_may_have_dynamic_shapes(shapes):
+    model, args = Several(), (torch.ones(4, 16), torch.ones(4, 16))
+    shapes = (shapes,) if isinstance(shapes, tuple) else shapes
+    exported = amprewrite.rewrite(model, dtype="bf16").export_program(args, dynamic_shapes=shapes)
+    others = torch.ones(7, 16), torch.ones(7, 16)
+    assert relative_error([model(*others)], [exported.module()(*others)]) < 1e-2

@@ -248,6 +248,7 @@ RANGE = (
     ("shares", "t{n} = torch.sigmoid({lin}({x}) * 20)\n{v} = {lin}({x}) * F.binary_cross_entropy(t{n}, torch.ones_like(t{n}))"), ("shares", "{v} = (1 - torch.sigmoid({lin}({x}) * 4)).log()"),
     ("met", "{u} = {x} + 300\n{v} = torch.sigmoid({lin}({x}))\n{v} = {lin}({v} * ({u} + {x}.tanh()) - {v} * {u})"), ("learnt", "{u} = F.embedding({x}.argmax(-1) % 2, {lin}.weight)\n{v} = {lin}({x}) * (1 - {u}.square().sum(-1, keepdim=True))"),
     ("averaged", "{u} = ({lin}({x}) + 4).float()\n{v} = {lin}({x}) + ({u} * {u}).mean(-1, keepdim=True) - {u}.mean(-1, keepdim=True) ** 2"), ("averaged", "{u} = ({lin}({x}) * {w} + 2).square().sum(-1, keepdim=True)\n{v} = {lin}({x}) * ({u} - {u}.mean())"),
+    ("magnified", "{v} = {lin}((1 - torch.sigmoid({lin}({x}).float() + 2)) * 50)"), ("magnified", "{u} = {lin}({x}) * {w}\n{v} = {lin}(torch.log(1 + 1e-3 * {u}.tanh()) * 300)"), ("magnified", "{v} = {lin}(({lin}({x}) * {w} + 500) - 500)"),
     ("prior", "{v} = {lin}(({lin}({x}) + 3 * {x} - 300).softmax(-1))"), ("prior", "{v} = {lin}(({lin}({x}) + (3 * {x} - 300).masked_fill({x} > 1, -1e9)).softmax(-1))"),
     ("large_hidden", "{v} = torch.nan_to_num(F.linear({x} * 2.0**17, {lin}.weight)) * 2.0**-17", 1), ("large_hidden", "t{n} = F.linear({x} * 2.0**17, {lin}.weight)\n{v} = t{n}.where(t{n}.isfinite(), 0.0) * 2.0**-17", 1),
     ("large_refused", "t{n} = torch.softmax({lin}({x} * 1e6) * 1e-6, -1)\n{v} = F.binary_cross_entropy(t{n} * 0.9 + 0.05, torch.zeros_like(t{n}))"),

@@ -211,6 +211,40 @@ def test_a_stream_through_batch_norms_keeps_its_bits(rows: int, dtype: str) -> N
     assert error(found[2], found[0]) <= max(FLOOR[dtype], 2 * error(found[1], found[0]))
 
 
+WIDE: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "by name": lambda net, p: p.float(),
+    "a gain": lambda net, p: p * net.gain,
+    "a reflection": lambda net, p: F.pad(p[None], (2, 2), mode="reflect")[0, :, 2:-2],  # on a CPU
+}
+MAGNIFIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "from one": lambda y: (1 - torch.sigmoid(2 * y)) * 50,
+    "to one": lambda y: (torch.sqrt(1 + (y * 0.02) ** 2) - 1) * 2000,
+    "a shift and back": lambda y: (y + 500) - 500,
+    "a shift and a mean": lambda y: (y + 50) - (y + 50).mean(-1, keepdim=True),
+    "squares": lambda y: (lambda z: ((z * z).mean(-1) - z.mean(-1) ** 2).repeat_interleave(4, -1) * 100)(y.unflatten(-1, (-1, 4))),
+    "pairs": lambda y: (y * y + y.flip(-1) * y.flip(-1) - 2 * y * y.flip(-1)) * 5,
+    "a logarithm": lambda y: torch.log(1 + y * 1e-3) * 300,
+    "bounds of a logarithm": lambda y: torch.log1p(-torch.sigmoid(y * 5).clamp(1e-6, 1 - 1e-6)),
+    "bounds of a pole": lambda y: torch.atanh(torch.tanh(y).clamp(-1 + 1e-6, 1 - 1e-6)),
+    "a product of many": lambda y: (1 + y * 1e-3).cumprod(-1),
+    "a power": lambda y: ((1 + 0.01 * y) ** 100).clamp(max=100),
+    "a choice": lambda y: (lambda top: torch.zeros_like(y).scatter(1, top.indices, top.values))(torch.sigmoid((y - 2) * 0.05).topk(8, -1)),
+    "shares of a mean": lambda y: (F.avg_pool1d(y, 4, 4).repeat(1, 4) * 15).softmax(-1) * WIDTH,
+    "shares of distances": lambda y: (-((y + 8).square() - 100)).softmax(-1) * WIDTH,
+    "an area": lambda y: (F.interpolate(y[:, None], size=WIDTH // 4, mode="area")[:, 0].repeat(1, 4) * 0.01 + 3) - 3,
+}
+
+
+@SOME
+@given(*map(st.sampled_from, (sorted(WIDE), sorted(MAGNIFIED), sorted(LOW))))
+def test_what_autocast_holds_in_fp32_keeps_its_bits_where_they_count(wide: str, magnified: str, dtype: str) -> None:
+    net = Net(lambda net, x: net.b(MAGNIFIED[magnified](WIDE[wide](net, net.a(x)))))
+    net.gain = nn.Parameter(torch.full((WIDTH,), 1.1))
+    net.a.bias.data.fill_(2.0)
+    torch.manual_seed(1)
+    check(net, (0.7 * torch.randn(ROWS, WIDTH),), dtype)
+
+
 SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a prior": lambda p, x, mask: p + 3 * x - 300,
     "noise": lambda p, x, mask: (p + x) / 0.1,

@@ -7,7 +7,7 @@ follows may round it as finely as that. But 1 has 256 times the rounding of 0.00
    another such. So is a norm's result, and what has a straight part that a product has just rounded. Rounded again it is about as far off
    as it was. A sum with a number, a bound, a function, or a product of two such is *bent*: it may hold what varies beside what does not.
 2. Bent values that torch.autocast holds in fp32 stay fp32, with the bent ones that they are made of, in front of a difference, a logarithm,
-   a denied op, and an op that chooses or counts.
+   a softmax, a denied op, and an op that chooses or counts.
 3. A batch norm reads all in fp32 that torch.autocast holds so: a gradient in front of it is what is left of many that nearly cancel.
 
 By name it knows `getitem`, which picks one result of several.
@@ -22,7 +22,7 @@ from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
-DIFFERENCES, LOGARITHMS = ops_with(Trait.TAKES_AWAY), ops_with(Trait.LOGARITHM)
+DIFFERENCES, LOGARITHMS, SOFTMAX = ops_with(Trait.TAKES_AWAY), ops_with(Trait.LOGARITHM), ops_with(Trait.SHARES_OUT)
 NORMS, BATCH_NORMS = ops_with(Trait.TAKES_MEAN_AWAY), ops_with(Trait.TAKES_BATCH_MEAN)
 SUMS, FACTORS, AVERAGES = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES), ops_with(Trait.AVERAGES)
 DIVIDES, CONVERSIONS, BOUNDS, STEPS = (ops_with(each) for each in (Trait.DIVIDES, Trait.CONVERTS, Trait.BOUNDS, Trait.HAS_STEPS))
@@ -67,7 +67,7 @@ class _Magnified:
         bent = [each for each in given if each in self.bent]
         takes_away = node.op in DIFFERENCES and all(each in self.wide for each in given)
         chooses = is_step(node) or gives_places(node, self.graph)
-        if bent and (takes_away or chooses or node.op in LOGARITHMS or node.kind in (OpKind.DENY, None)):
+        if bent and (takes_away or chooses or node.op in LOGARITHMS | SOFTMAX or node.kind in (OpKind.DENY, None)):
             if "fp32" in node.dtype:
                 self.found.setdefault(node.name, node.name)
             yield from bent

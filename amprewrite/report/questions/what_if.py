@@ -221,7 +221,7 @@ _CONDITIONS = {
     Reason.UNROUNDED: "if it led to products alone, or with overrides={{'{op}': 'low'}}",
     Reason.PARTLY_ROUNDED: "if it led to products alone, or with overrides={{'{op}': 'low'}}",
     Reason.AVERAGED: "if no difference or norm read the mean, or with overrides={{'{op}': 'low'}}",
-    Reason.MAGNIFIED: "if no difference, logarithm, choice, denied op or batch norm read it, or with overrides={{'{op}': 'low'}}",
+    Reason.MAGNIFIED: "if no difference, logarithm, softmax, choice, denied op or batch norm read it, or with overrides={{'{op}': 'low'}}",
     Reason.TOLD_APART: "if no logarithm could read it, or with overrides={{'{op}': 'low'}}",
     Reason.DRAWN: "if no logarithm read the draw",
     Reason.SMALL_STEPS: "with fewer or larger steps, or with overrides={{'{op}': 'low'}}",

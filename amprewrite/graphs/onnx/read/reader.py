@@ -272,7 +272,7 @@ class _Reader:
         saturating = [made for made in demands if self.reading.graph[made].may_saturate]
         if not gives_float and len(saturating) > (0 if misread else 1):
             self.keep_unsaturated(saturating, f"{name} compares what lies beyond {self.low.name}'s range")
-        times = Counter(self.of.get(value) for value in node.inputs)
+        times = Counter(self.of.get(value) for value in node.inputs if value is not None)
         return tuple(Operand(made, demand, twice=times[made] > 1) for made, demand in demands.items())
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
