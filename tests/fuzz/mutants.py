@@ -219,6 +219,10 @@ MUTANTS = (
         (("passes/repaint/repaint_unrounded.py", "return operand.value in self.raw or not self._closes", "return not self._closes"),),
     ),
     Mutant(
+        "magnified-rounding", "what torch.autocast holds in fp32 behind a product is rounded before it is taken from a number", ("programs",), ("magnified",),
+        (("passes/repaint/repaint_unrounded.py", "magnified(self.graph, self.wide, self.exact) | found", "found"),),
+    ),
+    Mutant(
         "rounded-shares", "shares are rounded in front of a loss of probabilities", ("programs",), ("shares",),
         (("passes/__init__.py", "RepaintUnrounded(), RepaintShares(), ", "RepaintUnrounded(), "),),
     ),

@@ -537,6 +537,14 @@ def _() -> bool:
         return near(amp(x), plain(x))
 
 
+@proof("magnified-rounding")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: self.b((self.a(x) * self.w + 500) - 500))
+    with torch.no_grad():
+        x = torch.randn(2048, 4, generator=torch.Generator().manual_seed(1))
+        return near(amp(x), plain(x))
+
+
 @proof("rounded-shares")
 def _() -> bool:
     plain, amp = pair(lambda self, x: F.binary_cross_entropy(torch.sigmoid(self.a(x) * 20), torch.zeros_like(x)))

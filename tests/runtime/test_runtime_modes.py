@@ -13,6 +13,7 @@ import pytest
 import torch
 from runtime_help import MLP, Broken, Observer, data, low, matmul_dtypes, mlp, ran_low
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import amprewrite
@@ -448,7 +449,7 @@ def test_broken_model_runs_region_by_region():
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("hand_on", [False, True])
+@pytest.mark.parametrize("hand_on", ["", "another", "as it is"])
 def test_gradients_that_the_model_enables_itself_reach_its_weights(dtype, hand_on):
     class Enables(nn.Module):
         """Records gradients for its head alone, whoever calls it."""
@@ -461,7 +462,8 @@ def test_gradients_that_the_model_enables_itself_reach_its_weights(dtype, hand_o
             h = self.body(x)
             with torch.enable_grad():
                 y = self.head(h)
-            return (y, y.detach() + 1) if hand_on else (y,)
+            y = F.dropout(y, 0.0) if hand_on == "as it is" else y  # gives the very tensor
+            return (y, y.detach() + 1) if hand_on == "another" else (y,)
 
     torch.manual_seed(0)
     model, x = Enables(), torch.randn(4, 8)

@@ -12,7 +12,8 @@ it gives `x` itself. Coloured high, it is the place where the cast stands, on ev
    node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it. If the
    maker gives a view of a hidden tensor, as `linear` does of more than two dims, so does the node: autograd takes a view
    off the path of what is written beside it, and a base not. In graphs with gradients the same holds if a result is the very
-   tensor that an op was given, as that of `contiguous` may be, and others read that, or it has hooks: they are on the result's path.
+   tensor that an op was given, as that of `contiguous` may be, and others read that, or it has hooks: they are on the result's path. Or
+   gradients were recorded where it was made, and are not where it is given back.
 2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
    graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as that of `tanh` does, a
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
 
     `without_grad` are the nodes that run without gradients; None says that all do.
     """
-    memory = Memory(module.graph)
+    memory = Memory(module.graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
     regions = transform_regions(module.graph)  # no border can stand inside, and what they give runs high as it is
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
@@ -191,11 +192,15 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
     return next(node for node in graph.nodes if node.op == "output").all_input_nodes
 
 
-def _read_as_another(result: Node) -> bool:
-    """Whether a result is the very tensor that an op was given, and others read that one or it has hooks; the body of a checkpoint may."""
+def _read_as_another(result: Node, without_grad: Set[Node]) -> bool:
+    """Whether a result is the very tensor that an op was given, and others read that one or it has hooks; the body of a checkpoint may.
+
+    So is one that was made with gradients and given back where there are none.
+    """
     result = _before_hooks(result)
     while (given := same_tensor(result)) is not None:
-        if len(given.users) > 1 or given.target is hooked or made_inside(result) is not None:
+        elsewhere = result in without_grad and given not in without_grad
+        if len(given.users) > 1 or given.target is hooked or made_inside(result) is not None or elsewhere:
             return True
         result = _before_hooks(given)
     return False
@@ -211,7 +216,7 @@ def _overlaps(value: Any) -> bool:
 class Memory:
     """Which nodes of a graph lie in which memory."""
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
         self.seen_otherwise: dict[int, set[Node]] = defaultdict(set)
         """Nodes that read the memory as integers, between views as floats."""
@@ -248,7 +253,7 @@ class Memory:
                 counted[storage] += 1
                 counted[storage] += _overlaps(example_value(result))
         self.several = {storage for storage, count in counted.items() if count > 1}
-        self.same = {storage for result in found if _read_as_another(result) for storage in memory_of(result)}
+        self.same = {storage for result in found if _read_as_another(result, without_grad) for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
         """The storages that leave as themselves: two results share them, or a result and an input, or they are written."""
