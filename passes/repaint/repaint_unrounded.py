@@ -223,7 +223,7 @@ class Unrounded:
                     self._keep(operand.value, node.name, found, self.unrounded)
                     found[node.name] = operand.value
             self._keep_averages(node, found)
-        return magnified(self.graph, self.wide, self.exact) | found
+        return magnified(self.graph, self.wide, self.exact, self.raw) | found
 
     def _keep_averages(self, node: OpNode, found: dict[str, str]) -> None:
         """Keep the averages that a norm, a softmax or a denied op reads, or of which an op takes a difference, with their parts."""

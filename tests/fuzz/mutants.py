@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     Mutant(
         "magnified-rounding", "what torch.autocast holds in fp32 behind a product is rounded before it is taken from a number", ("programs",), ("magnified",),
-        (("passes/repaint/repaint_unrounded.py", "magnified(self.graph, self.wide, self.exact) | found", "found"),),
+        (("passes/repaint/repaint_unrounded.py", "magnified(self.graph, self.wide, self.exact, self.raw) | found", "found"),),
     ),
     Mutant(
         "rounded-shares", "shares are rounded in front of a loss of probabilities", ("programs",), ("shares",),

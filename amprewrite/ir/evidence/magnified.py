@@ -5,7 +5,8 @@ follows may round it as finely as that. But 1 has 256 times the rounding of 0.00
 
 1. A value is *straight* if it varies as what products gave does: it is one, or made of those by moves, factors, averages, and sums with
    another such. So is a norm's result, and what has a straight part that a product has just rounded. Rounded again it is about as far off
-   as it was. A sum with a number, a bound, a function, or a product of two such is *bent*: it may hold what varies beside what does not.
+   as it was. A sum with a number or with what may have an offset, a bound, a function, or a product of two such is *bent*: it may hold what
+   varies beside what does not. Masks and biases bend nothing.
 2. Bent values that torch.autocast holds in fp32 stay fp32, with the bent ones that they are made of, in front of a difference, a logarithm,
    a softmax, a denied op, and an op that chooses or counts.
 3. A batch norm reads all in fp32 that torch.autocast holds so: a gradient in front of it is what is left of many that nearly cancel.
@@ -28,15 +29,17 @@ SUMS, FACTORS, AVERAGES = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES), ops_w
 DIVIDES, CONVERSIONS, BOUNDS, STEPS = (ops_with(each) for each in (Trait.DIVIDES, Trait.CONVERTS, Trait.BOUNDS, Trait.HAS_STEPS))
 
 
-def magnified(graph: OpGraph, wide: Set[str], exact: Set[str]) -> dict[str, str]:
-    """The ops that must not round, each with an op that would magnify it; `wide`: torch.autocast holds it in fp32, `exact`: no product is
-    upstream."""
-    return _Magnified(graph, wide, exact).found
+def magnified(graph: OpGraph, wide: Set[str], exact: Set[str], raw: Set[str]) -> dict[str, str]:
+    """The ops that must not round, each with an op that would magnify it.
+
+    torch.autocast holds `wide` values in fp32, no product is upstream of `exact` ones, and `raw` ones may have an offset.
+    """
+    return _Magnified(graph, wide, exact, raw).found
 
 
 class _Magnified:
-    def __init__(self, graph: OpGraph, wide: Set[str], exact: Set[str]) -> None:
-        self.graph, self.wide, self.exact = graph, wide, exact
+    def __init__(self, graph: OpGraph, wide: Set[str], exact: Set[str], raw: Set[str]) -> None:
+        self.graph, self.wide, self.exact, self.offset = graph, wide, exact, exact & raw
         self.bent: set[str] = set()
         self.found: dict[str, str] = {}
         for node in graph:
@@ -54,12 +57,13 @@ class _Magnified:
         given = [operand.value for operand in node.operands if not operand.scalar]
         straight = self.bent.isdisjoint(given)
         if node.op in SUMS:
-            return len(given) > 1 and (any(each not in self.wide for each in given) or (straight and self.exact.isdisjoint(given)))
+            return len(given) > 1 and (any(each not in self.wide for each in given) or (straight and self.offset.isdisjoint(given)))
         if node.op in FACTORS:
             varies = [place for place, each in enumerate(given) if each not in self.exact]
             squared = any(operand.twice for operand in node.operands)
             return straight and len(varies) < 2 and not squared and (node.op not in DIVIDES or varies == [0])
-        return node.op in NORMS or (straight and node.op not in BOUNDS and (node.kind is OpKind.CLEAR or node.op in CONVERSIONS | AVERAGES))
+        bounds = node.op in BOUNDS and not node.may_saturate
+        return node.op in NORMS or (straight and not bounds and (node.kind is OpKind.CLEAR or node.op in CONVERSIONS | AVERAGES))
 
     def _needed(self, node: OpNode) -> Iterator[str]:
         """The bent values that must not be rounded for the sake of `node`, and the op itself if it reads them."""

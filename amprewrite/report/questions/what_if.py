@@ -220,7 +220,7 @@ _CONDITIONS = {
     Reason.CANCELS: "if no difference magnified its rounding ({detail})",
     Reason.UNROUNDED: "if it led to products alone, or with overrides={{'{op}': 'low'}}",
     Reason.PARTLY_ROUNDED: "if it led to products alone, or with overrides={{'{op}': 'low'}}",
-    Reason.AVERAGED: "if no difference or norm read the mean, or with overrides={{'{op}': 'low'}}",
+    Reason.AVERAGED: "if no difference, norm, softmax or denied op read the mean, or with overrides={{'{op}': 'low'}}",
     Reason.MAGNIFIED: "if no difference, logarithm, softmax, choice, denied op or batch norm read it, or with overrides={{'{op}': 'low'}}",
     Reason.TOLD_APART: "if no logarithm could read it, or with overrides={{'{op}': 'low'}}",
     Reason.DRAWN: "if no logarithm read the draw",
