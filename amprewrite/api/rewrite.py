@@ -148,13 +148,17 @@ def rewrite(
 
 
 def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Any:
-    """`amp` with its optimizers attached, and captured if there are example inputs."""
-    from amprewrite.runtime.model.rewritten import capture_now
+    """`amp` with its optimizers attached, and captured if there are example inputs. If that raises, no optimizer is guarded."""
+    from amprewrite.runtime.model.rewritten import capture_now, session_of
 
-    for each in optimizers_of(optimizer):
-        amp.attach(each)
-    if example is not None:
-        capture_now(amp, *example)
+    try:
+        for each in optimizers_of(optimizer):
+            amp.attach(each)
+        if example is not None:
+            capture_now(amp, *example)
+    except BaseException:
+        session_of(amp).gate.retire()
+        raise
     return amp
 
 

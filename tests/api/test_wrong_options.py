@@ -125,3 +125,13 @@ def test_wrong_values_of_other_doors(value: Any) -> None:
         with pytest.raises(AmpRewriteError) as caught:
             call()
         assert len(str(caught.value)) <= 600
+
+
+def test_a_rewrite_that_fails_at_its_example_guards_no_optimizer() -> None:
+    model, x = small(), torch.randn(2, 3)
+    plan = amprewrite.plan(nn.Linear(3, 3), (x,), dtype="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        amprewrite.rewrite(model, example_inputs=(x,), plan=plan, optimizer=optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
