@@ -94,13 +94,19 @@ def main() -> None:
             torch.cuda.set_device(rank % torch.cuda.device_count())
     elif asked.shard:
         options.error("--shard spreads the model over processes: start it with torchrun --nproc-per-node 2")
+    learn(asked.steps, asked.dtype, asked.shard, rank, device)
+    if dist.is_initialized():  # nothing of the training lives now: a DDP that outlives its group may hang
+        dist.barrier()
+        dist.destroy_process_group()
 
+
+def learn(steps: int, dtype: str, shard: bool, rank: int, device: str) -> None:
     data, vocabulary = corpus()
     train, test = data[: int(0.9 * len(data))], data[int(0.9 * len(data)) :]
     torch.manual_seed(0)
-    amp = amprewrite.rewrite(GPT(vocabulary).to(device), dtype=asked.dtype, granularity="blocks" if asked.shard else "model")
+    amp = amprewrite.rewrite(GPT(vocabulary).to(device), dtype=dtype, granularity="blocks" if shard else "model")
     model: nn.Module = amp
-    if asked.shard:
+    if shard:
         for block in amp.blocks:
             fully_shard(block)
         fully_shard(amp)
@@ -109,10 +115,10 @@ def main() -> None:
 
     # From here on nothing knows about precision, scaling or overflow.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, asked.steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     rng = torch.Generator().manual_seed(rank)
     started = time.perf_counter()
-    for step in range(asked.steps):
+    for step in range(steps):
         x, y = batch(train, rng)
         optimizer.zero_grad()
         loss = loss_of(model, x.to(device), y.to(device))
@@ -120,7 +126,7 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if rank == 0 and (step % max(asked.steps // 6, 1) == 0 or step == asked.steps - 1):
+        if rank == 0 and (step % max(steps // 6, 1) == 0 or step == steps - 1):
             print(f"step {step:4d}  loss {loss.item():.3f} nats a character  {time.perf_counter() - started:5.1f} s", flush=True)
 
     model.eval()
@@ -130,9 +136,6 @@ def main() -> None:
     if rank == 0:
         print(f"\ntest loss {sum(losses) / len(losses):.3f} nats a character\n{amp.loss_scale.report()}")
         print(amp.plan.summary())
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

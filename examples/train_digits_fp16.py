@@ -40,6 +40,13 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         rank, ranks = dist.get_rank(), dist.get_world_size()
+    train(asked.epochs, rank, ranks)
+    if ranks > 1:  # nothing of the training lives now: a DDP that outlives its group may hang
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def train(epochs: int, rank: int, ranks: int) -> None:
     digits = load_digits()
     split = train_test_split(digits.images / 16.0, digits.target, test_size=0.25, random_state=0, stratify=digits.target)
     x, x_test, y, y_test = (torch.tensor(part) for part in split)
@@ -49,7 +56,7 @@ def main() -> None:
     model = DistributedDataParallel(amp) if ranks > 1 else amp
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     order = torch.Generator().manual_seed(0)
-    for epoch in range(asked.epochs):
+    for epoch in range(epochs):
         for index, chosen in enumerate(torch.randperm(len(x), generator=order).split(64)):
             chosen = chosen[rank::ranks]
             optimizer.zero_grad()
@@ -66,9 +73,6 @@ def main() -> None:
         share = (amp(x_test).argmax(1) == y_test).float().mean().item()
     if rank == 0:
         print(f"\nfp16: test accuracy {100 * share:.2f} %\n{amp.loss_scale.report()}")
-    if ranks > 1:
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class Session:
             self._remember(entry, ran)
         if not captured and not entry.graphs.left_out:
             self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
-        elif entry.captured and (dynamo.frames_given_up() != given_up or not any(region.entry is entry for region in ran)):
+        elif entry.captured and (failures or dynamo.frames_given_up() != given_up or not any(each.entry is entry for each in ran)):
             self._say_failures(entry, ran, failures)
             if not failures or dynamo.frames_given_up() - given_up > len(failures):
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))

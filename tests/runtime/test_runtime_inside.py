@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -133,6 +134,42 @@ def test_hook_on_a_tensor_sees_its_whole_gradient_unscaled_in_fp32(dtype):
     assert {node.colour.value for node in amp.plan.find("second")} == {"low"}
     with torch.no_grad():
         assert amp(data()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("order", ["h", "hw", "wh", "whw", "hwhw"])
+def test_a_hook_on_a_given_tensor_sees_it_as_it_was_when_it_was_hooked(order, retained):
+    """Dynamo registers such a hook behind the graph: on what the graph wrote, were that captured."""
+
+    class Hooks(MLP):
+        def forward(self, x):
+            for letter in order:
+                if letter == "h":
+                    x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+                else:
+                    x.mul_(3)
+            return self.second(torch.relu(self.first(x)))
+
+    torch.manual_seed(0)
+    model, leaf = Hooks(), data()
+    seen = []
+    amp = low(copy.deepcopy(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in (model, amp):
+            leaf = leaf.detach().requires_grad_()
+            given = leaf + 0
+            if retained:
+                given.retain_grad()
+            each(given).sum().backward()
+            seen.append([leaf.grad, given.grad] if retained else [leaf.grad])
+    for want, got in zip(*seen, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=1e-3)
+    told = [str(each.message) for each in caught if issubclass(each.category, AmpRewriteWarning)]
+    assert order == "h" or (len(told) == 1 and "x = x.clone()" in told[0] and "x = x.clone()" in str(amp.plan.skipped))
+    if order != "h":
+        with pytest.raises(CaptureError, match="cannot be captured whole: a tensor that it is given gets a hook"):
+            low(model, strict=True)(data().requires_grad_() + 0)
 
 
 def test_control_flow_on_data():

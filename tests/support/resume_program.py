@@ -6,6 +6,7 @@ torchrun each rank does.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -100,8 +101,6 @@ def run_loop(way: str, folder: Path, resume: bool) -> None:
         stepped.step()
         losses.append(loss.item())
     told(losses, model, stepped, amp)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def run_trainer(way: str, folder: Path, resume: bool) -> None:
@@ -190,8 +189,23 @@ def run_lightning(way: str, folder: Path, resume: bool) -> None:
     told(losses, module.net, trainer.optimizers[0], module)
 
 
+def leave_group() -> None:
+    """End the process group once nothing of the training lives.
+
+    A DDP that dies after its group ends gloo's threads itself, and holds the GIL meanwhile. A thread that lets go of its last
+    collective may wait for the GIL, and both wait for ever.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     library, way, folder, part = sys.argv[1:]
     torch.manual_seed(0)
     programs = {"loop": run_loop, "trainer": run_trainer, "accelerate": run_accelerate, "lightning": run_lightning}
     programs[library](way, Path(folder), part == "resumed")
+    leave_group()

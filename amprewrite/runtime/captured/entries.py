@@ -8,11 +8,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch.fx
 from torch import nn
+from torch._dynamo.exc import SkipFrame
 
+from amprewrite.graphs.fx.flow.recorded_writes import hooked_and_written
 from amprewrite.graphs.fx.node_facts import forget_inputs
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
@@ -28,7 +30,10 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
 from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
 from amprewrite.runtime.options import Options
+from amprewrite.tables.errors import CaptureError
 
+HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
+"""Why code runs as it is written that Dynamo would capture wrongly: it puts the hook on what was written."""
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
 
@@ -109,6 +114,13 @@ class Graphs:
         """Note a failure of Dynamo: the code runs as written from here on."""
         self.entry.session.state.failures.append(failure)
 
+    def skip(self, why: str) -> NoReturn:
+        """Have Dynamo run the frame that it is capturing as written; CaptureError if the graph must be whole."""
+        if self.entry.session.options.strict:
+            raise CaptureError(f"strict=True, and {self.entry.place} cannot be captured whole: {why}")
+        self.failed(Failure(why, ""))
+        raise SkipFrame(why)
+
     def note_break(self, module: torch.fx.GraphModule) -> None:
         """Note where and why Dynamo left the graph, if it did so before its end."""
         reason = getattr(module, "compile_subgraph_reason", None)
@@ -123,6 +135,8 @@ class Graphs:
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """Dynamo's backend."""
+        if hooked_and_written(module.graph, dynamo.inputs_to_hook()):
+            self.skip(HOOKED_INPUT)
         frame = dynamo.frame_id()
         self._captures[frame] += 1
         reason = getattr(module, "compile_subgraph_reason", None)

@@ -251,6 +251,16 @@ def is_capture_error(error: BaseException) -> bool:
     return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
 
 
+def inputs_to_hook() -> set[str]:
+    """Names of the inputs of the graph under capture that the model puts hooks on.
+
+    Dynamo keeps such hooks out of the graph. It registers them when the graph has run, on what the inputs are by then.
+    """
+    reading: Any = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    hooks = () if reading is None else reading.output.side_effects.tensor_hooks.values()
+    return {tensor.as_proxy().node.name for tensor, *_ in hooks}
+
+
 # -- who else is at work -----------------------------------------------------------------
 def refuse_ambient_autocast() -> None:
     """Raise CaptureError inside a torch.autocast region."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 import torch.fx
 
@@ -27,4 +29,12 @@ def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
     return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
 
 
-__all__ = ["recorded_inputs"]
+def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
+    """Whether autograd may see an input written whose name is in `hooked`: a hook from before the write is not one from after it."""
+    if not hooked:
+        return False
+    recorded = recorded_inputs(graph)
+    return any(place in recorded and node.name in hooked for place, node in enumerate(graph.find_nodes(op="placeholder")))
+
+
+__all__ = ["hooked_and_written", "recorded_inputs"]
