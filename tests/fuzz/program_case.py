@@ -37,6 +37,8 @@ DRAWS = 64
 """Runs with other roundings, for results that are further off than one of them explains."""
 
 WHOLLY_LOW = ("o2", "o3")
+"""Lists that ask for low ops everywhere."""
+LOWER = ("tf", *WHOLLY_LOW)
 """Lists that ask for low ops where autocast has none: what a wholly rounded model does not hold, they need not hold."""
 
 OVERFLOW_TOLD = ("overflowed in fp16", "gives NaN or infinities in fp16")
@@ -63,7 +65,9 @@ def _checked(program: Program) -> Problem | None:
         except Exception:
             return None
         low = LOW[program.dtype]
-        mode = Rounded(low)
+        lists = dict(program.options).get("lists")
+        numbers = lists in WHOLLY_LOW
+        mode = Rounded(low, numbers=numbers)
         whole = 1 / program.factor  # without a scale a tiny loss would be lost
         rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode, scale=whole))
         exact = rounded is not None and mode.exact and not program.huge
@@ -72,11 +76,11 @@ def _checked(program: Program) -> Problem | None:
             if exact
             else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low), scale=whole))
         )
-        bounds = [_spread(rounded) if dict(program.options).get("lists") in WHOLLY_LOW else None, _scaled(program, want)]
+        bounds = [_spread(rounded) if lists in LOWER else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:
         with _quiet():
-            return _tried(lambda: run(program, initialised(program, plain=True), around=lambda: Scattered(low, seed), scale=whole))
+            return _tried(lambda: run(program, initialised(program, plain=True), around=lambda: Scattered(low, seed, numbers), scale=whole))
 
     draws = Draws(draw, DRAWS)
 

@@ -24,7 +24,7 @@ from tests.fuzz.findings import foreign
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.mutants import MUTANTS, Mutant, prove
 from tests.fuzz.open_findings import OPEN
-from tests.fuzz.oracle import HeavyOps, Moved, Problem, Record, Scattered, compare, start_clean, untold
+from tests.fuzz.oracle import HeavyOps, Moved, Problem, Record, Rounded, Scattered, compare, start_clean, untold
 from tests.fuzz.program_case import run
 from tests.fuzz.programs import generate, initialised, smaller
 from tests.fuzz.proofs import PROOFS
@@ -145,6 +145,14 @@ def test_scattered_values_are_neighbours_each_as_often_as_it_is_near() -> None:
     assert torch.equal(found[0][exact], value[exact])
     assert set(found[0][:8000].tolist()) == {1.0, 1.0078125}
     assert 0.1 < float((found[0][4000:8000] > 1).float().mean()) < 0.4
+
+
+def test_numbers_are_rounded_as_a_cpu_rounds_what_its_low_sums_add() -> None:
+    low = torch.full((8,), 1000.0, dtype=torch.bfloat16)
+    for numbers in (False, True):
+        with Rounded(torch.bfloat16, numbers=numbers):
+            found = low.float() - 999
+        assert (found == (low - 999).float()).all() == numbers
 
 
 def test_gradients_of_a_scaled_run_come_back_unscaled() -> None:

@@ -352,8 +352,25 @@ def unread_map(x, w):
     return map_op(lambda row, w: (torch.tanh(w @ row), (w @ (row * 2.0**17)) * 2.0**-17), x, w)[0]
 
 
+def read_in_vain(x, w):
+    """Its reader is unread itself."""
+    result, large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+    torch.tanh(large)
+    return result
+
+
+def compared_scan(x, w):
+    result, large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+    return result * (large > 0)
+
+
+def step_of_scan(x, w):
+    result, large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+    return result * torch.sign(large)
+
+
 @pytest.mark.parametrize("scale", ["dynamic", None])
-@pytest.mark.parametrize("function", [unread_scan, unread_cond, unread_map])
+@pytest.mark.parametrize("function", [unread_scan, unread_cond, unread_map, read_in_vain, compared_scan, step_of_scan])
 def test_a_result_that_nobody_reads_spoils_no_gradient(function, scale):
     """Autograd gives it a gradient of zeros, and zero times an infinity in a body is NaN."""
     torch.manual_seed(0)

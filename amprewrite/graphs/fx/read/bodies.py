@@ -26,6 +26,8 @@ KEPT = {
     "flex_attention_backward": "its graph is part of an attention kernel",
 }
 """Higher-order ops whose bodies stay as they are, and why."""
+_NO_GRADIENT = ops_with(Trait.STOPS_GRADIENT) | ops_with(Trait.HAS_STEPS)
+"""Ops that take no gradient, or one of zeros."""
 
 
 def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, str]]:
@@ -128,18 +130,19 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 
 
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """The ops of `body` that lead to none of its results that the graph around `node` reads, nor to what a loop carries on.
+    """The ops of `body` that lead to none of its results that get a gradient in the graph around `node`, nor to what a loop carries on.
 
-    `name` is the attribute that holds the body. Autograd gives such a result a gradient of zeros. If a value there is infinite,
-    gradients of what it is made of are NaN. The forward of an autograd Function gives its results and what it saves, which nobody but
-    its backward reads.
+    `name` is the attribute that holds the body. Autograd gives a result a gradient of zeros where nobody reads it, or only what is
+    unread itself, or a step, as a comparison is one. If a value there is infinite, gradients of what it is made of are NaN. The
+    forward of an autograd Function gives its results and what it saves, which nobody but its backward reads.
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):
         if not _is_forward(node, name):
             return set()
         given = given[0] if isinstance(given[0], tuple | list) else given[:1]
-    readers = [user for user in node.users if user.users or user.op == "output"]
+    learning = _learning(node.graph)
+    readers = [user for user in node.users if user in learning]
     if not isinstance(given, tuple | list) or any(user.target is not operator.getitem for user in readers):
         return set()
     read = {*range(_carried(node, len(given))), *(user.args[1] for user in readers)}
@@ -148,6 +151,16 @@ def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) ->
         if inner in reached or not reached.isdisjoint(written(inner)):
             reached.update((inner, *inner.all_input_nodes))
     return {inner for inner in body.graph.nodes if inner not in reached and inner.op.startswith("call")}
+
+
+def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes that a gradient may reach from a result of the graph, or from what it writes."""
+    found: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        passes = op_name(node.target) not in _NO_GRADIENT and any(map(differentiable, tensors(example_value(node))))
+        if node.op == "output" or written(node) or (passes and not found.isdisjoint(node.users)):
+            found.add(node)
+    return found
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
