@@ -247,6 +247,14 @@ MUTANTS = (
         (("amprewrite/graphs/fx/read/leaving.py", "    apart = transform_regions(graph)\n    for node in dict.fromkeys(map(_before_hooks, _results(graph))):\n", "    apart = _inside_transforms(graph)\n    for node in dict.fromkeys(map(_before_hooks, _results(graph))):\n"),),
     ),
     Mutant(
+        "hook-behind-write", "a hook that the model puts on its input sees the gradient of what the model then writes there", ("programs",), ("hook_written",),
+        (("amprewrite/runtime/captured/entries.py", "if hooked_and_written(module.graph, dynamo.inputs_to_hook()):", "if False:"),),
+    ),
+    Mutant(
+        "step-of-body-low", "what a body gives to a comparison alone overflows in it, and gradients are zero times infinity", ("programs",), ("large_unread", "'fp16'"),
+        (("amprewrite/graphs/fx/read/bodies.py", "user in learning]", "user.users or user.op == \"output\"]"),),
+    ),
+    Mutant(
         "hook-on-given-back", "a result that an op gave back of a hooked value leaves beside the hook's path", ("programs",), ("hook_identity",),
         (("amprewrite/graphs/fx/read/leaving.py", "len(given.users) > 1 or given.target is hooked or made_inside", "len(given.users) > 1 or made_inside"),),
     ),

@@ -464,6 +464,32 @@ def _() -> bool:
     return gradients_agree(lambda self, x: torch.func.vmap(torch.tanh)(self.a(x)), lambda y: y.sum(), dtype="fp16", loss_scale=16.0)
 
 
+@proof("hook-behind-write")
+def _() -> bool:
+    def written(self: Any, x: Tensor) -> Tensor:
+        x.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        x.mul_(3)
+        return self.a(x)
+
+    leaves = []
+    for each in pair(written):
+        leaf = batch().requires_grad_()
+        each(leaf + 0).sum().backward()
+        leaves.append(leaf.grad)
+    return near(*leaves)
+
+
+@proof("step-of-body-low")
+def _() -> bool:
+    def compared(self: Any, x: Tensor) -> Any:
+        summed, large = scan(lambda c, row: (c + row, self.a(row * 2.0**17) * 2.0**-17), torch.zeros(4), x * self.w)
+        return summed * (large.sum() > 0)
+
+    _, amp = pair(compared, dtype="fp16")
+    amp(batch()).sum().backward()
+    return bool(amp.a.weight.grad.isfinite().all())
+
+
 @proof("hook-on-given-back")
 def _() -> bool:
     def forward(self: Any, x: Tensor) -> Tensor:
