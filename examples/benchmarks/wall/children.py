@@ -91,13 +91,14 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 # -- the command line ------------------------------------------------------------------------
-def parser(text: str | None) -> argparse.ArgumentParser:
-    """The options that every wall takes."""
+def parser(text: str | None, seconds: float) -> argparse.ArgumentParser:
+    """The options that every wall takes; `seconds` is how long one of its cases may take."""
     options = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, help="file of JSON lines; a run goes on where the last one with it ended")
     options.add_argument("--html", type=Path, help="write the table there, too")
     options.add_argument("--only", default="", help="cases whose names hold one of these words, with commas between")
     options.add_argument("--shard", default="0/1", help="i/n: every n-th case, from the i-th on")
+    options.add_argument("--seconds", type=float, default=seconds, help=f"limit of a case; {seconds:g} unless told")
     return options
 
 

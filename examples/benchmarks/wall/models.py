@@ -80,13 +80,13 @@ def lend_timm() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, SECONDS)
     asks_formats(options)
     asked = options.parse_args()
     kept = chosen(MODEL_MAPPING_NAMES, asked)
     lend_timm()
     warm_up()
-    rows = follow(run_cases(kept, functools.partial(judge, built, formats(asked)), asked.out, SECONDS), len(kept), GOOD)
+    rows = follow(run_cases(kept, functools.partial(judge, built, formats(asked)), asked.out, asked.seconds), len(kept), GOOD)
     show(f"transformers {transformers.__version__}, shrunk", rows, asked)
 
 

@@ -188,12 +188,12 @@ def _line(error: BaseException) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, SECONDS)
     options.add_argument("--dtype", default="fp16")
     asked = options.parse_args()
     amprewrite.rewrite_onnx(read_case("node/add")[0], dtype=asked.dtype)  # imports are made before any child is forked
     names = chosen(cases(), asked)
-    rows = follow(run_cases(names, functools.partial(convert, dtype=asked.dtype), asked.out, SECONDS), len(names), GOOD)
+    rows = follow(run_cases(names, functools.partial(convert, dtype=asked.dtype), asked.out, asked.seconds), len(names), GOOD)
     counted = [row for row in rows if row["outcome"] not in LEFT_OUT]
     table = Table("kind", "cases", *tally(counted), title=f"onnx {onnx.__version__}'s cases in {asked.dtype}")
     for kind in KINDS:

@@ -76,7 +76,7 @@ def built(name: str) -> tuple[nn.Module, Given]:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, SECONDS)
     asks_formats(options)
     options.add_argument("--all", action="store_true", help="every registered name")
     asked = options.parse_args()
@@ -86,7 +86,7 @@ def main() -> None:
     names = timm.list_models()
     kept = chosen(names if asked.all else kinds(names), asked)
     warm_up()
-    rows = follow(run_cases(kept, functools.partial(judge, built, formats(asked)), asked.out, SECONDS), len(kept), GOOD)
+    rows = follow(run_cases(kept, functools.partial(judge, built, formats(asked)), asked.out, asked.seconds), len(kept), GOOD)
     show(f"timm {timm.__version__}", rows, asked)
 
 

@@ -276,7 +276,7 @@ def _apart(left: Any, right: Any, least: float = 0.0) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, SECONDS)
     options.add_argument("--dtype", default="bf16")
     options.add_argument("--samples", type=int, default=3, help="samples of each op, and of each module in either mode")
     asked = options.parse_args()
@@ -284,7 +284,7 @@ def main() -> None:
     names = chosen(cases(), asked)
     amprewrite.rewrite(nn.Linear(2, 2), dtype=asked.dtype)(torch.ones(1, 2)).sum().backward()  # imports are made before any child is forked
     work = functools.partial(compare, dtype=asked.dtype, count=asked.samples)
-    rows = follow(run_cases(names, work, asked.out, SECONDS), len(names), GOOD)
+    rows = follow(run_cases(names, work, asked.out, asked.seconds), len(names), GOOD)
     counted = [row for row in rows if row["outcome"] not in LEFT_OUT]
     table = Table("database", "cases", "calls", "ops low", *tally(counted), title=f"torch {torch.__version__}'s databases in {asked.dtype}")
     for kind in ("op", "module"):
