@@ -339,8 +339,9 @@ def _keep_results(record: Record, index: int, result: Any, model: nn.Module, inp
 
 
 def _learns(value: torch.Tensor) -> bool:
-    """Whether a gradient reaches what it was made of: a view made under no_grad says that it requires one, and passes none on."""
-    return value.requires_grad and (value.grad_fn is not None or not value._is_view())
+    """Whether it takes a gradient: a view that was made under no_grad says as its base does that it requires one, and passes none on."""
+    base = value._base
+    return value.requires_grad and (value.grad_fn is not None or base is None or not base.requires_grad)
 
 
 def _unscaled(gradient: torch.Tensor | None, scale: float) -> torch.Tensor | None:

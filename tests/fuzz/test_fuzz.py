@@ -125,6 +125,16 @@ def test_rounding_is_told_from_a_lost_value() -> None:
     assert kinds == ["rounding", "inexact", "inexact", "inexact"]
 
 
+def test_gradients_made_of_one_beyond_the_range_have_no_bound_without_a_peer() -> None:
+    want, got, inside = Record(), Record(), Record()
+    for record, weight, bias in ((want, 1e9, 512.0), (got, torch.inf, torch.nan), (inside, 1e9, 512.0)):
+        record.keep("0 gradient a.weight", torch.tensor(weight))
+        record.keep("0 gradient a.bias", torch.tensor(bias))
+    assert compare(want, got, None, None, False, "fp16") is None
+    problem = compare(want, got, inside, inside, False, "fp16")
+    assert problem is not None and problem.kind == "not finite"
+
+
 def test_what_is_wrong_is_told_before_what_is_rounding() -> None:
     want, got, draw = Record(), Record(), Record()
     for record, first, second in ((want, 1.0, 1.0), (got, 1.1, 2.0), (draw, 1.1, 1.0)):
