@@ -20,10 +20,12 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import copy_graph
+from amprewrite.ir.plans.plan import Skipped
 from amprewrite.runtime.captured.entries import Entry
 from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.model.weights.half_parameters import refuse_trainable
@@ -142,6 +144,13 @@ class CompiledSession(Session):
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
         """Rewrite one more graph."""
         graphs = self.entries[""].graphs
+        try:
+            graphs.leave_early_hooks(module)
+        except SkipFrame as skipped:
+            message = f"code that torch.compile reads runs as it is written, in fp32: {skipped}"
+            graphs.left_out[message] = Skipped(graphs.entry.place, message)
+            self.warn_fp32(message)
+            raise
         region = self.rewrite_region(graphs, module, inputs)
         graphs.regions.append(region)
         return region

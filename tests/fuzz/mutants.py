@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     Mutant(
         "hook-behind-write", "a hook that the model puts on its input sees the gradient of what the model then writes there", ("programs",), ("hook_written",),
-        (("amprewrite/runtime/captured/entries.py", "if hooked_and_written(module.graph, dynamo.inputs_to_hook()):", "if False:"),),
+        (("amprewrite/runtime/captured/entries.py", "if not hooked_and_written(module.graph, dynamo.inputs_to_hook()):", "if True:"),),
     ),
     Mutant(
         "step-of-body-low", "what a body gives to a comparison alone overflows in it, and gradients are zero times infinity", ("programs",), ("large_unread", "'fp16'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -223,6 +224,32 @@ def test_a_node_that_no_graph_has_is_said():
     run = compiled(mlp(), overrides={"node:linaer": "fp32"})
     with pytest.warns(AmpRewriteWarning, match="matches no node"):
         run(data())
+
+
+def test_a_hook_on_a_given_tensor_that_is_written_is_left_to_the_code_as_written():
+    """torch.compile alone puts it on what was written, and says nothing."""
+
+    class Hooks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            x.mul_(3)
+            return self.inner(x)
+
+    model, gradients = Hooks(), []
+    run = compiled(model)
+    for each in (model, run):
+        leaf = data().requires_grad_()
+        with pytest.warns(AmpRewriteWarning, match="gets a hook") if each is run else contextlib.nullcontext():
+            each(leaf + 0).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+    with pytest.raises(Exception, match="a tensor that it is given gets a hook"):
+        compiled(model, fullgraph=True)(data().requires_grad_() + 0)
 
 
 def test_what_was_not_captured_has_no_plan():

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch.fx
 from torch import nn
@@ -33,7 +33,6 @@ from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CaptureError
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
-"""Why code runs as it is written that Dynamo would capture wrongly: it puts the hook on what was written."""
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
 
@@ -114,12 +113,18 @@ class Graphs:
         """Note a failure of Dynamo: the code runs as written from here on."""
         self.entry.session.state.failures.append(failure)
 
-    def skip(self, why: str) -> NoReturn:
-        """Have Dynamo run the frame that it is capturing as written; CaptureError if the graph must be whole."""
-        if self.entry.session.options.strict:
-            raise CaptureError(f"strict=True, and {self.entry.place} cannot be captured whole: {why}")
-        self.failed(Failure(why, ""))
-        raise SkipFrame(why)
+    def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:
+        """Have Dynamo run the frame that it is capturing as written if it would put a hook on what the graph has written by then.
+
+        CaptureError if the graph must be whole.
+        """
+        if not hooked_and_written(module.graph, dynamo.inputs_to_hook()):
+            return
+        if dynamo.wants_one_graph():
+            asked = "strict=True" if self.entry.session.options.strict else "fullgraph=True"
+            raise CaptureError(f"{asked}, and {self.entry.place} cannot be captured whole: {HOOKED_INPUT}")
+        self.failed(Failure(HOOKED_INPUT, ""))
+        raise SkipFrame(HOOKED_INPUT)
 
     def note_break(self, module: torch.fx.GraphModule) -> None:
         """Note where and why Dynamo left the graph, if it did so before its end."""
@@ -135,8 +140,7 @@ class Graphs:
 
     def rewrite(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> CompiledFn:
         """Dynamo's backend."""
-        if hooked_and_written(module.graph, dynamo.inputs_to_hook()):
-            self.skip(HOOKED_INPUT)
+        self.leave_early_hooks(module)
         frame = dynamo.frame_id()
         self._captures[frame] += 1
         reason = getattr(module, "compile_subgraph_reason", None)

@@ -251,13 +251,24 @@ def is_capture_error(error: BaseException) -> bool:
     return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
 
 
+def reading() -> Any:
+    """What Dynamo reads code with now; None where it reads none."""
+    return getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+
+
+def wants_one_graph() -> bool:
+    """Whether Dynamo may not break the graph that it is capturing."""
+    now = reading()
+    return now is not None and bool(now.one_graph or now.error_on_graph_break)
+
+
 def inputs_to_hook() -> set[str]:
     """Names of the inputs of the graph under capture that the model puts hooks on.
 
     Dynamo keeps such hooks out of the graph. It registers them when the graph has run, on what the inputs are by then.
     """
-    reading: Any = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
-    hooks = () if reading is None else reading.output.side_effects.tensor_hooks.values()
+    now = reading()
+    hooks = () if now is None else now.output.side_effects.tensor_hooks.values()
     return {tensor.as_proxy().node.name for tensor, *_ in hooks}
 
 

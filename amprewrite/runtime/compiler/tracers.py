@@ -9,14 +9,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.autograd.forward_ad
 from torch._dynamo.exc import Unsupported
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
-from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, user_modes
+from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, reading, user_modes, wants_one_graph
 from amprewrite.runtime.compiler.plain_words import FORWARD_MODE, FUNCTORCH, one_graph, traced
 from amprewrite.tables.errors import CaptureError
 
@@ -64,9 +62,8 @@ def refuse_whole_graph(name: str) -> None:
 
     Dynamo calls this while it reads the code that calls it. Where Dynamo does not read, nothing is to be refused.
     """
-    reading: Any = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
-    if reading is not None and (reading.one_graph or reading.error_on_graph_break):
-        raise WantsOneGraph(traced("torch.export") if reading.export else one_graph(name))
+    if wants_one_graph():
+        raise WantsOneGraph(traced("torch.export") if reading().export else one_graph(name))
 
 
 # -- derivatives -------------------------------------------------------------------------
