@@ -141,6 +141,26 @@ def test_holders_of_modules_hold_those_of_the_twin(hold):
     assert model[0].training
 
 
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_holder_that_refuses_to_tell_an_attribute_is_carried_as_it_is_held(slots):
+    """So do configurations of transformers whose layers differ."""
+
+    @dataclasses.dataclass(slots=slots)
+    class Config:
+        part: nn.Module
+        width: int = 4
+
+        def __getattribute__(self, name):
+            if name == "width":
+                raise RuntimeError("the layers have widths of their own")
+            return object.__getattribute__(self, name)
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.config = Config(model[0])
+    twin = clone_of(model)
+    assert twin.config.part is twin[0] and object.__getattribute__(twin.config, "width") == 4
+
+
 def test_a_configuration_stays_one():
     @dataclasses.dataclass
     class Configuration:

@@ -10,6 +10,7 @@ holds it, too, or it holds a module. An object of a class of its own, a closure 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -119,8 +120,8 @@ class _Cloning:
             made.clear()
             made.extend(self._carried(item) for item in value)
         else:
-            for name in _names(value):
-                object.__setattr__(made, name, self._carried(getattr(value, name)))
+            for name, item in _held(value).items():
+                object.__setattr__(made, name, self._carried(item))
         return made
 
     def _rebuilt(self, value: Any) -> Any:
@@ -160,12 +161,15 @@ def _is_container(value: Any) -> bool:
     return named or (dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module | dict | list | set))
 
 
-def _names(value: Any) -> list[str]:
-    """The attributes of a dataclass or namespace."""
+def _held(value: Any) -> dict[str, Any]:
+    """What a dataclass or namespace holds, by name. Its own code that reads attributes is not asked: it may refuse some."""
     if isinstance(value, types.SimpleNamespace):
-        return list(vars(value))
-    names = dict.fromkeys(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-    return list(names | dict.fromkeys(getattr(value, "__dict__", ())))
+        return vars(value)
+    fields = {field.name for field in dataclasses.fields(value)}
+    held = {slot.__name__: slot.__get__(value) for slot in _filled_slots(value) if slot.__name__ in fields}
+    with contextlib.suppress(AttributeError):  # a class may have slots alone
+        held |= object.__getattribute__(value, "__dict__")
+    return held
 
 
 def _items(value: Any) -> list[Any]:
@@ -174,16 +178,16 @@ def _items(value: Any) -> list[Any]:
         return [*value, *value.values()]
     if type(value) in _CONTAINERS or isinstance(value, tuple):
         return list(value)
-    return [getattr(value, name) for name in _names(value)]
+    return list(_held(value).values())
 
 
-def _filled_slots(module: nn.Module) -> Iterator[Any]:
-    """The descriptors of attributes that the module's classes keep in `__slots__`, if they hold a value here."""
-    for cls in type(module).__mro__:
+def _filled_slots(value: Any) -> Iterator[Any]:
+    """The descriptors of attributes that the value's classes keep in `__slots__`, if they hold something here."""
+    for cls in type(value).__mro__:
         for found in vars(cls).values():
             if isinstance(found, types.MemberDescriptorType):
                 try:
-                    found.__get__(module)
+                    found.__get__(value)
                 except AttributeError:
                     continue
                 yield found
