@@ -414,6 +414,8 @@ STOPS = {
     "a row added to all columns": lambda x: x + x[..., :1],
     "the last column": lambda x: x * x[..., -1:],
     "written in place while others read": lambda x: (x.clone().add_(1), x)[1] + torch.zeros_like(x).add_(x),
+    "read, and transposed in place then": lambda x: (x, F.pad(x, (1, 1), "circular"), x.transpose_(0, 1))[1][..., 1:-1] + 0,
+    "read, and of one dim more in place then": lambda x: (x, F.pad(x, (1, 1), "circular"), x.unsqueeze_(0))[1][..., 1:-1] + 0,
     "a view of a view": lambda x: x.view(4, 6, 5, 6).transpose(-1, -2).reshape(4, 6, 30),
     "an overlapping view": lambda x: x.contiguous().as_strided((4, 6, 30), (180, 30, 1)),
     "an unfold": lambda x: x.unfold(-1, 30, 1).squeeze(-2),

@@ -17,7 +17,7 @@ from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, te
 from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format, is_far
-from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
 
 
 def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[str, Call]:
@@ -28,6 +28,7 @@ def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[st
     module_graph = next(iter(names)).graph
     transformed = transformed_nodes(module_graph)
     opaque = _aliased_writes(module_graph, transformed)
+    opaque |= _moved_in_place(module_graph)
     opaque |= dict.fromkeys(transformed, "it runs inside a torch.func transform")
     opaque |= dict.fromkeys((node for node in module_graph.nodes if LEAVES in node.meta), "others see this value itself, or its memory")
     return {
@@ -93,6 +94,17 @@ def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
     if isinstance(argument, dict):
         return {key: _plain(a, names) for key, a in argument.items()}
     return argument
+
+
+def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
+    """Values that an op such as `unsqueeze_` gives other sizes, and what reads them: the sizes that are known of them are the last ones."""
+    found: dict[torch.fx.Node, str] = {}
+    for node in graph.nodes:
+        packet = getattr(torch.ops.aten, f"{op_name(node.target)}_", None) if is_inplace(node.target) else None
+        if packet is not None and any(torch.Tag.inplace_view in getattr(packet, each).tags for each in packet.overloads()):
+            for target in written(node):
+                found |= dict.fromkeys((target, *target.users), "sizes of what it reads or gives are changed in place")
+    return found
 
 
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
