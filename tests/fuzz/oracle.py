@@ -73,6 +73,7 @@ class Record:
 
 
 SUMS = ("add", "sub", "rsub", "add_", "sub_")
+"""Ops that may add a number."""
 
 
 class Rounded(TorchDispatchMode):

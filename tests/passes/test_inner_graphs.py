@@ -336,9 +336,13 @@ def test_what_custom_fwd_asks_for_is_kept(asked):
     assert ("torch.amp.custom_fwd" in product.detail) is (asked is not None)
 
 
+def large_scan(x, w):
+    """Sums, and products that overflow in fp16 on their way."""
+    return scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+
+
 def unread_scan(x, w):
-    large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
-    return large[0]
+    return large_scan(x, w)[0]
 
 
 def unread_cond(x, w):
@@ -354,18 +358,18 @@ def unread_map(x, w):
 
 def read_in_vain(x, w):
     """Its reader is unread itself."""
-    result, large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+    result, large = large_scan(x, w)
     torch.tanh(large)
     return result
 
 
 def compared_scan(x, w):
-    result, large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+    result, large = large_scan(x, w)
     return result * (large > 0)
 
 
 def step_of_scan(x, w):
-    result, large = scan(lambda c, row: (c + row, F.linear((c + row) * 2.0**17, w) * 2.0**-17), torch.zeros(8), x)
+    result, large = large_scan(x, w)
     return result * torch.sign(large)
 
 

@@ -33,6 +33,7 @@ from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CaptureError
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
+"""Why code runs as it is written that Dynamo would capture wrongly: it would put the hook on what was written."""
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
 
