@@ -27,6 +27,7 @@ from amprewrite.accuracy.strict.edges import EdgeProbe, Edges
 from amprewrite.accuracy.strict.metric import Metric, parse_metric
 from amprewrite.accuracy.trial import MOST_KEPT, Batches, Forward, Trial
 from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.uncaptured import closed_if_raised
 from amprewrite.ir.evidence.ranges import as_text
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
@@ -35,6 +36,7 @@ from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
 PROBES = 4
 """Draws of z a batch. An edge sums over many elements, so few draws do."""
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -112,14 +114,11 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Met
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
     for batch in batches:
-        depth, hooks_barred = _transforms_open()
         with torch.enable_grad():
             try:
-                outputs = [t for t in metric.outputs(trial.run(batch, probe)) if t.requires_grad]
+                with closed_if_raised():
+                    outputs = [t for t in metric.outputs(trial.run(batch, probe)) if t.requires_grad]
             except RuntimeError as error:
-                torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # a graph that stops in a transform leaves it open
-                if not hooks_barred:
-                    torch._C._autograd._saved_tensors_hooks_enable()
                 said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
                 raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
         trial.check_captured()
@@ -132,12 +131,6 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Met
             torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
         probe.leaves.clear()
     return list(probe.edges.values())
-
-
-def _transforms_open() -> tuple[int, bool]:
-    """How many torch.func transforms are open, and whether one bars hooks on what is saved for backward."""
-    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    return torch._C._functorch.get_dynamic_layer_stack_depth(), message is not None
 
 
 __all__ = ["Cause", "Sensitivity", "measure_edges", "sensitivity"]

@@ -26,6 +26,7 @@ from amprewrite.graphs.fx.node_facts import (
     SET_GRAD,
     TAKES_SHAPE_ONLY,
     example_value,
+    outside,
     tensors,
     transform_openings,
 )
@@ -55,17 +56,17 @@ class InsertCasts(Pass[RegionPlan, EditedGraph]):
         for cast in plan.casts:
             value = edited.nodes[cast.value]
             users = sorted((edited.nodes[name] for name in cast.users), key=order.__getitem__)
-            place = leave_with_gradients(value, users[0]) if value in openings else openings.get(users[0])
+            place = outside(openings, value, leave_with_gradients(value, users[0]))
             insert_cast(graph, value, FORMATS[cast.to], users, cast.saturate, cast.weight, place)
         return bool(plan.casts)
 
 
 def insert_cast(
     graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool,
-    place: torch.fx.Node | None = None,
+    place: torch.fx.Node,
 ) -> torch.fx.Node:  # fmt: skip
-    """A copy of `value` in format `to` before `place`, or else before the first of `users`; they read it instead of `value`."""
-    with graph.inserting_before(place or leave_with_gradients(value, users[0])):
+    """A copy of `value` in format `to` before `place`; `users` read it instead of `value`."""
+    with graph.inserting_before(place):
         source = value
         if saturate:
             source = graph.call_function(saturate_value, (value, to.max))

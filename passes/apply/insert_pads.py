@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.node_facts import LEAVES, example_value, tensors
+from amprewrite.graphs.fx.node_facts import LEAVES, Openings, example_value, outside, tensors, transform_openings
 from amprewrite.graphs.fx.ops.pad_ops import batch_norm_padded, pad_cast, resize
 from amprewrite.ir.op_calls import Call, Shape
 from amprewrite.ir.pass_base import Pass
@@ -60,8 +60,9 @@ class _Insertion:
             if call.role == "op" and call.op in AIM:
                 AIM[call.op](self, call, self.nodes[name])
         order = {node: place for place, node in enumerate(self.graph.nodes)}
+        openings = transform_openings(self.graph)
         for copy in self.plan.copies:
-            self.insert(copy, order)
+            self.insert(copy, order, openings)
 
     def layout(self, call: Call, i: int = 0) -> Layout:
         """The padded layout of result `i` of a call; () if it is not padded."""
@@ -71,7 +72,7 @@ class _Insertion:
         """The padded layout in which `reader` takes `value`; () if it is not padded."""
         return self.uses.get((value, reader), self.have.get(value, ()))
 
-    def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int]) -> None:
+    def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
         value = self.nodes[copy.value]
         readers = [_reader_of(self.nodes[user], value, user) for user in copy.users]
         plain = []
@@ -84,7 +85,7 @@ class _Insertion:
             return
         first = min(plain, key=lambda reader: order.get(reader, 0))
         dense = any(self.calls[user].op not in FRESH for user in copy.users)
-        with self.graph.inserting_before(first):
+        with self.graph.inserting_before(outside(openings, value, first)):
             if copy.weight:
                 dtype = tensors(example_value(value))[0].dtype
                 made = self.graph.call_function(pad_cast, (value, dtype, copy.layout))

@@ -27,6 +27,7 @@ from amprewrite.graphs.fx.node_facts import (
     example_value,
     is_checkpoint,
     memory_of,
+    outside,
     transform_openings,
     written,
     written_unsaid,
@@ -234,14 +235,14 @@ def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks
 
 def _link_where_read(module: torch.fx.GraphModule, copies: Sequence[torch.fx.Node], blocks: Sequence[Sequence[int]]) -> None:
     """Link each block of copies in front of the op that first reads one of them, and of the transform that this is in."""
-    graph, opening = module.graph, transform_openings(module.graph)
+    graph, openings = module.graph, transform_openings(module.graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     with graph.inserting_after(copies[-1]):
         links = graph.placeholder("amprewrite_links")
     for number, block in enumerate(blocks):
         chosen = [copies[at] for at in block]
         first = min((user for copy in chosen for user in copy.users), key=order.__getitem__)
-        with graph.inserting_before(opening.get(first, first)):
+        with graph.inserting_before(outside(openings, chosen[0], first)):
             linked = graph.call_function(link_block, (links, number, *chosen))
             for at, copy in enumerate(chosen):
                 item = graph.call_function(operator.getitem, (linked, at))

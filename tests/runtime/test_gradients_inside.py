@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
+from amprewrite.graphs.fx.uncaptured import closed_if_raised
 
 
 class Energy(nn.Module):
@@ -259,6 +260,74 @@ def test_sensitivity_says_that_it_cannot_cut_such_a_model_apart(kind):
         amprewrite.sensitivity(kind(), [torch.randn(8, 4).requires_grad_()])
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # no transform is left open
     assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+class Refused(nn.Module):
+    """In a torch.func transform, an op that refuses what overflows in fp16."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.transform = nn.Linear(8, 8), transform
+
+    def forward(self, x: Tensor) -> Any:
+        return self.transform(lambda t: torch.linalg.cholesky(t @ t.mT * 1e-3 + torch.eye(8)).trace())(self.a(x) @ x.mT)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda y: torch.func.vmap(f)(y.expand(3, 8, 8))])
+def test_a_first_call_that_raises_inside_a_transform_leaves_none_open(transform: Callable[..., Any]) -> None:
+    model, x = Refused(transform), torch.randn(8, 8) * 300
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")
+    got = amp(x)
+    assert error(got, model(x)) < 5e-3 and "decided anew" in str(amp.plan)
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+
+
+def test_what_a_failed_trial_opened_is_closed() -> None:
+    def state() -> tuple[Any, ...]:
+        nested = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+        barred = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
+        return nested, barred, autocast, torch.is_grad_enabled(), torch._C._functorch.get_dynamic_layer_stack_depth()
+
+    before = state()
+    with pytest.raises(KeyError), closed_if_raised():
+        torch.amp.autocast_mode._enter_autocast("cpu", torch.float16, True, True)
+        torch._C._autograd._saved_tensors_hooks_disable("barred")
+        torch._C._functorch._grad_increment_nesting()
+        torch._C._set_grad_enabled(False)
+        raise KeyError
+    assert state() == before
+    with torch.autocast("cpu", torch.bfloat16):  # the one around it, and its cache, stay
+        around = state()
+        with pytest.raises(KeyError), closed_if_raised():
+            torch.amp.autocast_mode._enter_autocast("cpu", torch.float16, False, True)
+            raise KeyError
+        assert state() == around
+    assert state() == before
+
+
+class Between(nn.Module):
+    """A sum of padded values, which a transform reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, index: Tensor) -> Any:
+        v = nn.functional.embedding(index, self.a.weight)
+        return torch.func.grad(lambda t: self.b(t).square().sum())(self.a(v) + v)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_padded_value_is_cut_before_the_transform_that_reads_it(dtype: str) -> None:
+    model, index = Between(), torch.tensor([[0, 1, 2, 3]])
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype=dtype, lists="autocast", pad="always", memory=1e6)
+    assert error(amp(index), model(index)) < 2e-2 and any(region.pads.copies for region in amp.plan.regions)
+    for each in (model, amp):
+        each(index).square().sum().backward()
+    assert error(amp.a.weight.grad, model.a.weight.grad) < 2e-2
 
 
 def test_a_graph_that_cannot_be_tried_stays_fp32_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

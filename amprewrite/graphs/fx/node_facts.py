@@ -405,17 +405,9 @@ def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
             fact.autocast = stack[-1][1]
 
 
-def transform_regions(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """For each node inside a torch.func transform (vmap, grad, jvp) the number of the outermost one around it."""
-    depth, number, found = 0, 0, dict[torch.fx.Node, int]()
-    for node in graph.nodes:
-        opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
-        number += opens and not depth
-        depth += opens
-        if depth:
-            found[node] = number
-        depth -= closes
-    return found
+def transform_regions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For each node inside a torch.func transform (vmap, grad, jvp) the node that opens the outermost one around it."""
+    return {node: around[0] for node, around in transform_openings(graph).items()}
 
 
 def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
@@ -423,14 +415,28 @@ def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return set(transform_regions(graph))
 
 
-def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
-    """For each node inside a torch.func transform, the node that opens the outermost one around it."""
-    inside, opening, found = transformed_nodes(graph), None, {}
+def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch.fx.Node, ...]]:
+    """For each node inside torch.func transforms, the nodes that open those, the outermost first."""
+    around, found = list[torch.fx.Node](), {}
     for node in graph.nodes:
-        opening = (opening or node) if node in inside else None
-        if opening is not None:
-            found[node] = opening
+        opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
+        around += [node] if opens else []
+        if around:
+            found[node] = tuple(around)
+        del around[len(around) - closes :]
     return found
+
+
+Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
+
+
+def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
+    """Where to copy `value` for `user`: before it, or before the outermost of the transforms that it is in and `value` is not.
+
+    A copy that is made inside of a transform is a value of its level; what begins the transform takes values from outside.
+    """
+    around = openings.get(value, ())
+    return next((opening for opening in openings.get(user, ()) if opening not in around), user)
 
 
 def is_opaque(node: Any) -> bool:

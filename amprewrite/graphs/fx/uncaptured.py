@@ -3,7 +3,8 @@
 A model that takes gradients itself runs a backward while Dynamo still captures what is called: the functions and hooks that autograd
 then calls would become graphs of their own, planned and rewritten as if the model had them. An activation checkpoint counts what is
 saved for backward while it runs: what a trial run of ours saves must not be among it. A selective one keeps the results of ops in the
-order in which they came: copies of weights that are there already when it runs again must not be among those.
+order in which they came: copies of weights that are there already when it runs again must not be among those. A trial run that raises
+must not leave open the transforms and modes that its graph had opened: what runs next would run inside them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispa
 """What keeps results in the forward of a selective checkpoint, and what gives them back."""
 
 
+_AUTOCASTS = ("cpu", "cuda")
+
+
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
     """`function` itself, which runs as it is written, and all that it calls. A call costs nothing more."""
     assert isinstance(function, types.FunctionType)
@@ -38,6 +42,33 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
     """A context in which what is saved for backward reaches no hook around it."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def closed_if_raised() -> Iterator[None]:
+    """A context that raises what is raised in it and closes what a graph had opened: torch.func transforms, autocast, a grad mode."""
+    transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
+    hooks_barred = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+    grad = torch.is_grad_enabled()
+    autocasts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in _AUTOCASTS]
+    nested = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    try:
+        yield
+    except BaseException:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        if not hooks_barred:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        torch.set_grad_enabled(grad)
+        for device, dtype, enabled in autocasts:
+            torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_enabled(device, enabled)
+        while torch.autocast_increment_nesting() > nested:
+            torch.autocast_decrement_nesting()
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+        torch.autocast_decrement_nesting()
+        raise
 
 
 def unselected() -> contextlib.AbstractContextManager[Any]:
@@ -77,4 +108,4 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-__all__ = ["not_selective", "pushed", "uncaptured", "unhooked", "unselected"]
+__all__ = ["closed_if_raised", "not_selective", "pushed", "uncaptured", "unhooked", "unselected"]

@@ -41,7 +41,7 @@ from amprewrite.graphs.fx.node_facts import differentiates, written_inputs
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.graphs.fx.run.unseen_overflow import beyond_range, may_overflow_unseen
-from amprewrite.graphs.fx.uncaptured import unhooked
+from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.plans.plan import RegionPlan
@@ -100,7 +100,8 @@ class OverflowRetry:
             return self._looked_at(run(inputs), inputs, broken)
         result = error = watched = None
         try:
-            result = run(inputs)
+            with closed_if_raised():
+                result = run(inputs)
         except torch.OutOfMemoryError:
             raise
         except _REFUSALS as raised:
@@ -179,7 +180,7 @@ class OverflowRetry:
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """A context for a run that is looked at and thrown away. What it saves for backward reaches no hook of the call."""
-        with unselective(), unhooked() if self.differentiates else torch.no_grad():
+        with closed_if_raised(), unselective(), unhooked() if self.differentiates else torch.no_grad():
             yield
 
     @property
