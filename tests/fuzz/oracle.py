@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -267,6 +267,7 @@ def compare(
 
     What is not finite in one of the runs `bounds` need not be here. `draws` are other roundings, read on until one is enough. Where no
     other run tells what the format holds, a gradient beyond its range lets all of its call be what they like: they are made of it.
+    Gradients are sums with terms like the largest of their call: what fp32 leaves where terms cancel is as large as its roundings of that.
     """
     for name, value in want.facts.items():
         if name not in got.facts:
@@ -277,10 +278,16 @@ def compare(
         return Problem("extra", _kind(name), f"{name}: {got.facts[name]} here, absent in fp32")
     found = None
     far = {name.partition(" ")[0] for name, value in want.values.items() if " gradient" in name and not _fits(value, low)}
+    noise: dict[str, float] = defaultdict(lambda: 1e-6)
     for name, value in want.values.items():
+        if " gradient" in name and value.is_floating_point():
+            call = name.partition(" ")[0]
+            noise[call] = max(noise[call], 1e-6 * float(value.double().nan_to_num(0.0, 0.0, 0.0).norm()))
+    for name, value in want.values.items():
+        least = noise[name.partition(" ")[0]] if " gradient" in name else 1e-6
         beside, other, *further = (None if r is None else r.values.get(name) for r in (autocast, rounded, *bounds))
         fits = _fits(value, low) and not (" gradient" in name and name.partition(" ")[0] in far)
-        problem = _compare_value(name, value, got.values[name], beside, other, further, exact, low, fits)
+        problem = _compare_value(name, value, got.values[name], beside, other, further, exact, low, fits, least)
         if problem is not None and problem.kind == "inexact":
             drawn = (r.values.get(name) for r in draws)  # a draw may take another branch, too
             problem = replace(problem, kind="rounding") if _explained(value, got.values[name], drawn) else problem
@@ -326,14 +333,13 @@ def _compare_value(
     exact: bool,
     low: str,
     fits: bool,
+    least: float,
 ) -> Problem | None:
     if not want.is_floating_point():
         if not exact or torch.equal(want, got):
             return None
         return Problem("wrong", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
-    autocast, rounded, *further = (
-        None if each is None or each.shape != want.shape else each for each in (autocast, rounded, *bounds)
-    )
+    autocast, rounded, *further = (None if each is None or each.shape != want.shape else each for each in (autocast, rounded, *bounds))
     peers = [each for each in (rounded if autocast is None else autocast, *further) if each is not None]
     held = bool(peers) or fits
     if held and all(bool(each.isfinite().all()) for each in (want, *peers)) and not bool(got.isfinite().all()):
@@ -349,7 +355,7 @@ def _compare_value(
         return Problem(
             "wrong", _kind(name), f"{name}, exact: {_shown(want)} in fp32, {_shown(got)} here, {error / max(size, 1e-30):.3g} off"
         )
-    bar = FLOOR[low] * size + 1e-6
+    bar = FLOOR[low] * size + least
     if autocast is not None:
         bar = max(bar, 2 * float((autocast.double()[finite] - want).norm()))
     if error <= bar:

@@ -111,6 +111,19 @@ def test_what_no_low_run_holds_is_no_fault_of_the_graph() -> None:
     assert compare(want, beyond, inside, inside, False, "fp16", [beyond]) is None
 
 
+def test_what_fp32_leaves_of_terms_that_cancel_is_no_fault() -> None:
+    """As small a gradient beside small ones is one."""
+    kinds = []
+    for beside in (8.0, 1e-3):
+        want, got = Record(), Record()
+        for record, left in ((want, 3e-6), (got, 0.0)):
+            record.keep("0 gradient bias", torch.full((4,), beside))
+            record.keep("0 gradient weight", torch.full((1,), left))
+        problem = compare(want, got, None, None, False, "fp16")
+        kinds.append(problem and problem.kind)
+    assert kinds == [None, "inexact"]
+
+
 def test_rounding_is_told_from_a_lost_value() -> None:
     """Two roundings decide a tie in two ways; a row that is gone is no rounding, and a draw that overflows excuses nothing."""
     want, other, lost, none = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 2.5]), torch.tensor([1.0, 0.0, 3.0]), torch.inf
