@@ -251,6 +251,10 @@ MUTANTS = (
         (("amprewrite/runtime/captured/entries.py", "if not hooked_and_written(module.graph, dynamo.inputs_to_hook()):", "if True:"),),
     ),
     Mutant(
+        "written-copy-read", "a sum in place is written to a copy of its operand, which others read later without it", ("programs",), ("write",),
+        (("amprewrite/graphs/fx/read/aliasing.py", "if before and all(each.role == \"op\" for each in before) and max(readers, default=0) <= fact.position:", "if before and all(each.role == \"op\" for each in before):"),),
+    ),
+    Mutant(
         "step-of-body-low", "what a body gives to a comparison alone overflows in it, and gradients are zero times infinity", ("programs",), ("large_unread", "'fp16'"),
         (("amprewrite/graphs/fx/read/bodies.py", "user in learning]", "user.users or user.op == \"output\"]"),),
     ),

@@ -464,6 +464,18 @@ def _() -> bool:
     return gradients_agree(lambda self, x: torch.func.vmap(torch.tanh)(self.a(x)), lambda y: y.sum(), dtype="fp16", loss_scale=16.0)
 
 
+@proof("written-copy-read")
+def _() -> bool:
+    def written(self: Any, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y += self.w
+        part = y[:1]
+        part += self.w
+        return y.exp()
+
+    return gradients_agree(written, lambda y: y.sum(), overrides={"add": "high"})
+
+
 @proof("hook-behind-write")
 def _() -> bool:
     def written(self: Any, x: Tensor) -> Tensor:

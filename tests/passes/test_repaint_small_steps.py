@@ -88,6 +88,52 @@ def test_who_asks_for_low_sums_gets_them(options):
     assert not sums(Net(SMALL["times"], 16), **options)
 
 
+WIDE = 64
+
+
+class Deep(nn.Module):
+    """A residual stream with a norm in each branch, or around each sum."""
+
+    def __init__(self, blocks: int, around: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.around, self.start, self.first = around, nn.Parameter(torch.randn(WIDE)), nn.Linear(WIDE, WIDE)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDE, elementwise_affine=False), nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE))
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.start
+        for block in self.blocks:
+            x = block[0](x + block[1:](x)) if self.around else x + block(x)
+        return F.layer_norm(x, (WIDE,))
+
+
+@pytest.mark.parametrize("blocks", [12, 40])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_residual_stream_of_many_sums_is_summed_in_fp32(blocks: int, around: bool) -> None:
+    """One of two dozen is not, nor one that a norm begins anew at each sum."""
+    plan = amprewrite.plan(Deep(blocks, around), (torch.randn(4, WIDE),), dtype="bf16")
+    carried = sum(node.reason is Reason.RUNNING_SUM for node in plan.nodes)
+    assert (carried >= 40) if blocks == 40 and not around else not carried
+
+
+def test_gradients_of_a_deep_residual_stream_are_as_exact_as_under_autocast() -> None:
+    net, x = Deep(48), torch.randn(64, WIDE)
+    weights = torch.randn(64, WIDE)
+
+    def gradients(each: nn.Module) -> Tensor:
+        net.zero_grad()
+        (each(x) * weights).sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+
+    want = gradients(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = error(gradients(net), want)
+    assert error(gradients(amprewrite.rewrite(net, dtype="bf16")), want) <= 1.5 * theirs
+
+
 class Sampler(nn.Module):
     """Forty steps of one network, each scaled by a schedule."""
 

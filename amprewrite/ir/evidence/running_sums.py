@@ -8,6 +8,8 @@ torch.autocast keeps such an h in fp32 if it starts as something that no product
    stream has: such a branch is as large as the stream's own rounding leaves it. What a factor that is computed scales, as gates do, is
    carried in any case, unless a way without such a factor leads there, too.
 3. Only what torch.autocast holds in fp32 counts. `MANY` in a row are many.
+4. A residual stream of `DEEP` sums in a row is carried, too: the roundings of so many, and of as many sums of its gradient in the backward,
+   outweigh those of a branch. A norm that it goes through begins it anew.
 
 By name it knows `lerp`, which scales its first operand by what is left of its weight.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.ops.op_lists import Trait, ops_with
@@ -24,6 +26,9 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 
 MANY = 8
 """Sums in a row whose roundings are many: one in bf16 is off by up to 0.4 %, and eight that are off alike by 3 %."""
+DEEP = 32
+"""Sums of a residual stream whose roundings are many: they are not alike, and 32 of them are off by six times what one is. Networks of a
+dozen layers have 25."""
 FEW = 16
 """Ops between a sum and the one that it goes on with: three or four as a rule."""
 SUMS, FACTORS = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES)
@@ -51,6 +56,8 @@ class _Way:
     """What sums add on the way."""
     scaled: bool = False
     """Whether a factor that was computed scales what is carried."""
+    branch: bool = False
+    """Whether what is added is made of the sum itself, by products."""
 
 
 class _Sums:
@@ -89,22 +96,26 @@ class _Sums:
             self.wide.add(node.name)
 
     def found(self) -> frozenset[str]:
-        ways: dict[str, dict[str, _Way]] = {}
+        sums = [node for node in self.graph if node.op in SUMS and node.name in self.wide]
+        carried = {node.name: dict(self._carried(node)) for node in sums}
+        plain = {name: {before: way for before, way in ways.items() if not way.branch} for name, ways in carried.items()}
+        return self._in_a_row(plain, MANY) | (self._in_a_row(carried, DEEP) if len(sums) >= DEEP else frozenset())
+
+    def _in_a_row(self, ways: dict[str, dict[str, _Way]], many: int) -> frozenset[str]:
+        """The sums that are among `many` in a row or more, and what hands their values on. `ways` lead to each from those before."""
         steps: dict[str, int] = {}
-        for node in self.graph:
-            if node.op in SUMS and node.name in self.wide:
-                ways[node.name] = dict(self._carried(node))
-                steps[node.name] = 1 + max((steps.get(before, 1) for before in ways[node.name]), default=0)
+        for name, given in ways.items():
+            steps[name] = 1 + max((steps.get(before, 1) for before in given), default=0)
         whole = dict(steps)
         for name in reversed(ways):
             for before in ways[name]:
                 whole[before] = max(whole.get(before, 0), whole[name])
-        kept = [name for name, many in whole.items() if many >= MANY]
+        kept = [name for name, length in whole.items() if length >= many]
         passed = (each for name in kept for way in ways.get(name, {}).values() for each in way.passed)
         return frozenset(each for each in (*kept, *passed) if each in self.wide)
 
     def _carried(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """The earlier sums that a sum carries on, each with the way to it."""
+        """The earlier sums that a sum carries on, each with the way to it, if it adds what has come of products."""
         plain, scaled = dict[str, _Way](), dict[str, _Way]()
         waiting = deque([(node, _Way())])
         for _ in range(FEW**2):
@@ -116,9 +127,9 @@ class _Sums:
             if len(way.passed) < FEW and (last is node or self._hands_on(last, node)):
                 waiting += self._before(last, way)
         for name, way in {**scaled, **plain}.items():
-            adds_rounded = way.scaled or not self.rounded.isdisjoint(way.added)
-            if adds_rounded and (way.scaled or not any(self.by_products[each] & self.bit[name] for each in way.added)):
-                yield name, way
+            if way.scaled or not self.rounded.isdisjoint(way.added):
+                branch = not way.scaled and any(self.by_products[each] & self.bit[name] for each in way.added)
+                yield name, replace(way, branch=branch)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
         """Whether an op works element by element, moves values or chooses among them; what reads and writes low may add them up."""

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 
 from amprewrite.graphs.fx.node_facts import (
     CONVERSIONS,
+    GRAD_SWITCHES,
     LEAVES,
     MEMORY,
     RETURNED,
@@ -228,6 +229,32 @@ def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
     return last
 
 
+def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
+    """For memory that is written, the positions of writes that may as well go to a copy: nobody reads what lay there under its old name.
+
+    So in `scores = q @ k; scores += bias` the product may run low and the sum in fp32: the cast between them is what the sum is written to.
+    A model's inputs and weights must see what is written to them, and under another grad mode a copy would have another history.
+    """
+    switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
+    lies_in: dict[int, list[Fact]] = defaultdict(list)
+    for fact in facts.values():
+        for storage in _lies_in(fact):
+            lies_in[storage].append(fact)
+    found: dict[int, list[int]] = defaultdict(list)
+    for fact in facts.values():
+        if len(fact.writes) != 1 or fact.writes_unsaid or fact.transformed or is_opaque(fact.node) or fact.writes[0] not in facts:
+            continue
+        made = facts[fact.writes[0]].position
+        if any(made < switch < fact.position for switch in switches):
+            continue
+        for storage in _lies_in(fact) & memory_of(fact.writes[0]):
+            before = [each for each in lies_in[storage] if each.position < fact.position]
+            readers = [facts[user].position for each in before for user in each.node.users if user in facts]
+            if before and all(each.role == "op" for each in before) and max(readers, default=0) <= fact.position:
+                found[storage].append(fact.position)
+    return found
+
+
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
     """Which nodes share memory that is written in place, and a function that counts the writes to a value before a reader.
 
@@ -239,8 +266,9 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             for storage in memory_of(target):
                 writes[storage].append(fact.position)
     hidden = _hidden_writes(facts) if training and writes else {}
+    moves = _moves(facts) if writes and not hidden else {}
     union, state, kept = _Union(), set(), set()
-    first: dict[int, torch.fx.Node] = {}
+    first: dict[tuple[int, int], torch.fx.Node] = {}
     for node, fact in facts.items():
         if fact.dtype != "fp32" or fact.role == "output":
             continue
@@ -255,7 +283,8 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
                 inner = before
         for storage in _memory(fact) if writes else ():
             if fact.position <= max(writes.get(storage, (-1,))):  # made after the last write: nothing is shared any more
-                union.join(node, first.setdefault(storage, node))
+                home = sum(position <= fact.position for position in moves.get(storage, ()))
+                union.join(node, first.setdefault((storage, home), node))
         for operand in node.all_input_nodes if hidden and fact.role == "op" and not fact.writes else ():
             given = _lies_in(facts[operand])
             written_later = any(fact.position < hidden.get(storage, -1) for storage in given)

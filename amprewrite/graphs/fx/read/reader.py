@@ -187,7 +187,7 @@ def _operands(
 ) -> list[Operand]:
     """The fp32 tensors an op reads. Copies are shared within a write version, and never between no_grad code and the rest.
 
-    A result leaves in the grad mode that made it, whatever mode the graph ends in.
+    A result leaves in the grad mode that made it, whatever mode the graph ends in. What an op writes to has the op's own format.
     """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
@@ -200,8 +200,10 @@ def _operands(
         write_version = 2 * write_versions(node, fact) + ((node if fact.role == "output" else fact.node) in no_grad)
         summand = fact.row is not None and parameter in fact.row.summands and "beta" not in fact.node.kwargs
         found[node] = Operand(feeder.name, _demand(fact, parameter, kind, feeder), scalar, write_version, summand)
-    if sum(operand.demand is Demand.PROMOTE and not operand.scalar for operand in found.values()) < 2:
-        return [replace(o, demand=Demand.COLOUR) if o.demand is Demand.PROMOTE and not o.scalar else o for o in found.values()]
+    alone = sum(operand.demand is Demand.PROMOTE and not operand.scalar for operand in found.values()) < 2
+    for node, operand in found.items():
+        if operand.demand is Demand.PROMOTE and (node in fact.writes or (alone and not operand.scalar)):
+            found[node] = replace(operand, demand=Demand.COLOUR)
     return list(found.values())
 
 
