@@ -468,7 +468,6 @@ def _() -> bool:
 def _() -> bool:
     def written(self: Any, x: Tensor) -> Tensor:
         y = self.a(x)
-        y += self.w
         part = y[:1]
         part += self.w
         return y.exp()
