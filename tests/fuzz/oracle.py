@@ -355,7 +355,8 @@ def _compare_value(
         return Problem(
             "wrong", _kind(name), f"{name}, exact: {_shown(want)} in fp32, {_shown(got)} here, {error / max(size, 1e-30):.3g} off"
         )
-    bar = FLOOR[low] * size + least
+    saturated = " gradient" in name and not size  # 1 - tanh(9) ** 2 is zero in fp32, and what other roundings leave is small
+    bar = FLOOR[low] * size + max(least, 1e-4 * saturated)
     if autocast is not None:
         bar = max(bar, 2 * float((autocast.double()[finite] - want).norm()))
     if error <= bar:

@@ -124,6 +124,18 @@ def test_what_fp32_leaves_of_terms_that_cancel_is_no_fault() -> None:
     assert kinds == [None, "inexact"]
 
 
+def test_what_a_saturated_op_leaves_is_no_fault() -> None:
+    """What another op leaves where fp32 gives none is."""
+    kinds = []
+    for left in (2e-5, 2e-3):
+        want, got = Record(), Record()
+        for record, value in ((want, 0.0), (got, left)):
+            record.keep("0 gradient weight", torch.full((4,), value))
+        problem = compare(want, got, None, None, False, "bf16")
+        kinds.append(problem and problem.kind)
+    assert kinds == [None, "inexact"]
+
+
 def test_rounding_is_told_from_a_lost_value() -> None:
     """Two roundings decide a tie in two ways; a row that is gone is no rounding, and a draw that overflows excuses nothing."""
     want, other, lost, none = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 2.5]), torch.tensor([1.0, 0.0, 3.0]), torch.inf
