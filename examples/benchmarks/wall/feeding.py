@@ -33,10 +33,30 @@ def inputs(model: nn.Module) -> dict[str, Tensor]:
         for given in ways(model):
             filled = _completed(model, given, widths, problems)
             if filled is not None:
-                return filled
+                return _with_masks_that_fit(model, filled)
     if problems:
         raise problems[0]
     raise ValueError(f"no inputs are known for forward({', '.join(inspect.signature(model.forward).parameters)})")
+
+
+def _with_masks_that_fit(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs without an `attention_mask` of another size: eager code lets one of ones alone pass unread, captured code reads it."""
+    mask = given.get("attention_mask")
+    if mask is None or mask.dim() != 2 or not bool(mask.all()):
+        return given
+    hiding = mask.clone()
+    hiding[:, -1] = 0
+    unmasked = {name: each for name, each in given.items() if name != "attention_mask"}
+    return given if _runs(model, {**given, "attention_mask": hiding}) or not _runs(model, unmasked) else unmasked
+
+
+def _runs(model: nn.Module, given: dict[str, Tensor]) -> bool:
+    try:
+        with torch.no_grad():
+            model(**given)
+    except Exception:  # whatever a model raises of what it is not made for
+        return False
+    return True
 
 
 def _completed(model: nn.Module, given: dict[str, Tensor], widths: bool, problems: list[Exception]) -> dict[str, Tensor] | None:

@@ -106,6 +106,7 @@ def judge(build: Build, dtypes: Sequence[str], name: str) -> Row:
     warnings.simplefilter("ignore")
     try:
         model, given = build(name)
+        untouched = copy.deepcopy(model)  # some models keep what a call gave, with its history
         exact, gradients = step(model, given)
         again = step(model, given)
     except Exception as problem:  # what fp32 does not run tells nothing
@@ -113,7 +114,7 @@ def judge(build: Build, dtypes: Sequence[str], name: str) -> Row:
     if not all(bool(each.isfinite().all()) for each in (*exact, *gradients)):
         return {"outcome": "fp32 fails", "why": "its outputs or gradients are not finite"}
     chance = error(exact, again[0]) > 1e-6
-    rows = {dtype: _judge_format(copy.deepcopy(model), given, exact, gradients, dtype, chance) for dtype in dtypes}
+    rows = {dtype: _judge_format(copy.deepcopy(untouched), given, exact, gradients, dtype, chance) for dtype in dtypes}
     bad = next((dtype for dtype in dtypes if rows[dtype]["outcome"] != "right"), "")
     why = {"why": f"{bad}: {rows[bad].get('why', '')}"} if bad else {}
     size = sum(parameter.numel() for parameter in model.parameters())
