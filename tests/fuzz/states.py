@@ -322,9 +322,11 @@ class Trial:
             self.amp.attach(self.optimizer)
 
     def _look_for_gradients(self) -> None:
-        """Where all gradients are gone, nothing is left of an overflow."""
+        """Where all gradients are gone, nothing is left of an overflow; clipped to zeros, they may be gradients that were zeroed."""
         if all(p.grad is None for p in self.amp.parameters()):
             self.overflowed = self.either = False
+        elif self.told and self.overflowed and not any(bool(p.grad.any()) for p in self.amp.parameters() if p.grad is not None):
+            self.overflowed, self.either = False, True
 
     def zero_grad(self, to_none: bool) -> None:
         self.amp.zero_grad(set_to_none=to_none)
