@@ -96,6 +96,7 @@ class Reason(Enum):
     UNREAD = "nobody reads the result it leads to, so no sample run shows whether it overflows"
     BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"
+    UNSET = "its low backward there leaves gradients unset of weights that meet padding alone"
     LOW_BACKWARD = "its backward adds up gradients in the low format there"
     UNEVEN = "its low kernel there rounds some elements twice, so that a row depends on its batch"
     REFUSED = "its op refused low inputs when tried"

@@ -379,6 +379,12 @@ def differentiates(graph: torch.fx.Graph) -> bool:
     return takes_gradients(graph) or any(name.endswith("_grad_increment_nesting") for name in names)
 
 
+def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """What an op was called with by the names of its parameters, as far as those are known, and what it takes but was not given as None."""
+    names = _parameters(node.target)
+    return {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
     """Names of the parameters a target takes, in order; () if they are unknown."""

@@ -112,6 +112,8 @@ class Op:
     """Devices whose low kernels round some elements of a tensor twice and others once, so that a row depends on its batch."""
     no_kernel: tuple[str, ...] = ()
     """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
+    unset: tuple[str, ...] = ()
+    """Where its low backward leaves parts of a gradient unset for some sizes: "cpu:bf16" (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()
     """Arguments that it writes though its name does not say so, each with the argument that tells: not if that is None or False."""
     forms: tuple[tuple[str, bool | str, str], ...] = ()

@@ -13,7 +13,6 @@ By name it knows ops that are another op if they are called so (`_kind`: `inner`
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePath
@@ -22,7 +21,8 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.flow.readers import MOST_READERS, trained_nodes
+from amprewrite.graphs.fx.flow.kernel_pins import pin_summing, pin_uneven, pin_unset
+from amprewrite.graphs.fx.flow.readers import trained_nodes
 from amprewrite.graphs.fx.node_facts import (
     ABSOLUTE,
     BIT_VIEWS,
@@ -88,7 +88,12 @@ def read_graph(
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
-        fact.pinned = _pin(fact, kind, low, ties) or _pin_summing(fact, kind, lists, trained) or _pin_uneven(fact, kind, lists)
+        fact.pinned = (
+            _pin(fact, kind, low, ties)
+            or (pin_unset(fact, low) if training else None)
+            or pin_summing(fact, kind, lists, trained)
+            or pin_uneven(fact, kind, lists)
+        )
         if _is_low_under_autocast(fact, kind, facts, products):
             products.add(fact.node)
             trained.discard(fact.node)
@@ -269,44 +274,10 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties) -> tuple[Colo
     return _pin_dtype(fact) or _pin_source(fact) or pin_constant(fact, low)
 
 
-def _pin_summing(
-    fact: Fact, kind: OpKind | None, lists: OpLists, trained: set[torch.fx.Node]
-) -> tuple[Colour, Reason, str] | None:
-    """Pin an op high in which the gradient of a trained value would be added up low, term by term: by its kernel, or as it reads it often.
-
-    `trained` are the values whose gradients torch.autocast adds up in fp32: not those that products alone have made. A fact of the kernel
-    holds under all lists, also those that allow every op; it does not overrule what was asked of this very op.
-    """
-    if fact.row is None or fact.role != "op" or kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
-        return None
-    device = device_of(fact.value)
-    read = Counter(node for parameter, node in arguments(fact.node) if node in trained and parameter not in fact.row.data)
-    sums = device in fact.row.low_backward and (fact.op != "getitem" or _takes_places(fact.node))
-    times = max(read.values(), default=0)
-    if (sums and times) or times > MOST_READERS:
-        return Colour.HIGH, Reason.LOW_BACKWARD, f"{fact.op} on {device}" if sums else f"{fact.op} reads one value {times} times"
-    return None
-
-
-def _takes_places(node: torch.fx.Node) -> bool:
-    """Whether a getitem is told by tensors which places to take, and may take one more than once."""
-    return any(isinstance(example_value(leaf), torch.Tensor) for leaf in tree_leaves(node.args[1:]) if isinstance(leaf, torch.fx.Node))
-
-
 def _is_low_under_autocast(fact: Fact, kind: OpKind | None, facts: dict[torch.fx.Node, Fact], products: set[torch.fx.Node]) -> bool:
     """Whether an op is a product, or follows products alone."""
     given = [node for node in fact.node.all_input_nodes if facts[node].dtype == "fp32"]
     return kind is OpKind.ALLOW or (kind in (OpKind.CLEAR, OpKind.INFER) and bool(given) and products.issuperset(given))
-
-
-def _pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> tuple[Colour, Reason, str] | None:
-    """Pin an op high whose low kernel rounds by position; None if the user moved it or other rules than ours decide."""
-    device = device_of(fact.value)
-    if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
-        return None
-    if fact.row is None or device not in fact.row.uneven:
-        return None
-    return Colour.HIGH, Reason.UNEVEN, f"{fact.op} on {device}"
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:

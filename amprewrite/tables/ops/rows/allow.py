@@ -39,10 +39,16 @@ ROWS = (
         "conv1d",
         "conv2d thnn_conv2d slow_conv_dilated2d _slow_conv2d_forward _conv_depthwise2d",
         "conv3d slow_conv3d slow_conv3d_forward slow_conv_dilated3d conv_depthwise3d",
-        "conv_tbc",
         "conv_transpose1d",
         "conv_transpose2d slow_conv_transpose2d",
         "conv_transpose3d slow_conv_transpose3d",
+        summands=("bias",),
+        unset=("cpu:bf16",),
+    ),
+    *rows(
+        ALLOW,
+        "a convolution: Tensor Cores accumulate it in fp32",
+        "conv_tbc",
         "convolution _convolution _convolution_mode convolution_overrideable mkldnn_convolution _mps_convolution"
         " _nnpack_spatial_convolution",
         "cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu",
