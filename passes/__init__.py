@@ -13,6 +13,7 @@ from amprewrite.passes.apply.insert_casts import InsertCasts
 from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
 from amprewrite.passes.apply.keep_views import KeepViews
+from amprewrite.passes.apply.pad_apart import PadApart
 from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.apply.spread_copies import SpreadCopies
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
@@ -39,8 +40,8 @@ from amprewrite.passes.plan.plan_casts import PlanCasts
 from amprewrite.passes.plan.plan_clamps import PlanClamps
 from amprewrite.passes.plan.plan_constants import PlanConstants
 from amprewrite.passes.plan.plan_gradient_blocks import PlanGradientBlocks
+from amprewrite.passes.plan.plan_kernel_needs import PlanKernelNeeds
 from amprewrite.passes.plan.plan_masks import PlanMasks
-from amprewrite.passes.plan.plan_norm_weights import PlanNormWeights
 from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.passes.plan.weigh_plans import WeighPlans
 from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
@@ -77,7 +78,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanConstants(),  # constants of an ONNX file are stored in the format in which they are read
     PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
     PlanClamps(),  # constants beyond the low range become its ends
-    PlanNormWeights(),  # a CPU's norms without weights keep their statistics in fp32, as others do
+    PlanKernelNeeds(),  # a CPU's norms without weights keep their statistics in fp32; its convolutions set all gradients
     PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
@@ -101,6 +102,7 @@ APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # edit the graph as the plan says
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
     SpreadCopies(),  # several copies of what many read, padded or not
+    PadApart(),  # an op that pads for the convolutions that the plan names
     InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
     FoldMasks(),  # take the masks from the attention calls that the plan names

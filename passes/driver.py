@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
+from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps
 from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
 from amprewrite.graphs.fx.flow.small_steps import read_small_steps
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
@@ -91,7 +92,7 @@ def read_problem(
         fold_masks=fold_masks, device=device, planned_for=named_device(policy.device) if policy.device else None,
         calibration=calibration, keep_high=keep_high, agreed=agreed, pad=pad,
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
-        far_constants=read_far_constants(nodes, policy.low),
+        far_constants=read_far_constants(nodes, policy.low), bare_taps=read_bare_taps(nodes, policy.low) if reading.training else (),
         trained=trained, read_by_many=read_by_many(graph, nodes, trained),
     )  # fmt: skip
     captured = Captured(problem, module, nodes)

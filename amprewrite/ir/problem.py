@@ -57,6 +57,8 @@ class Problem:
     """What may be done to the masks of attention calls; read only if masks may be dropped."""
     bare_norms: tuple[str, ...] = ()
     """Norms that keep their statistics in the dtype of what they read."""
+    bare_taps: tuple[str, ...] = ()
+    """Convolutions whose low backward leaves gradients unset of weights that meet padding alone."""
     small_steps: tuple[str, ...] = ()
     """Sums that go on with one value in many small steps, and what scales or copies that value in between."""
     trained: frozenset[str] = frozenset()

@@ -33,6 +33,7 @@ class Edit(Enum):
     LOOK_UP_MASK = "look up mask"
     LOOK_AT_MASK = "look at mask"
     FP32_STATISTICS = "fp32 statistics"
+    PAD_APART = "pad apart"
     CLAMP_CONSTANTS = "clamp constants"
     SPREAD_COPIES = "spread copies"
 
@@ -48,6 +49,7 @@ _EDITS = {
     "look up mask": "takes no mask at sizes at which its own, made of sizes alone, is causal or allows all positions",
     "look at mask": "takes no mask in a forward in which its own is causal or allows all positions",
     "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
+    "pad apart": "is padded by an op of its own: its low backward leaves gradients unset of weights that meet its padding alone",
     "spread copies": "has a low copy for every two that read one, so that fp32 adds up the gradients of the copies",
     "clamp constants": "takes the ends of the low range for constants beyond it",
 }
@@ -96,7 +98,7 @@ class Reason(Enum):
     UNREAD = "nobody reads the result it leads to, so no sample run shows whether it overflows"
     BODY = "the graph inside it gives it in that format"
     NO_KERNEL = "the device has no low kernel for it"
-    UNSET = "its low backward there leaves gradients unset of weights that meet padding alone"
+    UNSET = "its low backward there leaves gradients unset of weights whose products are all cut off"
     LOW_BACKWARD = "its backward adds up gradients in the low format there"
     UNEVEN = "its low kernel there rounds some elements twice, so that a row depends on its batch"
     REFUSED = "its op refused low inputs when tried"

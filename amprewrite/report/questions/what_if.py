@@ -212,7 +212,7 @@ _CONDITIONS = {
     Reason.UNREAD: "in bf16, or in inference; or if what {detail} gives there were read",
     Reason.BODY: "with another plan for the graph {detail}",
     Reason.NO_KERNEL: "on a device that has the kernel: there is no {detail}",
-    Reason.UNSET: "in inference, on larger maps, or on another device ({detail})",
+    Reason.UNSET: "where nothing is trained, with other sizes, or on another device ({detail})",
     Reason.LOW_BACKWARD: "in inference, or where gradients are added up in fp32 ({detail})",
     Reason.UNEVEN: "on a device whose kernel rounds all elements alike ({detail})",
     Reason.REFUSED: "if the op took {low}: it said {detail}",

@@ -1,11 +1,12 @@
-"""Ops that are held high since a device's low kernels, or their backward, do something to values or gradients that fp32 ones do not.
+"""Ops whose low kernels on a device, or their backward, do something to values or gradients that fp32 ones do not.
 
 1. A gradient is added up in the low format: by the kernel, or as an op reads one value often.
 2. Some elements are rounded twice, by their place.
-3. Gradients of *bare taps* are not written: of weights of a convolution that meet padding alone. oneDNN's bf16 kernels leave what lay in
-   that memory before, NaN at times, where the convolution strides; so does torch.autocast. Found by trying all kernels to 5, strides to
-   4, paddings to 2, dilations to 2 and maps to 4 in one and two dims, to 3 in three (torch 2.13): no other of them was wrong, but for
-   kernels in three dims that are wider than the map.
+3. Gradients of *bare taps* are not written: of weights of a convolution that meet padding alone, or of a transposed one whose products
+   are all cut off. oneDNN's bf16 kernels leave what lay in that memory before, NaN at times, where the convolution strides; so does
+   torch.autocast. Found by trying all kernels to 5, strides to 4, paddings to 2, dilations to 2 and maps to 4 in one and two dims, to 3
+   in three (torch 2.13): no other padded one was wrong, but for kernels in three dims that are wider than the map. Padded by an op of
+   its own, a convolution is right and runs low; a transposed one is held high.
 
 By name it knows `getitem`, which may be told by tensors which places to take.
 """
@@ -13,6 +14,7 @@ By name it knows `getitem`, which may be told by tensors which places to take.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,36 +24,49 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.flow.readers import MOST_READERS
 from amprewrite.graphs.fx.node_facts import Fact, arguments, device_of, example_value, hint, named_arguments
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.ops.op_lists import OpLists, find_op, op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 Pin = tuple[Colour, Reason, str]
 
 
 def pin_unset(fact: Fact, low: Format) -> Pin | None:
-    """Pin an op high whose low backward would leave gradients unset, for its sizes; what symbolic sizes were at capture counts."""
+    """Pin a transposed convolution high whose low backward would leave gradients unset, for its sizes."""
     device = device_of(fact.value)
-    if fact.row is None or f"{device}:{low.name}" not in fact.row.unset or not _has_bare_taps(fact.node):
+    if fact.row is None or f"{device}:{low.name}" not in fact.row.unset or not _has_bare_taps(fact.node, transposed=True):
         return None
     return Colour.HIGH, Reason.UNSET, f"{fact.op} in {low.name} on {device}"
 
 
-def _has_bare_taps(node: torch.fx.Node) -> bool:
+def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
+    """Convolutions whose low backward would leave gradients unset, for their sizes; what symbolic sizes were at capture counts."""
+    return tuple(name for name, node in nodes.items() if _may_be_unset(node, low) and _has_bare_taps(node, transposed=False))
+
+
+def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
+    row = find_op(op_name(node.target)) if node.op == "call_function" else None
+    return row is not None and f"{device_of(example_value(node))}:{low.name}" in row.unset
+
+
+def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
         return False  # a padding that is told by a name goes with a stride of one
+    if ("output_padding" in given) is not transposed:
+        return False
     dims = weight.dim() - 2
-    settings = [_each(given.get(name) or default, dims) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
+    settings = [per_dim(given.get(name) or default, dims) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
     for size, kernel, stride, padding, dilation in zip(map(hint, x.shape[-dims:]), weight.shape[-dims:], *settings, strict=True):
         if dims == 3 and padding and dilation * (kernel - 1) >= size:
             return True
-        if stride > 1 and padding and _is_bare(size, kernel, stride, padding, dilation, "output_padding" in given):
+        if stride > 1 and padding and _is_bare(size, kernel, stride, padding, dilation, transposed):
             return True
     return False
 
 
-def _each(setting: Any, dims: int) -> tuple[Any, ...]:
+def per_dim(setting: Any, dims: int) -> tuple[Any, ...]:
+    """A setting of a convolution, for each dim."""
     each = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
     return each * dims if len(each) == 1 else each
 
@@ -99,4 +114,4 @@ def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     return Colour.HIGH, Reason.UNEVEN, f"{fact.op} on {device}"
 
 
-__all__ = ["Pin", "pin_summing", "pin_uneven", "pin_unset"]
+__all__ = ["Pin", "per_dim", "pin_summing", "pin_uneven", "pin_unset", "read_bare_taps"]

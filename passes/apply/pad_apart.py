@@ -1,0 +1,48 @@
+"""Pad the convolutions that the plan names by an op in front of them.
+
+    before   conv2d(x, weight, bias, 2, 1)
+    after    conv2d(pad(x, (1, 1, 1, 1)), weight, bias, 2, 0)
+
+`plan-kernel-needs` says which, and why.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+
+from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.graphs.fx.flow.kernel_pins import per_dim
+from amprewrite.graphs.fx.node_facts import example_value, named_arguments
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.tables.vocabulary import Edit
+
+_PLACE = 4
+"""Of `padding` among the arguments of a convolution."""
+
+
+class PadApart(Pass[RegionPlan, EditedGraph]):
+    name = "pad-apart"
+
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        found = plan.edited(Edit.PAD_APART)
+        for name in found:
+            _pad_apart(edited.nodes[name])
+        return bool(found)
+
+
+def _pad_apart(node: torch.fx.Node) -> None:
+    given = named_arguments(node)
+    padding = per_dim(given["padding"], example_value(given["weight"]).dim() - 2)
+    with node.graph.inserting_before(node):
+        padded = node.graph.call_function(F.pad, (given["input"], [side for each in reversed(padding) for side in (each, each)]))
+    if node.args:
+        node.update_arg(0, padded)
+    else:
+        node.update_kwarg("input", padded)
+    if len(node.args) > _PLACE:
+        node.update_arg(_PLACE, 0)
+    else:
+        node.update_kwarg("padding", 0)

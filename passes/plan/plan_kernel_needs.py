@@ -1,0 +1,21 @@
+"""Give low ops on a CPU what their kernels need, so that they are as exact there as elsewhere.
+
+1. Batch and instance norms without weights get weights of one in fp32. That kernel keeps its mean and variance in the dtype of its other
+   arguments, and if it has none in that of its input (ATen/native/Normalization.cpp, `is_mixed_type`). CUDA's keeps them in fp32 always.
+2. A convolution is padded by an op of its own where its backward would leave gradients unset: `graphs/fx/flow/kernel_pins.py`.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.vocabulary import Edit
+
+
+class PlanKernelNeeds(Pass[Problem, Decisions]):
+    name = "plan-kernel-needs"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        norms = decisions.edit_low(problem, problem.bare_norms, Edit.FP32_STATISTICS)
+        return decisions.edit_low(problem, problem.bare_taps, Edit.PAD_APART) or norms
