@@ -232,7 +232,7 @@ MUTANTS = (
     ),
     Mutant(
         "sums-low", "kernels that add up gradients in the low format run low in training", ("programs",), ("many_rows",),
-        (("amprewrite/graphs/fx/read/reader.py", "    sums = device in fact.row.low_backward and", "    sums = False and"),),
+        (("amprewrite/graphs/fx/flow/kernel_pins.py", "    sums = device in fact.row.low_backward and", "    sums = False and"),),
     ),
     Mutant(
         "kinks-rounded", "rounded learnt values choose where gradients go", ("programs",), ("kink",),
