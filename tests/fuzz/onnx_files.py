@@ -471,7 +471,10 @@ def _checked(path: Any) -> bool:
 
 
 def _run(path: Any, feed: dict[str, np.ndarray]) -> list[Any] | None:
-    options = onnxruntime.SessionOptions()
+    """What a file gives; None if it does not run, or on and on: a damaged loop may count to any number."""
+    options, how = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
+    timer = threading.Timer(SECONDS / 6, setattr, (how, "terminate", True))
+    timer.start()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -481,9 +484,11 @@ def _run(path: Any, feed: dict[str, np.ndarray]) -> list[Any] | None:
             for name, value in feed.items()
             if name in kinds
         }
-        found: list[Any] = session.run(None, made)
+        found: list[Any] = session.run(None, made, how)
     except Exception:
         return None
+    finally:
+        timer.cancel()
     return found
 
 

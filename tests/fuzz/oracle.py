@@ -122,13 +122,16 @@ class Scattered(Rounded):
 
     One value is rounded the same way wherever it stands, so what cancels goes on cancelling. What is beyond the format's range stays as
     it is: so a run tells how far roundings take a result, small numbers that lose bits among them, also where a rounded run overflows.
+    With `products` these alone round: what many roundings flush to zero, one at a product may leave.
     """
 
-    def __init__(self, low: torch.dtype, seed: int, numbers: bool = False) -> None:
+    def __init__(self, low: torch.dtype, seed: int, numbers: bool = False, products: bool = False) -> None:
         super().__init__(low, numbers=numbers)
-        self.seed = seed
+        self.seed, self.products = seed, products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.products and func.overloadpacket.__name__ not in HEAVY:
+            return func(*args, **(kwargs or {}))
         if not any(each.alias_info is not None for each in func._schema.returns):
             args, kwargs = tree_map(self._rounded_if_fp32, (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
