@@ -419,6 +419,7 @@ class Trial:
             weight.grad = None
             try:
                 torch.utils.swap_tensors(weight, made)
+                weight._backward_hooks = None  # PyTorch swaps the hooks alone: with the table of those before, later ones would be lost
             except RuntimeError as error:  # PyTorch swaps nothing that guards of compiled code refer to
                 if "weakref" not in str(error):
                     raise
