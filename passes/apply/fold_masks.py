@@ -19,7 +19,7 @@ from typing import Any
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
-from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.node_facts import example_value, set_argument
 from amprewrite.graphs.fx.ops.attention_masks import (
     CAUSAL,
     MASK,
@@ -87,8 +87,5 @@ def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[.
 
 
 def _set(call: torch.fx.Node, mask: torch.fx.Node | None, causal: torch.fx.Node | bool) -> None:
-    for (at, name), value in ((MASK, mask), (CAUSAL, causal)):
-        if len(call.args) > at:
-            call.update_arg(at, value)
-        else:
-            call.update_kwarg(name, value)
+    set_argument(call, *MASK, mask)
+    set_argument(call, *CAUSAL, causal)

@@ -12,6 +12,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.graphs.fx.node_facts import set_argument
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.vocabulary import Edit
@@ -34,7 +35,4 @@ def give_ones(node: torch.fx.Node) -> None:
     with graph.inserting_before(node):
         channels = graph.call_method("size", (values, 1))
         ones = graph.call_method("new_ones", (values, (channels,)), {"dtype": torch.float32})
-    if len(node.args) > 3:
-        node.update_arg(3, ones)
-    else:
-        node.update_kwarg("weight", ones)
+    set_argument(node, 3, "weight", ones)

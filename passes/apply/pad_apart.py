@@ -14,13 +14,10 @@ import torch.nn.functional as F
 
 from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.flow.kernel_pins import per_dim
-from amprewrite.graphs.fx.node_facts import example_value, named_arguments
+from amprewrite.graphs.fx.node_facts import example_value, named_arguments, set_argument
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.tables.vocabulary import Edit
-
-_PLACE = 4
-"""Of `padding` among the arguments of a convolution."""
 
 
 class PadApart(Pass[RegionPlan, EditedGraph]):
@@ -38,11 +35,5 @@ def _pad_apart(node: torch.fx.Node) -> None:
     padding = per_dim(given["padding"], example_value(given["weight"]).dim() - 2)
     with node.graph.inserting_before(node):
         padded = node.graph.call_function(F.pad, (given["input"], [side for each in reversed(padding) for side in (each, each)]))
-    if node.args:
-        node.update_arg(0, padded)
-    else:
-        node.update_kwarg("input", padded)
-    if len(node.args) > _PLACE:
-        node.update_arg(_PLACE, 0)
-    else:
-        node.update_kwarg("padding", 0)
+    set_argument(node, 0, "input", padded)
+    set_argument(node, 4, "padding", 0)

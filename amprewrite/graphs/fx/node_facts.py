@@ -385,6 +385,14 @@ def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
     return {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
+    """Give an op another argument, by its place if it is given so now, else by its name."""
+    if len(node.args) > place:
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(name, value)
+
+
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
     """Names of the parameters a target takes, in order; () if they are unknown."""

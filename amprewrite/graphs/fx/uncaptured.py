@@ -27,8 +27,8 @@ R = TypeVar("R")
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 """What keeps results in the forward of a selective checkpoint, and what gives them back."""
 
-
 _AUTOCASTS = ("cpu", "cuda")
+"""Devices whose autocast a graph may switch."""
 
 
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:

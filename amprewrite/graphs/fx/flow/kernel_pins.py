@@ -4,9 +4,10 @@
 2. Some elements are rounded twice, by their place.
 3. Gradients of *bare taps* are not written: of weights of a convolution that meet padding alone, or of a transposed one whose products
    are all cut off. oneDNN's bf16 kernels leave what lay in that memory before, NaN at times, where the convolution strides; so does
-   torch.autocast. Found by trying all kernels to 5, strides to 4, paddings to 2, dilations to 2 and maps to 4 in one and two dims, to 3
-   in three (torch 2.13): no other padded one was wrong, but for kernels in three dims that are wider than the map. Padded by an op of
-   its own, a convolution is right and runs low; a transposed one is held high.
+   torch.autocast. Found by trying kernels of 1, 2, 3 and 5, strides to 4, paddings and dilations to 2 and maps to 4 in one and two dims,
+   and all these to 3 at most in three dims and of transposed ones in one and two (torch 2.13): no other padded one was wrong, but for
+   kernels in three dims that are wider than the map. Padded by an op of its own, a convolution is right and runs low; a transposed one
+   is held high, in three dims untried.
 
 By name it knows `getitem`, which may be told by tensors which places to take.
 """
@@ -32,10 +33,9 @@ Pin = tuple[Colour, Reason, str]
 
 def pin_unset(fact: Fact, low: Format) -> Pin | None:
     """Pin a transposed convolution high whose low backward would leave gradients unset, for its sizes."""
-    device = device_of(fact.value)
-    if fact.row is None or f"{device}:{low.name}" not in fact.row.unset or not _has_bare_taps(fact.node, transposed=True):
+    if not _may_be_unset(fact.node, low) or not _has_bare_taps(fact.node, transposed=True):
         return None
-    return Colour.HIGH, Reason.UNSET, f"{fact.op} in {low.name} on {device}"
+    return Colour.HIGH, Reason.UNSET, f"{fact.op} in {low.name} on {device_of(fact.value)}"
 
 
 def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
@@ -44,11 +44,13 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
 
 
 def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
+    """Whether the low backward of an op on its device leaves gradients unset for some sizes."""
     row = find_op(op_name(node.target)) if node.op == "call_function" else None
     return row is not None and f"{device_of(example_value(node))}:{low.name}" in row.unset
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
+    """Whether a convolution has sizes for which it does; False if it is not `transposed` as asked."""
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
