@@ -22,6 +22,7 @@ from amprewrite.passes.lower.name_sources import NameSources
 from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
 from amprewrite.passes.lower.tidy import Tidy
+from amprewrite.passes.normalise.follow_writes import FollowWrites
 from amprewrite.passes.normalise.free_backwards import FreeBackwards
 from amprewrite.passes.normalise.fuse_patterns import FusePatterns
 from amprewrite.passes.normalise.mark_leaving import MarkLeaving
@@ -66,6 +67,7 @@ CLEAN_EXPORTED: tuple[Normalising, ...] = (
 NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # backward code of the user has the grad mode of its caller, so that it can be differentiated
     RestoreHooks(),  # hooks on tensors become calls that run on fake tensors, too
+    FollowWrites(),  # what reads a value after a write in place reads it by the name of that write
     FusePatterns(),  # norms, softmax and GELU written out by hand become the one op that they are
     MarkLeaving(),  # what leaves the graph as itself gets a place for its cast on everybody's path
 )

@@ -65,6 +65,29 @@ def two_names(net: Net, x: Tensor, bias: Tensor) -> Tensor:
     return y.add_(bias) + y
 
 
+def old_name(net: Net, x: Tensor, bias: Tensor) -> Tensor:
+    y = net.lin(x)
+    y.add_(bias)
+    z = y * 2
+    y.mul_(2)
+    return y + z
+
+
+def out_of_an_op(net: Net, x: Tensor, bias: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = net.lin(x)
+        torch.add(y, bias, out=y)
+        z = y * 2
+    return net.other(z)
+
+
+def kept_view(net: Net, x: Tensor, bias: Tensor) -> Tensor:
+    y = net.lin(x)
+    z = y.view(2, 2, 4)
+    y.add_(bias)
+    return z * 2
+
+
 COPIES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "a sum": lambda net, x, bias: added(net.lin(x), bias) * 2,
     "a method": lambda net, x, bias: net.lin(x).add_(bias).mul_(2) * 2,
@@ -73,12 +96,16 @@ COPIES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "read before": read_before,
     "einsum": lambda net, x, bias: added(torch.einsum("id,jd->ij", net.lin(x), x), bias) * 2,
     "a residual": lambda net, x, bias: net.other(added(net.lin(x), x)),
+    "two names": two_names,
+    "the old name": old_name,
+    "an out argument": out_of_an_op,
+    "in a checkpoint": lambda net, x, bias: checkpoint(old_name, net, x, bias, use_reentrant=False),
 }
 SHARED: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "a part": in_part,
     "what the view is of": base_later,
     "no history": without_history,
-    "two names": two_names,
+    "a view from before": kept_view,
 }
 
 

@@ -1,0 +1,54 @@
+"""Have those that read a value after an op wrote it in place read what that op gives: it is the same tensor.
+
+    before   y = x @ w; add_ = y.add_(b); mul = y * 2
+    after    y = x @ w; add_ = y.add_(b); mul = add_ * 2
+
+Then nobody reads the old name after the write, and the write may go to a copy: the product runs low and the sum in fp32, as in
+`y = y + b`. Where the grad mode changes in between, the old name stays: each has the history of its own mode.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph, Reading
+from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, example_value, is_opaque, transformed_nodes, written
+from amprewrite.ir.pass_base import Pass
+from amprewrite.tables.ops.op_lists import op_name
+
+
+class FollowWrites(Pass[Reading, EditedGraph]):
+    name = "follow-writes"
+
+    def call(self, reading: Reading, edited: EditedGraph) -> bool:
+        return _follow(edited.module.graph) > 0
+
+
+def _follow(graph: torch.fx.Graph) -> int:
+    """Rename what later nodes read; gives the number of writes that are followed."""
+    places: dict[torch.fx.Node, int] = {}
+    apart, switch, followed = transformed_nodes(graph), -1, 0
+    for place, node in enumerate(graph.nodes):
+        places[node] = place
+        if op_name(node.target) in GRAD_SWITCHES:
+            switch = place
+        target = next((each for each in node.all_input_nodes if _gives(node, each)), None)
+        if target is None or target.op in ("placeholder", "get_attr") or node in apart or places[target] < switch:
+            continue
+        later = [user for user in target.users if user is not node and user not in places]
+        for user in later:
+            user.replace_input_with(target, node)
+        followed += bool(later)
+    return followed
+
+
+def _gives(node: torch.fx.Node, operand: torch.fx.Node) -> bool:
+    """Whether a node writes an operand and gives the very tensor that it wrote."""
+    value = example_value(node)
+    if not isinstance(value, torch.Tensor) or value is not example_value(operand) or is_opaque(node):
+        return False
+    return node.op in ("call_function", "call_method") and operand in written(node)
+
+
+__all__ = ["FollowWrites"]
