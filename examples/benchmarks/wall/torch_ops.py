@@ -4,8 +4,9 @@
 
 Every op with fp32 samples is called in two ways: `plain`, alone; and `fed`, on what a product in low precision gives, so that ops which
 follow their neighbours run low, too. Every module is called in training and in eval mode. A case is right if nothing is raised that
-fp32 does not raise, results and gradients have fp32's dtypes, shapes and structure, and each error is within twice autocast's or the
-format's floor. The error is the largest difference relative to the largest number.
+fp32 does not raise, results and gradients have fp32's dtypes, shapes and structure, and each error is within twice autocast's, twice what
+rounding the fed input and its gradient costs, or the format's floor. Of what autocast does not run, the same wholly in the format stands
+for it. The error is the largest difference relative to the largest number.
 """
 
 from __future__ import annotations
@@ -155,7 +156,6 @@ def compare_call(call: Call, dtype: str, unset: bool) -> Row:
         return {"outcome": "fp32 fails", "why": exact.raised}
     with torch.random.fork_rng():
         chance = unset or distance(exact, run(call, copy.deepcopy(call.module), seed=3)) > 0
-    rival = run(call, copy.deepcopy(call.module), autocast=parse_format(dtype).dtype)
     amp = amprewrite.rewrite(copy.deepcopy(call.module), dtype=dtype)
     ours = run(call, amp)
     low = sum(node.colour.value == "low" and node.role == "op" for node in amp.plan.nodes) if not ours.raised else 0
@@ -166,18 +166,35 @@ def compare_call(call: Call, dtype: str, unset: bool) -> Row:
         return {"outcome": "differs", "why": other, "low": low}
     if chance:
         return {"outcome": "right", "low": low}
-    error, theirs = distance(exact, ours), float("inf") if rival.raised else distance(exact, rival)
-    given = distance(exact, run(rounded(call, dtype), copy.deepcopy(call.module))) if isinstance(call.module, Fed) else 0.0
-    good = error <= max(FLOOR[dtype], SHARE * max(given, 0.0 if rival.raised else theirs))
-    why = {} if good else {"why": f"off by {error:.3g}, autocast by {theirs:.3g}"}
+    error, theirs = distance(exact, ours), autocast_error(call, exact, parse_format(dtype).dtype)
+    given = rounding_error(call, exact, dtype) if isinstance(call.module, Fed) else 0.0
+    good = error <= max(FLOOR[dtype], SHARE * max(given, theirs or 0.0))
+    why = {} if good else {"why": f"off by {error:.3g}, autocast {'raises' if theirs is None else f'by {theirs:.3g}'}"}
     return {"outcome": "right" if good else "off", "error": error, "autocast": theirs, "low": low, **why}
 
 
-def rounded(call: Call, dtype: str) -> Call:
-    """The call with its first input rounded: what no policy that runs the product before it low can do without."""
-    first = call.args[0].detach()
-    low = first.to(parse_format(dtype).dtype).to(first.dtype).requires_grad_(call.args[0].requires_grad)
-    return Call(call.module, (low, *call.args[1:]), call.kwargs, call.label)
+def autocast_error(call: Call, exact: Outcome, low: torch.dtype) -> float | None:
+    """torch.autocast's error; of what it does not run, that of module and inputs wholly in the format; None if neither runs."""
+    rival = run(call, copy.deepcopy(call.module), autocast=low)
+    if rival.raised:
+        args, kwargs = tree_map(functools.partial(_lowered, low=low), (call.args, call.kwargs))
+        rival = run(Call(call.module, args, kwargs, call.label), copy.deepcopy(call.module).to(low))
+    return None if rival.raised else distance(exact, rival)
+
+
+def _lowered(value: Any, low: torch.dtype) -> Any:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().to(low).requires_grad_(value.requires_grad) if floating else value
+
+
+def rounding_error(call: Call, exact: Outcome, dtype: str) -> float:
+    """The error of rounding the first input and its gradient: what no policy that runs the product before it low can do without."""
+    low, first = parse_format(dtype).dtype, call.args[0].detach()
+    start = first.to(low).to(first.dtype).requires_grad_(call.args[0].requires_grad)
+    found = run(Call(call.module, (start, *call.args[1:]), call.kwargs, call.label), copy.deepcopy(call.module))
+    if found.gradients and found.gradients[0] is not None and not found.raised:
+        found.gradients[0] = found.gradients[0].to(low).to(first.dtype)
+    return distance(exact, found)
 
 
 def seeds(number: int) -> None:
