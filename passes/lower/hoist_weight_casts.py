@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.node_facts import (
     NODE,
     bodies,
     example_value,
+    hint,
     is_checkpoint,
     memory_of,
     outside,
@@ -206,6 +207,8 @@ class Linking:
     """The place of the input that gradients are multiplied by."""
     saved: int
     """Bytes that forward keeps for backward at least, beside copies."""
+    saved_at_capture: int
+    """The same with the sizes of capture, where they may vary."""
     inside: bool
     """Whether the graph links them itself: then it takes what links them as one more input."""
     lets_go: bool
@@ -226,7 +229,8 @@ def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks
     for at, (place, _, _) in enumerate(hoisted):
         shared[of.get(inputs[place].meta.get(NODE), (at,))].append(at)
     inverse = names.index(INVERSE) if INVERSE in names else None
-    found = Linking(hoisted, tuple(shared.values()), inverse, _saved(inputs), inside, lets_go=eager)
+    least, likely = _saved(inputs, lambda size: size if type(size) is int else 0), _saved(inputs, hint)
+    found = Linking(hoisted, tuple(shared.values()), inverse, least, likely, inside, lets_go=eager)
     if inside:
         copies = [node for node in inputs if node.meta.get("tensor_dict") is _STAYS]  # those of frozen weights come last
         _link_where_read(module, copies[: len(hoisted)], found.blocks)
@@ -269,7 +273,7 @@ def with_linked_weights(run: CompiledFn, cache: WeightCache, linking: Linking) -
 
     def linked_before(*inputs: Any) -> Any:
         if linking.lets_go and linked.rooms is None:
-            linked.rooms = _rooms(inputs, linking)
+            linked.early, linked.rooms = _rooms(inputs, linking)
         with unselected():
             copies = linked.take(*operands(inputs))
         return run(*inputs, *copies)
@@ -277,23 +281,24 @@ def with_linked_weights(run: CompiledFn, cache: WeightCache, linking: Linking) -
     return linked_inside if linking.inside else linked_before
 
 
-def _saved(inputs: Sequence[torch.fx.Node]) -> int:
-    """Bytes that forward keeps for backward at least: what ops read beside low copies of weights."""
+def _saved(inputs: Sequence[torch.fx.Node], known: Callable[[Any], int]) -> int:
+    """Bytes that forward keeps for backward at least: what ops read beside low copies of weights. `known` gives each size."""
     beside: dict[torch.fx.Node, int] = {}
     for copy in inputs:
         if copy.meta.get("tensor_dict") is _STAYS:
             for operand in (operand for user in copy.users for operand in user.all_input_nodes if operand.op != "placeholder"):
                 value = example_value(operand)
-                fixed = isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape)
-                beside[operand] = math.prod(value.shape) * value.itemsize if fixed else 0  # strides may be symbolic
+                beside[operand] = math.prod(map(known, value.shape)) * value.itemsize if isinstance(value, torch.Tensor) else 0
     return sum(beside.values())
 
 
-def _rooms(inputs: Sequence[Any], linking: Linking) -> list[int]:
-    """The bytes that may be had after each block: those of blocks before it, which get their gradients later, all others have theirs.
+def _rooms(inputs: Sequence[Any], linking: Linking) -> tuple[bool, list[int]]:
+    """Whether gradients are cast as soon as all are there, and the bytes that a backward adds after each block at least.
 
     A gradient takes four bytes an element, and a low copy that is not needed any more gives two back. If forward ends with more than
-    backward does, for all that is saved, the difference may be had as well.
+    backward does, for all that is saved, a block waits for the end of the backward and the difference may be had as well; so may what
+    blocks before it add, which come after it. Else gradients make the peak: a single block is cast before the backward goes on to
+    the weights that forward reads in front of it, such as embeddings.
     """
     low = {place for place, dtype, _ in linking.hoisted if dtype.itemsize == 2}
     adds: dict[int, int] = {}
@@ -301,12 +306,10 @@ def _rooms(inputs: Sequence[Any], linking: Linking) -> list[int]:
         if isinstance(each, torch.nn.Parameter):
             adds[place] = ((4 if each.requires_grad else 0) - (2 if place in low else 0)) * each.numel()
     spare = max(0, linking.saved - sum(adds.values()))
-    rooms = []
-    for block in linking.blocks:
-        own = {linking.hoisted[at][0] for at in block}
-        later = {place for place, _, _ in linking.hoisted if place < min(own)}
-        rooms.append(spare + max(0, sum(adds.get(place, 0) for place in later)))
-    return rooms
+    early = len(linking.blocks) == 1 and linking.saved_at_capture <= sum(adds.values())
+    adding = adds if early else {place: adds[place] for place, _, _ in linking.hoisted if place in adds}
+    firsts = [min(linking.hoisted[at][0] for at in block) for block in linking.blocks]
+    return early, [spare + max(0, sum(size for place, size in adding.items() if place < first)) for first in firsts]
 
 
 __all__ = [

@@ -569,6 +569,7 @@ def test_low_data_mixes_with_fp32_side_arguments(op: str, fmt: Format) -> None:
 
 
 ROW = torch.arange(8).repeat(500)
+CENTRE, CUBE = torch.full((1, 40, 40, 2), 0.3), torch.full((1, 12, 12, 12, 3), 0.3)
 
 GATHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer_norm": lambda weight: F.layer_norm(torch.ones(4000, 16, dtype=weight.dtype), (16,), None, weight[0]),
@@ -590,6 +591,14 @@ GATHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "linear": lambda weight: F.linear(torch.ones(4000, 16, dtype=weight.dtype), weight),
     "conv1d": lambda weight: F.conv1d(torch.ones(1, 16, 4000, dtype=weight.dtype), weight[:, :, None]),
     "interpolate": lambda weight: F.interpolate(weight[None], scale_factor=500.0, mode="linear"),
+    "replication_pad1d": lambda weight: F.pad(weight, (200, 200), mode="replicate"),
+    "replication_pad2d": lambda weight: F.pad(weight[None], (20, 20, 20, 20), mode="replicate"),
+    "replication_pad3d": lambda weight: F.pad(weight.view(1, 8, 4, 4), (9, 9, 9, 9, 9, 9), mode="replicate"),
+    "reflection_pad2d": lambda weight: F.pad(weight[None], (15, 15, 7, 7), mode="reflect"),
+    "grid_sample": lambda weight: F.grid_sample(weight[None, None], CENTRE.to(weight.dtype), align_corners=False),
+    "grid_sampler_2d": lambda weight: torch.grid_sampler_2d(weight[None, None], CENTRE.to(weight.dtype), 0, 0, False),
+    "grid_sampler_3d": lambda weight: torch.grid_sampler_3d(weight.view(1, 8, 4, 2, 2), CUBE.to(weight.dtype), 0, 0, False),
+    "unfold": lambda weight: weight.unfold(1, 8, 1),
 }
 
 

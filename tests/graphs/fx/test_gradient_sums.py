@@ -54,7 +54,25 @@ PICKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "copies": lambda table, places: torch.cat([table] * (len(places) // 8)),
     "a stack": lambda table, places: torch.stack([table[0]] * len(places)),
 }
-NETS: dict[str, Callable[[], nn.Module]] = {"a norm": Normed, **{name: lambda read=read: Picked(read) for name, read in PICKED.items()}}
+
+
+class Framed(nn.Module):
+    """What a product made gets a frame of what lies on its edge: a corner gets the gradients of all that repeats it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 9), nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        framed = F.pad(self.first(x).view(-1, 1, 3, 3), (15, 15, 15, 15), mode="replicate")
+        return self.last(framed).sum(1).mean()
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "a norm": Normed,
+    "a frame": Framed,
+    **{name: lambda read=read: Picked(read) for name, read in PICKED.items()},
+}
 
 
 def gradients(loss: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor) -> dict[str, Tensor]:

@@ -254,11 +254,11 @@ def test_a_training_step_casts_weights_and_gradients_in_few_launches(dtype: str)
 
 
 class Deep(nn.Module):
-    """More weights than one block has, behind an embedding."""
+    """By default more weights than one block has, behind an embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 70) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(10, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(70))
+        self.embed, self.layers = nn.Embedding(10, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -294,6 +294,18 @@ def test_where_ranks_train_a_block_leaves_while_the_backward_of_layers_before_it
     assert sum(place > blocks[0] for place in products) > 60 and sum(place > blocks[1] for place in products) > 4
     order = [arrived.index(name) for name in ("layers.69.weight", "layers.20.weight", "embed.weight")]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize(("rows", "early"), [(4, True), (4000, False)], ids=["weights outweigh activations", "activations do"])
+def test_gradients_are_cast_before_the_backward_of_an_embedding_unless_activations_make_the_peak(rows: int, early: bool) -> None:
+    torch.manual_seed(0)
+    amp, x = amprewrite.rewrite(Deep(depth=20), dtype="bf16"), torch.randint(0, 10, (rows,))
+    for _ in range(2):
+        loss = amp(x).square().mean()
+        with Ops() as ops:
+            loss.backward()
+    ran = list(ops.names)
+    assert (ran.index("_foreach_copy_") < ran.index("embedding_dense_backward")) == early
 
 
 def test_frozen_weights_keep_copies_over_forwards_of_an_accumulated_step() -> None:

@@ -83,7 +83,8 @@ def read_graph(
     no_grad = without_grad(module.graph, grad) if training else set()
     for node in idle_where_alike(facts, low.name) if lists.rule == "cost" else ():
         facts[node].may_be_idle = True
-    trained = trained_nodes(module.graph) - no_grad if training else set()
+    learning = trained_nodes(module.graph) - no_grad if training else set()
+    trained = set(learning)
     products: set[torch.fx.Node] = set()
     for fact in facts.values():
         kind = fact.kind = _kind(fact, lists, low)
@@ -91,7 +92,7 @@ def read_graph(
         fact.pinned = (
             _pin(fact, kind, low, ties)
             or (pin_unset(fact, low) if training else None)
-            or pin_summing(fact, kind, lists, trained)
+            or pin_summing(fact, kind, lists, trained, learning)
             or pin_uneven(fact, kind, lists)
         )
         if _is_low_under_autocast(fact, kind, facts, products):

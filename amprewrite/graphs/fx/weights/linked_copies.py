@@ -6,8 +6,10 @@
    to it, as PyTorch keeps a gradient without a copy then. What comes low is let go as it is cast, towards the end of a backward in
    several launches: so the peak of the backward stays what it is without blocks.
 3. Of the nodes that are ready autograd runs the one that was made last (torch/csrc/autograd/engine.cpp, CompareNodeTaskTime). Linked
-   before the graph, every block waits for the whole backward: activations are gone by then, and make room for it. Where ranks train, a
-   graph of eager code links a block in front of the op that first reads one of its copies: so the ranks reduce its gradients meanwhile.
+   before the graph, every block waits for the whole backward: activations are gone by then, and make room for it. Where they are
+   fewer than the weights, a single block goes `early`, as soon as it has its gradients: low ones are gone before the backward ends. Where
+   ranks train, a graph of eager code links a block in front of the op that first reads one of its copies: so the ranks reduce its
+   gradients meanwhile.
 4. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
 5. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
@@ -39,6 +41,8 @@ ELEMENTS_APART = 1 << 22
 """The same where several ranks train: 16 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
 
 _USES = torch.Tensor._use_count  # type: ignore[attr-defined]
+_FIRST = 2**63
+"""The number of an autograd node that runs before all others that are ready, but those that hand gradients to weights."""
 FEW = 1 << 19
 """Bytes of low gradients that may be cast at once anywhere, and a SHARE of all: else ever smaller launches would end a backward."""
 SHARE = 1 / 32
@@ -68,6 +72,8 @@ class LinkedCopies:
         self.dtypes, self.layouts, self.cache = dtypes, layouts, cache
         self.blocks = (range(len(dtypes)),) if blocks is None else blocks
         self.rooms = rooms
+        self.early = False
+        """Whether a block is cast as soon as it has all its gradients, before the rest of the backward."""
         self._made: tuple[int, ...] | None = None
         """Places of the weights that are copied; the graph is guarded on their dtypes."""
 
@@ -120,6 +126,8 @@ class Links:
                 layouts = [of.layouts[block[at]] for at in chosen]
                 how = Widening(room=None if of.rooms is None else of.rooms[number], least=self._least)
                 linked = _Link.apply([found[at] for at in chosen], layouts, self._check, how, *[weights[block[at]] for at in chosen])
+                if of.early:
+                    linked[0].grad_fn._set_sequence_nr(_FIRST)
                 for at, copy in zip(chosen, linked, strict=True):
                     found[at] = copy
             return found

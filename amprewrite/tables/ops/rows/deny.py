@@ -129,6 +129,12 @@ ROWS = (
         "grid_sample grid_sampler",
         "grid_sampler_2d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler",
         "grid_sampler_3d",
+        bounded=True,
+        low_backward=("cpu",),
+    ),
+    *rows(
+        DENY,
+        "coordinates need more bits than an image has pixels",
         "affine_grid affine_grid_generator cudnn_affine_grid_generator",
         bounded=True,
     ),
