@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import amprewrite
 
-FAR = 2.0**17
+FAR, LOWEST = 2.0**17, torch.finfo(torch.float32).min
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "mul": lambda h: h * FAR,
     "mul_": lambda h: (h + 0).mul_(FAR),
@@ -86,3 +87,58 @@ def test_a_number_that_blocks_a_position_is_the_end_of_the_range(block: Callable
         want, got = model(x, hidden), amp(x, hidden)
     assert float((got - want).norm()) <= 0.01 * float(want.norm())
     assert not any("decided anew" in note for note in amp.plan.notes)
+
+
+FILLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda x: x.clamp(min=LOWEST),
+    "maximum": lambda x: torch.maximum(x, torch.tensor(LOWEST)),
+    "masked_fill": lambda x: x.masked_fill(x > 1e7, LOWEST),
+    "where": lambda x: torch.where(x < 1e7, x, LOWEST),
+    "a branch": lambda x: torch.cat([x[:2].clamp(min=LOWEST), x[2:]]),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("order", ["filled, then scaled", "scaled, then filled"])
+@pytest.mark.parametrize("way", FILLED)
+def test_data_beside_a_far_constant_does_not_become_the_end_of_the_range(way: str, order: str, grad: bool) -> None:
+    """The product reads 65504 in place of what is beyond it, gives what fits, and nothing shows that it is wrong."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.inner.weight.data.mul_(0.05)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(FILLED[way](x) * 1e5) * 1e-5
+
+    class Filled(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(FILLED[way](x * 1e5)) * 1e-5
+
+    torch.manual_seed(0)
+    model, x = (Scaled if order == "filled, then scaled" else Filled)(), torch.randn(8, 4) * 2
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore", amprewrite.AmpRewriteWarning)
+        torch.testing.assert_close(amprewrite.rewrite(model, dtype="fp16")(x), model(x), rtol=0, atol=1e-2)
+
+
+def test_a_learnt_bias_in_which_attention_is_masked_keeps_its_mask() -> None:
+    """A row that blocks all positions is some weights in fp32, and NaN once fp32's lowest number is -inf."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.bias = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor, blocked: Tensor) -> Tensor:
+            q = self.inner(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            bias = (self.bias * 2).masked_fill(blocked, LOWEST)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=bias.expand(1, 2, 4, 4))
+
+    torch.manual_seed(0)
+    model, x, blocked = Attention(), torch.randn(1, 4, 8), torch.tensor([[True], [False], [False], [False]])
+    got, want = amprewrite.rewrite(model, dtype="fp16")(x, blocked), model(x, blocked)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got[:, :, 1:], want[:, :, 1:], rtol=0, atol=1e-2)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
-from amprewrite.graphs.fx.node_facts import Fact, arguments, held_value, tensors
+from amprewrite.graphs.fx.node_facts import Fact, arguments, example_value, held_value, tensors
 from amprewrite.graphs.fx.uncaptured import unselected
 from amprewrite.ir.evidence.range_rules import (
     ADDS_UP,
@@ -34,14 +34,14 @@ from amprewrite.ir.evidence.range_rules import (
 )
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
 _FLUSHES = ops_with(Trait.ZERO_MATTERS)
 _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
-_FILLS, _BOUNDS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS)
+_FILLS, _BOUNDS, _MAKE_MASKS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.MAKES_MASK)
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
@@ -173,17 +173,42 @@ def _blocks(node: torch.fx.Node, constant: float) -> bool:
 
 
 def may_saturate(fact: Fact, facts: Mapping[torch.fx.Node, Fact], low: Format) -> bool:
-    """Whether values beyond the range may become its end in a low copy: those of a mask, and of what is made of one."""
+    """Whether values beyond the range may become its end in a low copy: those of a mask, and of what is made of one.
+
+    What holds data beside a mask, as scores do in which positions are blocked, may if it is moved alone or if a softmax reads it.
+    Data that is computed with may not: what became the end of the range would be wrong, and finite.
+    """
     if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
         return _may_be_mask(fact.node)
     if fact.role != "op" or fact.dtype != "fp32" or fact.row is None:
         return False
     if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
         return False
+    given = [facts[node] for _, node in arguments(fact.node)]
     far = [constant for constant in _constants(fact.node) if abs(constant) > low.max]
-    if any(_blocks(fact.node, constant) if fact.op in _FILLS | _BOUNDS else means_mask(constant) for constant in far):
-        return True
-    return any(facts[node].may_saturate for _, node in arguments(fact.node))
+    if fact.op in _FILLS and any(_blocks(fact.node, constant) for constant in far):
+        return _is_mask(fact) or _reaches_softmax(fact.node) or not any(map(_is_product, fact.node.users))
+    if not any(map(means_mask, far)) and not any(each.may_saturate for each in given):
+        return False
+    return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)
+
+
+def _is_product(node: torch.fx.Node) -> bool:
+    row = find_op(op_name(node.target)) if node.op in ("call_function", "call_method") else None
+    return row is not None and row.kind is OpKind.ALLOW
+
+
+def _is_mask(fact: Fact) -> bool:
+    """Whether a value is made of numbers and masks alone, without data."""
+    waiting, seen = [fact.node], {fact.node}
+    while waiting:
+        node = waiting.pop()
+        if node.op not in ("call_function", "call_method") or (node is not fact.node and op_name(node.target) not in _MAKE_MASKS):
+            return False
+        floating = [each for each in node.all_input_nodes if any(t.is_floating_point() for t in tensors(example_value(each)))]
+        waiting += [each for each in floating if each not in seen]
+        seen.update(floating)
+    return True
 
 
 def _may_be_mask(node: torch.fx.Node) -> bool:
@@ -192,18 +217,21 @@ def _may_be_mask(node: torch.fx.Node) -> bool:
     Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
     """
     for reader in _followers(node, PASSES_MASK):
-        for user in reader.users:
-            op = op_name(user.target)
-            if op == "scaled_dot_product_attention" and (user.kwargs.get("attn_mask") is reader or reader in user.args[3:4]):
-                return True
-            if op == "add" and _reaches_softmax(user):
-                return True
+        if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and _reaches_softmax(user)) for user in reader.users):
+            return True
     return False
 
 
 def _reaches_softmax(node: torch.fx.Node) -> bool:
-    """Whether scores are made of a value, and a softmax of those."""
-    return any(op_name(last.target) == "softmax" for made in _followers(node, MAKES_SCORES) for last in made.users)
+    """Whether scores are made of a value, and a softmax of those, or attention adds it to its scores."""
+    made = ((each, user) for each in _followers(node, MAKES_SCORES) for user in each.users)
+    return any(op_name(user.target) == "softmax" or _takes_as_mask(user, each) for each, user in made)
+
+
+def _takes_as_mask(node: torch.fx.Node, value: torch.fx.Node) -> bool:
+    """Whether attention adds a value to its scores."""
+    mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+    return op_name(node.target) == "scaled_dot_product_attention" and mask is value
 
 
 def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
