@@ -171,7 +171,8 @@ MUTANTS = (
     ),
     Mutant(
         "number-clamped", "a number beyond fp16's range is taken for a mask: what it makes is clamped, and finite", ("programs",), ('large', "'fp16'"),
-        (("amprewrite/graphs/fx/read/magnitudes.py", "_blocks(fact.node, constant) if fact.op in _FILLS | _BOUNDS else means_mask(constant) for constant in far", "True for constant in far"),),
+        (("amprewrite/graphs/fx/read/magnitudes.py", "    if not any(map(means_mask, far)) and not any(", "    if not far and not any("),
+         ("amprewrite/graphs/fx/read/magnitudes.py", "    return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "    return True\n")),
     ),
     Mutant(
         "two-nodes-one-name", "an op takes the name of what comes into its graph, which is lost", ("programs",), ('checkpoint(', ' * self.w'),

@@ -91,9 +91,18 @@ def test_a_low_mask_takes_the_end_of_the_low_range(capture: Capture) -> None:
 
 
 def test_a_high_mask_keeps_its_constant_and_its_low_copy_saturates(capture: Capture) -> None:
-    module = edited(capture(masked, X, W), **{"node:masked_fill": "high"})
+    def scores(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(torch.relu(x).masked_fill(x > 0, torch.finfo(torch.float32).min), -1) @ w
+
+    module = edited(capture(scores, X, W), **{"node:masked_fill": "high", "softmax": "low"})
     assert constants(module) == [torch.finfo(torch.float32).min, FP16.max]
     assert [node.args[1] for node in module.graph.nodes if node.target is saturate] == [FP16.max]
+
+
+def test_the_low_copy_of_what_is_computed_with_does_not_saturate(capture: Capture) -> None:
+    module = edited(capture(masked, X, W), **{"node:masked_fill": "high"})
+    assert constants(module) == [torch.finfo(torch.float32).min]
+    assert not any(node.target is saturate for node in module.graph.nodes)
 
 
 def test_what_saturates_keeps_its_infinities() -> None:

