@@ -273,7 +273,7 @@ def with_linked_weights(run: CompiledFn, cache: WeightCache, linking: Linking) -
 
     def linked_before(*inputs: Any) -> Any:
         if linking.lets_go and linked.rooms is None:
-            linked.early, linked.rooms = _rooms(inputs, linking)
+            linked.early, linked.rooms = _schedule(inputs, linking)
         with unselected():
             copies = linked.take(*operands(inputs))
         return run(*inputs, *copies)
@@ -292,7 +292,7 @@ def _saved(inputs: Sequence[torch.fx.Node], known: Callable[[Any], int]) -> int:
     return sum(beside.values())
 
 
-def _rooms(inputs: Sequence[Any], linking: Linking) -> tuple[bool, list[int]]:
+def _schedule(inputs: Sequence[Any], linking: Linking) -> tuple[bool, list[int]]:
     """Whether gradients are cast as soon as all are there, and the bytes that a backward adds after each block at least.
 
     A gradient takes four bytes an element, and a low copy that is not needed any more gives two back. If forward ends with more than

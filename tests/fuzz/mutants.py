@@ -175,6 +175,10 @@ MUTANTS = (
          ("amprewrite/graphs/fx/read/magnitudes.py", "    return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "    return True\n")),
     ),
     Mutant(
+        "data-clamped", "data beside fp32's lowest number is taken for a mask: what is computed with it is clamped, and finite", ("programs",), ("finfo", "'fp16'"),
+        (("amprewrite/graphs/fx/read/magnitudes.py", "    return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "    return True\n"),),
+    ),
+    Mutant(
         "two-nodes-one-name", "an op takes the name of what comes into its graph, which is lost", ("programs",), ('checkpoint(', ' * self.w'),
         (("amprewrite/graphs/fx/read/names.py", "        while name in taken or (name in given and name != base):\n", "        while False:\n"),),
     ),

@@ -387,6 +387,13 @@ def _() -> bool:
         return near(amp(batch()), plain(batch()))
 
 
+@proof("data-clamped")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: F.linear(x.clamp(min=torch.finfo(x.dtype).min) * 1e5, self.a.weight * 0.05) * 1e-5, dtype="fp16")
+    with torch.no_grad():
+        return near(amp(2 * batch()), plain(2 * batch()))
+
+
 class NearlyNone(Product):
     """A product whose backward bounds gradients by 1e-3."""
 

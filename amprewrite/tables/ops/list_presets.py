@@ -231,9 +231,9 @@ def autocast_kinds(device: str) -> dict[str, OpKind]:
     return kinds
 
 
+_FP32_UNDER_AUTOCAST = {device: _words(ops) for device, ops in _AUTOCAST_HIGH.items()}
+
+
 def fp32_under_autocast(op: str, device: str) -> bool:
     """Whether torch.autocast casts the inputs of an op to fp32 on `device`, whatever made them."""
     return op in _FP32_UNDER_AUTOCAST.get(device, ())
-
-
-_FP32_UNDER_AUTOCAST = {device: _words(ops) for device, ops in _AUTOCAST_HIGH.items()}

@@ -2,11 +2,11 @@
 
     python examples/benchmarks/wall/libraries.py [--dtype bf16,fp16] [--out nets.jsonl] [--only diffusers] [--shard 0/4] [--html FILE]
 
-    pip install diffusers monai torch-geometric segmentation-models-pytorch x-transformers mambapy
+    pip install diffusers monai torch-geometric segmentation-models-pytorch timm x-transformers mambapy
 
 Diffusion, medical images, graphs, segmentation, decoders and a state space model. Nothing is downloaded, and no weights are loaded. A
-library that is not installed is left out, and the table's title names those that are there. Where there is no torchvision for the torch
-that is installed, names that stand for its classes are imported instead: no net needs it.
+library that is not installed is left out, and the table's title names those that are there. Nets for segmentation ask for torchvision and
+need nothing of it: where it is missing, names that stand for its classes are imported. UnetPlusPlus takes some minutes on one core.
 """
 
 from __future__ import annotations

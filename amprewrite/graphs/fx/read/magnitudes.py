@@ -194,6 +194,7 @@ def may_saturate(fact: Fact, facts: Mapping[torch.fx.Node, Fact], low: Format) -
 
 
 def _is_product(node: torch.fx.Node) -> bool:
+    """Whether an op is a matrix product or a convolution, by its row."""
     row = find_op(op_name(node.target)) if node.op in ("call_function", "call_method") else None
     return row is not None and row.kind is OpKind.ALLOW
 

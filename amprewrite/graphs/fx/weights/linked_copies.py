@@ -6,10 +6,10 @@
    to it, as PyTorch keeps a gradient without a copy then. What comes low is let go as it is cast, towards the end of a backward in
    several launches: so the peak of the backward stays what it is without blocks.
 3. Of the nodes that are ready autograd runs the one that was made last (torch/csrc/autograd/engine.cpp, CompareNodeTaskTime). Linked
-   before the graph, every block waits for the whole backward: activations are gone by then, and make room for it. Where they are
-   fewer than the weights, a single block goes `early`, as soon as it has its gradients: low ones are gone before the backward ends. Where
-   ranks train, a graph of eager code links a block in front of the op that first reads one of its copies: so the ranks reduce its
-   gradients meanwhile.
+   before the graph, every block waits for the whole backward: activations are gone by then, and make room for it. Where
+   gradients take more than activations, a single block goes `early`, as soon as it has its gradients: low ones are gone before the
+   backward ends. Where ranks train, a graph of eager code links a block in front of the op that first reads one of its copies: so the
+   ranks reduce its gradients meanwhile.
 4. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
 5. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
