@@ -171,12 +171,16 @@ MUTANTS = (
     ),
     Mutant(
         "number-clamped", "a number beyond fp16's range is taken for a mask: what it makes is clamped, and finite", ("programs",), ('large', "'fp16'"),
-        (("amprewrite/graphs/fx/read/magnitudes.py", "    if not any(map(means_mask, far)) and not any(", "    if not far and not any("),
-         ("amprewrite/graphs/fx/read/magnitudes.py", "    return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "    return True\n")),
+        (("amprewrite/graphs/fx/flow/far_numbers.py", "        if not any(map(means_mask, far)) and not any(", "        if not far and not any("),
+         ("amprewrite/graphs/fx/flow/far_numbers.py", "        return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "        return True\n")),
     ),
     Mutant(
         "data-clamped", "data beside fp32's lowest number is taken for a mask: what is computed with it is clamped, and finite", ("programs",), ("finfo", "'fp16'"),
-        (("amprewrite/graphs/fx/read/magnitudes.py", "    return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "    return True\n"),),
+        (("amprewrite/graphs/fx/flow/far_numbers.py", "        return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "        return True\n"),),
+    ),
+    Mutant(
+        "mask-computed-with", "a number that masks becomes the end of fp16's range where it is computed with, and the result is finite", ("programs",), ("large_mask", "'fp16'"),
+        (("amprewrite/graphs/fx/flow/far_numbers.py", "        if not sides or size <= self.low.max:\n", "        if True:\n"),),
     ),
     Mutant(
         "two-nodes-one-name", "an op takes the name of what comes into its graph, which is lost", ("programs",), ('checkpoint(', ' * self.w'),

@@ -394,6 +394,13 @@ def _() -> bool:
         return near(amp(2 * batch()), plain(2 * batch()))
 
 
+@proof("mask-computed-with")
+def _() -> bool:
+    plain, amp = pair(lambda self, x: self.b(self.a(x).masked_fill(torch.arange(4) > 2, -1e9) * 1e-9), dtype="fp16")
+    with torch.no_grad():
+        return near(amp(batch()), plain(batch()))
+
+
 class NearlyNone(Product):
     """A product whose backward bounds gradients by 1e-3."""
 

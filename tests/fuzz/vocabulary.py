@@ -216,6 +216,9 @@ ODD = (
 RANGE = (
     ("large", "{v} = F.linear({x} * 2.0**17, {lin}.weight) * 2.0**-17", 1), ("large", "{v} = (({x} * 2.0**9) @ ({s}.mT * 2.0**9)) * 2.0**-18", 1), ("large", "{v} = {lin}({x} * 1e5) * 1e-5"),
     ("large", "{v} = ({lin}({x} * 1e3).square() + 1).rsqrt()"), ("large", "{v} = torch.softmax({lin}({x}) * 1e5, -1)"), ("large", "t{n} = {lin}({x} * 2.0**17)\n{v} = t{n} / t{n}.abs().amax().clamp(min=1)"),
+    ("large_mask", "{v} = {x} + {x}.masked_fill(torch.arange({x}.shape[-1]) % 2 == 0, -2.0**30) * 2.0**-30", 1), ("large_mask", "{v} = {x} + ({lin}({x}) + (torch.arange({x}.shape[-1]) % 2 == 0) * -2.0**30) * 2.0**-30", 1),
+    ("large_mask", "{v} = {x} + torch.where(torch.arange({x}.shape[-1]) % 2 == 0, -1e12, {x}).clamp(min=-2.0**20) * 2.0**-20", 1), ("large_mask", "{v} = {x} * ({x}.masked_fill(torch.arange({x}.shape[-1]) % 2 == 0, -1e9) > -1e8)", 1),
+    ("large_mask", "{v} = {x} + torch.relu({x}.masked_fill(torch.arange({x}.shape[-1]) % 2 == 0, -1e9))", 1), ("large_mask", "t{n} = {lin}({x})\n{v} = t{n} + t{n}.masked_fill(torch.arange(t{n}.shape[-1]) % 2 == 0, 1e30).mean(-1, keepdim=True) * 1e-30", 1),
     ("large", "{u} = {lin}({x})\ntorch._dynamo.graph_break()\n{v} = F.linear({u} * 2.0**17, {lin}.weight) * 2.0**-17", 1),
     ("small", "{v} = F.linear({x} * 2.0**-30, {lin}.weight) * 2.0**30", 1), ("small", "{v} = F.linear({x}, {lin}.weight * 2.0**-30) * 2.0**30", 1), ("small", "{v} = {x} / (({lin}({x}) * 1e-6).square() + 1e-9).sqrt() * 1e-4"),
     ("large_checkpoint", "{v} = checkpoint(lambda t: F.linear(t * 2.0**17, {lin}.weight) * 2.0**-17, {x}, use_reentrant=False)", 1), ("large_checkpoint", "{v} = checkpoint(lambda t: {lin}(t * 1e5).relu() * 1e-5, {x}, use_reentrant=False)"),

@@ -1,19 +1,29 @@
-"""What is done with a value further on in an ONNX graph: whether a pole waits for it, a softmax, or the root of a distance.
+"""What is done with a value further on in an ONNX graph: who reads it, and whether a pole, a softmax or the root of a distance follows.
 
-By name it knows powers (`pow`), the `softmax` that a mask is made for, and what distances are written with (`matmul`, `cat`, `sum`,
-`sqrt`).
+By name it knows powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` that a mask is made for,
+`scaled_dot_product_attention`, and what distances are written with (`matmul`, `cat`, `sum`, `sqrt`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence, Set
+
+import numpy as np
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.ops import constant_tensor, op_of
-from amprewrite.ir.evidence.range_rules import MAKES_SCORES, POLES, hands_on_small
+from amprewrite.graphs.onnx.ops import bodies, constant_tensor, is_float, op_of
+from amprewrite.ir.evidence.range_rules import MAKES_SCORES, POLES, Read, hands_on_small, only_blocks
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.onnx_names import DOMAIN
 from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
-BOUNDS, DIVIDES = ops_with(Trait.BOUNDS), ops_with(Trait.DIVIDES)
+BOUNDS, DIVIDES, SCALES = ops_with(Trait.BOUNDS), ops_with(Trait.DIVIDES), ops_with(Trait.SCALES)
+LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
+"""Ops whose constants say what becomes of a number beyond the range."""
+MAKE_MASKS = ops_with(Trait.MAKES_MASK)
+MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
+"""Which operand attention adds to its scores: of onnx's own op, and of ONNX Runtime's two."""
 
 
 def has_pole(op: str, index: int) -> bool:
@@ -54,6 +64,80 @@ def reaches_softmax(node: ir.Node) -> bool:
     return False
 
 
+class Readers:
+    """Who reads a value of a graph, inside the bodies of its loops and branches, too."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._leaving: dict[ir.Value, list[ir.Value]] = {}
+        """What a body gives, with what it may be outside or in the next turn."""
+        self._blocking: set[tuple[ir.Value, int]] = set()
+        for node in graph.all_nodes():
+            for body in bodies(node):
+                for value in body.outputs:
+                    self._leaving.setdefault(value, []).extend((*node.outputs, *body.inputs))
+
+    def of(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
+        """The reads of `value`; one that makes the value itself, by no op, where it leaves the model."""
+        for made in self._leaving.get(value, [value] if value.is_graph_output() else []):
+            yield Read("", OpKind.CLEAR if made is not value else None, made, floating=is_float(made))
+        for use in value.uses():
+            inner = [each for body in bodies(use.node) for each in body.inputs]
+            for made in (*use.node.outputs, *inner):
+                yield _read(use.node, use.idx, made, crosses=bool(inner))
+
+    def only_block(self, node: ir.Node, sides: Set[int], low: Format) -> bool:
+        """Whether numbers beyond the range, which the results of a node hold on `sides` of zero, block and do nothing else.
+
+        The end of a wide format differs from them by a rounding, in fp32, at most.
+        """
+        made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
+        return not low.narrow or all(only_blocks(each, sides, self.of, low, self._blocking) for each in made if is_float(each))
+
+
+def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
+    op = op_of(node)
+    row = find_op(op)
+    kind = OpKind.CLEAR if crosses else row.kind if row is not None else None
+    beside = [each for index, each in enumerate(node.inputs) if index != place and each is not None]
+    numbers = _ends(beside, of_one_sign=op in SCALES) if op in LOOKED_INTO else ()
+    lower, upper = (numbers, ()) if op == "maximum" else ((), numbers)
+    if op == "clamp":
+        lower, upper = (_ends([each for each in node.inputs[at : at + 1] if each is not None and at != place]) for at in (1, 2))
+    masks = op == "scaled_dot_product_attention" and place == (MASK_OF_CONTRIB if node.domain == DOMAIN else MASK_OF_ATTENTION)
+    return Read(op, kind, made, place, numbers, lower, upper, is_float(made), masks)
+
+
+def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float, ...]:
+    """The least and the largest of the finite numbers of constants; () if there are none, or of more signs than one."""
+    held = [tensor.numpy() for tensor in map(constant_tensor, values) if tensor is not None and tensor.size]
+    finite = [each[np.isfinite(each)] for each in held if each.dtype.kind == "f"]
+    ends = [float(end(each)) for each in finite if each.size for end in (np.min, np.max)]
+    return () if of_one_sign and ends and min(ends) * max(ends) <= 0 else tuple(ends)
+
+
+def is_mask(node: ir.Node) -> bool:
+    """Whether the results of a node are made of numbers and masks alone, without data."""
+    waiting, seen = [node], {node}
+    while waiting:
+        at = waiting.pop()
+        if at is not node and op_of(at) not in MAKE_MASKS:
+            return False
+        given = [value for value in at.inputs if value is not None and is_float(value) and constant_tensor(value) is None]
+        makers = [value.producer() for value in given]
+        if any(maker is None for maker in makers):
+            return False
+        fresh = {maker for maker in makers if maker is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return True
+
+
+def feeds_product(node: ir.Node) -> bool:
+    """Whether a matrix product or a convolution reads a result of a node."""
+    rows = (find_op(op_of(use.node)) for value in node.outputs for use in value.uses())
+    return any(row is not None and row.kind is OpKind.ALLOW for row in rows)
+
+
 def is_score_mask(value: ir.Value) -> bool:
     """Whether all that reads a value makes scores of it for a softmax, and none takes it for a bound."""
     uses = value.uses()
@@ -83,4 +167,4 @@ def _holds_sum(value: ir.Value | None) -> bool:
     return any(part is not None and op_of(part) == "sum" for part in parts)
 
 
-__all__ = ["before_a_pole", "has_pole", "is_distance", "is_score_mask", "reaches_softmax"]
+__all__ = ["Readers", "before_a_pole", "feeds_product", "has_pole", "is_distance", "is_mask", "is_score_mask", "reaches_softmax"]

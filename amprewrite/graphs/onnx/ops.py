@@ -219,6 +219,22 @@ def _goes_on(old: Sequence[onnx.defs.OpSchema.FormalParameter], new: Sequence[on
     return len(old) <= len(new) and same and all(each.option == optional for each in new[len(old) :])
 
 
+def bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs inside a node: the branches of an If, the body of a Loop or Scan."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found += attribute.as_graphs()
+    return found
+
+
+def is_float(value: ir.Value) -> bool:
+    """Whether a value holds numbers with fractions, as one of an unknown type may."""
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
 def format_of(value: ir.Value | None) -> str:
     """Short name of a value's dtype; "" if it is unknown or no tensor."""
     if value is None or not isinstance(value.type, ir.TensorType):

@@ -6,7 +6,9 @@ Evidence is the largest and the smallest magnitude of a value: of a weight, on s
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.formats import Format
@@ -23,8 +25,15 @@ BLOCKS = 88.0
 """A softmax gives no share to a score so far below the greatest: exp(-88) is below fp32's normal numbers."""
 ROWS = 8
 """So many rows with something in common are no chance."""
+SHRINKS = 64
+"""Scores, and what blocks among them, may be divided by as much: what is left of the end of the range is far from zero still."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
+BELOW, ABOVE = -1, 1
+"""Sides of zero."""
+_LEVELS = {BELOW: ops_with(Trait.LEVELS_BELOW), ABOVE: ops_with(Trait.LEVELS_ABOVE)}
+_FILLS, _BOUNDS, _COMPARES = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.COMPARES)
+_SHAPE_ONLY, _COUNTS = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
@@ -57,6 +66,99 @@ def means_mask(constant: float) -> bool:
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
     """Whether the end of `low` may stand for a bound beyond it: the lowest for a lower bound, the highest for an upper one."""
     return bound <= low.max if lower else bound >= -low.max
+
+
+Node = TypeVar("Node")
+
+
+@dataclass(frozen=True)
+class Read(Generic[Node]):
+    """One op that reads a value, as far as it says what a number far beyond the range is for."""
+
+    op: str
+    kind: OpKind | None
+    made: Node
+    """What it makes."""
+    place: int = 0
+    """Which of its operands the value is."""
+    numbers: tuple[float, ...] = ()
+    """Its other operands, where they are numbers; bounds are in `lower` and `upper`."""
+    lower: tuple[float, ...] = ()
+    upper: tuple[float, ...] = ()
+    floating: bool = True
+    """Whether it gives numbers with fractions."""
+    masks: bool = False
+    """Whether attention takes the value for its mask."""
+
+
+def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
+    """On which sides the result holds numbers far beyond the range, if what is read does on `side`; none if it asks for the side alone.
+
+    None: it computes with the number itself, for which the end of the range would be another.
+    """
+    op, near = read.op, low.max / SHRINKS
+    if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY:
+        return frozenset()
+    if not read.floating:
+        if op in _COMPARES:
+            return frozenset() if read.numbers and all(abs(number) <= near for number in read.numbers) else None
+        return None if op in _COUNTS else frozenset()
+    if op in _BOUNDS:
+        return _bounded(read, side, low)
+    if op == "neg":
+        return frozenset({-side})
+    if op == "abs":
+        return frozenset({ABOVE})
+    if read.kind is OpKind.CLEAR or op in _FILLS:
+        return frozenset({side})
+    return _scored(read, side, low) if op in MAKES_SCORES else None
+
+
+def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
+    """`handed_on` for bounds: one near zero on this side ends it, one beyond the range lets it by, any other may be its own number."""
+    stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
+    near = low.max / SHRINKS
+    if any(abs(bound) <= near for bound in stops):
+        return frozenset()
+    beyond = all(bound * side > low.max for bound in stops) and all(bound * side <= near for bound in others)
+    return frozenset({side}) if beyond else None
+
+
+def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
+    """`handed_on` for the sums and products between scores, their mask and the softmax."""
+    if read.op in ADDS_UP:
+        side = -side if read.op == "sub" and read.place else side
+        added = [-number if read.op == "sub" and not read.place else number for number in read.numbers]
+        return None if any(number * side < -low.max / 2 for number in added) else frozenset({side})
+    if read.op == "div" and read.place:
+        return None
+    factors = [1 / number if read.op == "div" and number else number for number in read.numbers]
+    if any(abs(factor) * SHRINKS < 1 for factor in factors):
+        return None
+    signs = {side if factor > 0 else -side for factor in factors}
+    return frozenset(signs or {BELOW, ABOVE})
+
+
+def only_blocks(
+    node: Node, sides: Iterable[int], reads: Callable[[Node], Iterable[Read[Node]]], low: Format, known: set[tuple[Node, int]]
+) -> bool:
+    """Whether numbers far beyond the range, which `node` holds on `sides` of zero, block and do nothing else, whoever reads them.
+
+    The end of the range may stand for them then. `reads` gives the readers of a value; `known` are values found to be such, and grows.
+    """
+    waiting = [(node, side) for side in sides]
+    seen = set(waiting)
+    while waiting:
+        at, side = waiting.pop()
+        for read in reads(at) if (at, side) not in known else ():
+            handed = handed_on(read, side, low)
+            if handed is None:
+                return False
+            fresh = {(read.made, each) for each in handed} - seen
+            seen |= fresh
+            waiting += fresh
+    known |= seen
+    return True
 
 
 def near_the_end(largest: float, low: Format) -> bool:
@@ -132,6 +234,6 @@ def hands_on_small(op: str) -> bool:
 
 
 __all__ = [
-    "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "drowns_in", "fit", "hands_on_small", "has_offset", "near_a_pole",
-    "near_the_end", "summands", "thinned_out",
+    "ABOVE", "BELOW", "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "Read", "drowns_in", "fit", "handed_on", "hands_on_small",
+    "has_offset", "near_a_pole", "near_the_end", "only_blocks", "summands", "thinned_out",
 ]  # fmt: skip

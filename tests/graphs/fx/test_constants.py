@@ -124,6 +124,83 @@ def test_data_beside_a_far_constant_does_not_become_the_end_of_the_range(way: st
         torch.testing.assert_close(amprewrite.rewrite(model, dtype="fp16")(x), model(x), rtol=0, atol=1e-2)
 
 
+HIDDEN = torch.tensor([[True, False, False, False], [False, True, False, False]]).repeat(4, 1)
+TOLD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a product": lambda h, m: h.masked_fill(m, -1e9) * 1e-9,
+    "a product, positive": lambda h, m: h.masked_fill(m, 1e30) * 1e-30,
+    "a quotient": lambda h, m: torch.where(m, -1e9, h) / 1e9,
+    "a divisor": lambda h, m: 1e9 / (1 + torch.relu(-h.masked_fill(m, -1e9))),
+    "a sum": lambda h, m: (h.masked_fill(m, -1e9) + 1e9) * 1e-9,
+    "a sum with a tensor of it": lambda h, m: (torch.where(m, torch.full((), -1e9), h) + 1e9) * 1e-9,
+    "a sum with a mask": lambda h, m: (h + m * -1e9) * 1e-9,
+    "a mean": lambda h, m: h.masked_fill(m, -1e9).mean(0) * 1e-9,
+    "a norm": lambda h, m: h.masked_fill(m, -1e9).norm() * h * 1e-10,
+    "a logarithm": lambda h, m: torch.log1p(torch.relu(h.masked_fill(m, 1e30))),
+    "a logarithm of its size": lambda h, m: h.masked_fill(m, -1e9).abs().log1p(),
+    "a bound beyond the range": lambda h, m: h.masked_fill(m, LOWEST).clamp(min=-1e6) * 1e-5,
+    "a bound within it": lambda h, m: h.masked_fill(m, LOWEST).clamp(min=-5e4) * 1e-4,
+    "greater than": lambda h, m: (h.masked_fill(m, -1e9) > -1e8).float() * h,
+    "the same as": lambda h, m: (h.masked_fill(m, -1e12) == -1e12).float() + h,
+    "a log softmax": lambda h, m: h.masked_fill(m, -1e9).log_softmax(-1) * 1e-9,
+    "moved": lambda h, m: torch.cat([h, h.masked_fill(m, -1e9)]).mT.reshape(8, 8).chunk(2, -1)[1] * 1e-9,
+    "written in place": lambda h, m: (h + 0).masked_fill_(m, -1e9) * 1e-9,
+    "one softmax and a product": lambda h, m: (lambda f: f.softmax(-1) + f * 1e-9)(h.masked_fill(m, -1e9)),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("first", [HIDDEN, HIDDEN & False], ids=["hidden", "nothing hidden at first"])
+@pytest.mark.parametrize("way", TOLD)
+def test_a_number_that_masks_is_itself_where_it_is_computed_with(way: str, first: Tensor, grad: bool) -> None:
+    """It is finite in the end, so nothing would show that the end of fp16's range was taken for it; autocast refuses such a fill."""
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+            told = TOLD[way](self.a(x), hidden)
+            return self.b(told if told.shape[-1:] == (4,) else told.expand(4))
+
+    torch.manual_seed(0)
+    model, x = Told(), torch.randn(8, 4)
+    with torch.set_grad_enabled(grad):
+        amp = amprewrite.rewrite(model, dtype="fp16")
+        for hidden in (first, HIDDEN):
+            want = model(x, hidden).detach()
+            torch.testing.assert_close(amp(x, hidden).detach(), want, rtol=0, atol=1e-2 * float(want.abs().max()))
+
+
+ASKED_FOR_THE_SIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda h: torch.relu(h.masked_fill(HIDDEN, -1e9)),
+    "sigmoid": lambda h: torch.sigmoid(h.masked_fill(HIDDEN, LOWEST)),
+    "the largest": lambda h: h.masked_fill(HIDDEN, LOWEST).amax(-1, keepdim=True) + h,
+    "the least": lambda h: h.masked_fill(HIDDEN, -LOWEST).amin(-1, keepdim=True) + h,
+    "a bound near zero": lambda h: h.masked_fill(HIDDEN, -1e9).clamp(min=-3),
+    "a softmax of scaled scores": lambda h: (h.masked_fill(HIDDEN, -1e9) / 8 + h).softmax(-1),
+    "a comparison with zero": lambda h: h * (h.masked_fill(HIDDEN, -1e9) > 0),
+}
+
+
+@pytest.mark.parametrize("way", ASKED_FOR_THE_SIDE)
+def test_a_number_that_blocks_stays_low_where_only_its_side_is_asked_for(way: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(ASKED_FOR_THE_SIDE[way](self.a(x)))
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(8, 4)
+    with torch.no_grad():
+        amp = amprewrite.rewrite(model, dtype="fp16")
+        torch.testing.assert_close(amp(x), model(x), rtol=0, atol=1e-2)
+    assert sum(cast.to == "fp32" for cast in amp.plan.casts) == 1, "that of the result"
+
+
 def test_a_learnt_bias_in_which_attention_is_masked_keeps_its_mask() -> None:
     """A row that blocks all positions is some weights in fp32, and NaN once fp32's lowest number is -inf."""
 

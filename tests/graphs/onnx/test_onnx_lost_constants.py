@@ -70,7 +70,7 @@ def test_a_row_that_is_blocked_whole_is_finite(blocked):
     [
         pytest.param("b = Add(a, far)\n c = Softmax(b)\n y = MatMul(c, W)", -30704, id="a mask of scores"),
         pytest.param("b = Max(a, far)\n c = Softmax(b)\n y = MatMul(c, W)", -65504, id="a bound of scores"),
-        pytest.param("b = Where(m, a, far)\n c = ReduceMax <keepdims=1> (b)\n d = Sub(b, c)\n y = MatMul(d, W)", -65504, id="of values"),
+        pytest.param("b = Where(m, a, far)\n c = Relu(b)\n y = MatMul(c, W)", -65504, id="of values"),
     ],
 )
 def test_less_than_half_of_the_lowest_is_for_masks_of_scores_alone(reads, want):
@@ -157,6 +157,61 @@ def test_what_tells_masked_values_from_others_sees_them_as_they_are(test):
     result = rewrite_onnx(given.model, calibration=given.feed)
     assert true_error(given, result) < 3e-3
     assert {loss.name for loss in result.report.losses if loss.kept} >= {"k"}
+
+
+FILLED = "a = MatMul(x, W)\n h = Where(m, far, a)"
+TOLD = {
+    "a product": f"{FILLED}\n d = Mul(h, tiny)",
+    "a quotient": f"{FILLED}\n d = Div(h, huge)",
+    "a divisor": f"{FILLED}\n n = Neg(h)\n r = Relu(n)\n s = Add(r, one)\n d = Div(huge, s)",
+    "a sum": f"{FILLED}\n s = Add(h, huge)\n d = Mul(s, tiny)",
+    "a difference": f"{FILLED}\n c = ReduceMax <keepdims=1> (h)\n s = Sub(h, c)\n d = Mul(s, tiny)",
+    "a sum with a mask": "a = MatMul(x, W)\n k = Where(m, far, zero)\n s = Add(a, k)\n d = Mul(s, tiny)",
+    "a mean": f"{FILLED}\n s = ReduceMean <keepdims=1> (h)\n p = Mul(s, tiny)\n d = Add(a, p)",
+    "a logarithm of its size": f"{FILLED}\n p = Abs(h)\n q = Add(p, one)\n d = Log(q)",
+    "a bound beyond the range": f"{FILLED}\n c = Clip(h, million, )\n d = Mul(c, small)",
+    "a bound within it": f"{FILLED}\n c = Max(h, within)\n d = Mul(c, small)",
+    "greater than": f"{FILLED}\n g = Greater(h, million)\n f = Cast<to=1>(g)\n d = Mul(a, f)",
+    "moved": f"{FILLED}\n t = Transpose <perm=[0, 1]> (h)\n i = Identity(t)\n d = Mul(i, tiny)",
+    "one softmax and a product": f"{FILLED}\n s = Softmax(h)\n p = Mul(h, tiny)\n d = Add(s, p)",
+    "from a branch": f"a = MatMul(x, W)\n {branch('-1e9')}\n h = Add(a, e)\n d = Mul(h, tiny)",
+    "through a branch": f"{FILLED}\n o = If(b) <then_branch=t () => (float[32,64] t) {{t = Identity(h)}}, "
+    "else_branch=s () => (float[32,64] s) {s = Identity(h)}>\n d = Mul(o, tiny)",
+}
+NUMBERS = {
+    "far": -1e9, "huge": 1e9, "tiny": 1e-9, "small": 1e-5, "million": -1e6, "within": -5e4, "one": 1.0, "zero": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hidden", [True, False], ids=["hidden in samples", "in none"])
+@pytest.mark.parametrize("way", TOLD)
+def test_a_number_that_masks_is_itself_where_it_is_computed_with(way, hidden):
+    """It is finite in the end, so that nothing would show that the end of fp16's range was taken for it."""
+    inits = {"W": W, **{name: np.float32(number) for name, number in NUMBERS.items()}}
+    mask = noise(32, 64) < -0.5
+    feed = {"x": X, "m": mask, "b": np.array(False)}
+    given = parsed(f"{TOLD[way]}\n y = MatMul(d, W)", "float[32,64] x, bool[32,64] m, bool b", "float[32,64] y", inits, feed)
+    seen = feed if hidden else {"x": X, "m": np.zeros_like(mask), "b": np.array(True)}
+    assert true_error(given, rewrite_onnx(given.model, calibration=seen)) < 3e-3
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param("b = Max(a, far)", id="bounded"),
+        pytest.param("b = Clip(a, far, )", id="clipped"),
+        pytest.param("c = Where(m, far, a)\n b = Relu(c)", id="filled"),
+        pytest.param("c = Where(m, far, zero)\n d = Add(a, c)\n b = Relu(d)", id="added to"),
+    ],
+)
+def test_data_beside_a_mask_does_not_become_the_end_of_the_range(then):
+    """Beyond what samples showed, a product would read 65504 for what is larger, and give what fits: an infinity shows at least."""
+    inits = {"W": W, "far": np.finfo(np.float32).min, "zero": np.float32(0), "k": np.float32(1e5), "small": np.float32(1e-5)}
+    feed = {"x": 100 * X, "m": noise(32, 64) < -0.5}
+    body = f"a = MatMul(x, W)\n {then}\n e = Mul(b, k)\n f = MatMul(e, W)\n y = Mul(f, small)"
+    given = parsed(body, "float[32,64] x, bool[32,64] m", "float[32,64] y", inits, feed)
+    error = true_error(given, rewrite_onnx(given.model, calibration={**feed, "x": X / 1000}))
+    assert error < 3e-3 or not np.isfinite(error)
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -1,1 +1,1 @@
-"""How values go on in a captured graph: in many small steps, and to many readers."""
+"""How values go on in a captured graph: in many small steps, to many readers, and beyond the range."""

@@ -21,6 +21,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
+from amprewrite.graphs.fx.flow.far_numbers import FarNumbers
 from amprewrite.graphs.fx.flow.kernel_pins import pin_summing, pin_uneven, pin_unset
 from amprewrite.graphs.fx.flow.readers import trained_nodes
 from amprewrite.graphs.fx.node_facts import (
@@ -51,7 +52,6 @@ from amprewrite.graphs.fx.node_facts import (
     value_dtype,
 )
 from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
-from amprewrite.graphs.fx.read.magnitudes import may_saturate, pin_constant
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, location
 from amprewrite.graphs.fx.run.flops import flops
@@ -86,11 +86,13 @@ def read_graph(
     learning = trained_nodes(module.graph) - no_grad if training else set()
     trained = set(learning)
     products: set[torch.fx.Node] = set()
+    far = FarNumbers(low)
     for fact in facts.values():
+        far.look_at(fact)
         kind = fact.kind = _kind(fact, lists, low)
         fact.operands = _operands(fact, facts, kind, write_versions, no_grad)
         fact.pinned = (
-            _pin(fact, kind, low, ties)
+            _pin(fact, kind, low, ties, far)
             or (pin_unset(fact, low) if training else None)
             or pin_summing(fact, kind, lists, trained, learning)
             or pin_uneven(fact, kind, lists)
@@ -98,7 +100,7 @@ def read_graph(
         if _is_low_under_autocast(fact, kind, facts, products):
             products.add(fact.node)
             trained.discard(fact.node)
-        fact.may_saturate = may_saturate(fact, facts, low)
+        fact.may_saturate = far.may_saturate(fact, facts)
     for node in draws_before_logs(facts) if lists.rule == "cost" else ():
         if facts[node].pinned is None:
             facts[node].pinned = Colour.HIGH, Reason.DRAWN, ""
@@ -240,7 +242,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 
 # -- 3. pins -----------------------------------------------------------------------------
-def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties) -> tuple[Colour, Reason, str] | None:
+def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
     """The colour that facts force; None if lists and passes decide."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
@@ -272,7 +274,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties) -> tuple[Colo
         return Colour.HIGH, Reason.WRITES_STATE, ""
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
-    return _pin_dtype(fact) or _pin_source(fact) or pin_constant(fact, low)
+    return _pin_dtype(fact) or _pin_source(fact) or far.pin(fact)
 
 
 def _is_low_under_autocast(fact: Fact, kind: OpKind | None, facts: dict[torch.fx.Node, Fact], products: set[torch.fx.Node]) -> bool:

@@ -33,10 +33,14 @@ def exchanges_infinities(captured: Captured) -> bool:
 
 
 def beyond_range(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> bool:
-    """Whether a value that `plan` makes or copies low was seen beyond that format's range; `seen` are ranges in fp32, by fingerprint."""
+    """Whether a value that `plan` makes or copies low was seen beyond that format's range; `seen` are ranges in fp32, by fingerprint.
+
+    What may become the end of the range there is not asked for: that is no number, but a mask.
+    """
     low = captured.problem.policy.low
     for each, planned in _planned(captured, plan):
-        names = _made_low(planned) | {cast.value for cast in planned.casts if cast.to == low.name and not cast.saturate}
+        made = {name for name in _made_low(planned) if not each.problem.graph[name].may_saturate}
+        names = made | {cast.value for cast in planned.casts if cast.to == low.name and not cast.saturate}
         ranges = seen.get(fingerprint(each.problem.graph))
         if ranges is not None and any(value.amax > low.max for name, value in ranges.values.items() if name in names):
             return True

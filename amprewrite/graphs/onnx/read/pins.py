@@ -19,11 +19,13 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.further_on import before_a_pole, has_pole, is_score_mask, reaches_softmax
+from amprewrite.graphs.onnx.further_on import Readers, before_a_pole, feeds_product, has_pole, is_mask, is_score_mask, reaches_softmax
 from amprewrite.graphs.onnx.ops import Signature, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.weights import Facts, Loss, facts, loss_of
 from amprewrite.graphs.onnx.run.samples import Range, Samples
 from amprewrite.ir.evidence.range_rules import (
+    ABOVE,
+    BELOW,
     HEADROOM,
     MASK,
     POLES,
@@ -72,6 +74,7 @@ class RangeFacts:
         self.looked_at: dict[ir.Value, Facts] = {}
         self.cancels: dict[ir.Value, str] = {}
         """Values that a difference is made of, and the difference, with the reason why they must not be low."""
+        self.readers = Readers(ir.Graph([], [], nodes=[]))
 
     # -- vertices as they are met -----------------------------------------------------
     def observe(self, name: str, value: ir.Value, saturates: bool) -> None:
@@ -127,8 +130,13 @@ class RangeFacts:
             return Colour.HIGH, Reason.OUT_OF_RANGE, text
         return (Colour.HIGH, Reason.CANCELS, self.cancels[value]) if value in self.cancels else None
 
-    def find_cancelling(self, graph: ir.Graph) -> None:
-        """Look for differences far smaller than their operands, before anything is read."""
+    def begin(self, graph: ir.Graph) -> None:
+        """Look at the graph as a whole, before anything is read."""
+        self.readers = Readers(graph)
+        self._find_cancelling(graph)
+
+    def _find_cancelling(self, graph: ir.Graph) -> None:
+        """Look for differences far smaller than their operands."""
         for node in graph:
             if op_of(node) not in ("add", "sub") or len(node.inputs) != 2:
                 continue
@@ -239,11 +247,17 @@ class RangeFacts:
         """Whether what exceeds the low range in a constant that `node` reads says the same as the end of the range."""
         if not self.facts(value).overflow:
             return False  # nothing does; an empty constant has no least and no most
-        if self.facts(value).mask:
+        if op in BOUNDS and self._is_bound(value, node, op):
             return True
-        if op in BOUNDS:
-            return self._is_bound(value, node, op)
-        return op in FILLS and self._ends(value)[1] <= self.low.max and reaches_softmax(node)
+        blocks = self.facts(value).mask or (op in FILLS and self._ends(value)[1] <= self.low.max and reaches_softmax(node))
+        return blocks and self._only_blocks(value, node, op)
+
+    def _only_blocks(self, value: ir.Value, node: ir.Node, op: str) -> bool:
+        """Whether the numbers beyond the range that a node gets from a constant block, whoever reads its results: none is computed with."""
+        least, most = self._ends(value)
+        sides = {side for side, far in ((BELOW, least < -self.low.max), (ABOVE, most > self.low.max)) if far}
+        moved = op in FILLS or op in BORDERS or op == "add"
+        return self.readers.only_block(node, sides if moved else {BELOW, ABOVE}, self.low)
 
     def _is_bound(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """Whether a constant is a bound on the side that it lies on: no value that the format holds goes beyond it."""
@@ -264,12 +278,17 @@ class RangeFacts:
         ]
 
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, operands: tuple[Operand, ...]) -> bool:
-        """Whether the result may hold what a mask's constant became."""
+        """Whether the result may hold what a mask's constant became, or scores beside one.
+
+        Data that is computed with may not: what became the end of the range would be wrong, and finite.
+        """
         if kind not in (OpKind.CLEAR, OpKind.INFER):
             return False
-        if any(operand.value in self.saturating for operand in operands):
-            return True
-        return any(self.saturates(value, node, op) for _, value in self.constants_of(node))
+        far = any(self.saturates(value, node, op) for _, value in self.constants_of(node))
+        if not far and not any(operand.value in self.saturating for operand in operands):
+            return False
+        moved = kind is OpKind.CLEAR and (not feeds_product(node) if op in FILLS and far else not far)
+        return moved or is_mask(node) or reaches_softmax(node)
 
     def takes_mask(self, node: ir.Node, op: str) -> bool:
         """Whether `node` reads a mask, of which its result holds what it becomes."""

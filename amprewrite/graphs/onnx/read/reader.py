@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.further_on import is_distance
 from amprewrite.graphs.onnx.guesses import guess
-from amprewrite.graphs.onnx.ops import Signature, constant_tensor, fill_types, format_of, op_of, signature
+from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, fill_types, format_of, op_of, signature
 from amprewrite.graphs.onnx.read.pins import RangeFacts
 from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.samples import Samples, elements
@@ -107,7 +107,7 @@ class _Reader:
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
         graph = self.model.graph
-        self.ranges.find_cancelling(graph)
+        self.ranges.begin(graph)
         for value in graph.inputs:
             pinned = (Colour.HIGH, Reason.BOUNDARY, "input") if self.keep_io or not _is_fp32(value) else None
             self.add_value(value, "input", pinned=pinned or self.ranges.pin_value(value), kind=OpKind.CLEAR)
@@ -195,14 +195,14 @@ class _Reader:
         floats = [value for value in results if _is_fp32(value)]
         group = sig.output(floats[0].index() or 0) if sig and floats else ""
         name = self.unique(node.name or op)
-        bodies = [graph for attribute in node.attributes.values() for graph in _graphs(attribute)]
+        inner = bodies(node)
         typed = all(value is None or value.type is not None for value in node.inputs)
-        listed = typed and row is not None and sig is not None and self.lists.kind(row.name) is not None and not bodies
+        listed = typed and row is not None and sig is not None and self.lists.kind(row.name) is not None and not inner
         kind = self.ranges.kind(op, node) if listed else None
         if listed and sig is not None:
             operands = self.operands(name, node, sig, group, bool(floats))
         else:
-            operands = self.walled(name, node, bodies)
+            operands = self.walled(name, node, inner)
             if operands or floats:
                 self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
         pinned = self.pin(node, op, listed, sig, group, operands) if floats else _PLAIN
@@ -292,11 +292,11 @@ class _Reader:
             if read.reader in seen:
                 self.ranges.keep_fp32(self.reading.values[read.constant])
 
-    def walled(self, name: str, node: ir.Node, bodies: list[ir.Graph]) -> tuple[Operand, ...]:
+    def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
         """The operands of an unlisted op. All that it and its bodies read stays fp32."""
         slots = [Slot(node, index) for index in range(len(node.inputs))]
-        for body in bodies:
-            slots += [Slot(inner, index) for inner in body.all_nodes() for index in range(len(inner.inputs))]
+        for body in inner:
+            slots += [Slot(each, index) for each in body.all_nodes() for index in range(len(each.inputs))]
         made: dict[str, None] = {}
         for slot in slots:
             assert isinstance(slot.owner, ir.Node)
@@ -421,13 +421,6 @@ _PLAIN: Pin = (Colour.PLAIN, Reason.NO_FLOAT, "")
 
 def _is_fp32(value: ir.Value) -> bool:
     return format_of(value) == FP32.name
-
-
-def _graphs(attribute: ir.Attr) -> Iterator[ir.Graph]:
-    if attribute.type == ir.AttributeType.GRAPH:
-        yield attribute.as_graph()
-    elif attribute.type == ir.AttributeType.GRAPHS:
-        yield from attribute.as_graphs()
 
 
 def _shape(value: ir.Value) -> tuple[int | str, ...]:

@@ -6,6 +6,7 @@ The rows get their traits from here, and every set of ops elsewhere is derived f
 from amprewrite.tables.ops.op_row import Trait
 
 _SAME_NUMBERS = "getitem expand expand_as view view_as reshape unsqueeze squeeze transpose permute contiguous clone to type_as float"
+_LEVELS = "softmax sigmoid hardsigmoid tanh relu6 erf sgn argmax argmin argsort bool isfinite isinf isnan logical_not"
 _KEEPS_ZERO = "leaky_relu elu celu selu softshrink hardshrink dropout dropout1d dropout2d dropout3d rrelu prelu"
 
 TRAITS: dict[Trait, str] = {
@@ -29,6 +30,10 @@ TRAITS: dict[Trait, str] = {
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
     Trait.FILLS: "where masked_fill full full_like fill index_fill scatter constant_pad_nd pad threshold nan_to_num index_put setitem",
     Trait.BOUNDS: "clamp clamp_min clamp_max hardtanh maximum minimum",
+    Trait.LEVELS_BELOW: f"{_LEVELS} relu exp exp2 expm1 softplus elu celu selu gelu silu mish hardswish max amax cummax logsumexp fmax "
+    "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+    Trait.LEVELS_ABOVE: f"{_LEVELS} min amin cummin fmin softmin",
+    Trait.COMPARES: "eq ne lt le gt ge",
     Trait.INVERSE: "rsqrt reciprocal",
     Trait.MAGNIFIES_SMALL: "div mul log",
     Trait.DIVIDES: "div",

@@ -1,0 +1,252 @@
+"""What a constant beyond the low format's range is for in a captured graph, and what that says of the ops that read it.
+
+It becomes the end of the range if that says the same: if all that reads it blocks a position, or is bounded by it. Any other is a number
+to compute with, and keeps its op high, and those that read it: what became the end of the range would be wrong, and finite, so that
+nothing shows it.
+
+By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and what makes attention of
+scores: `add`, `sub`, `softmax`, `scaled_dot_product_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.node_facts import Fact, arguments, example_value, is_checkpoint, tensors, written
+from amprewrite.ir.evidence.range_rules import (
+    ABOVE,
+    ADDS_UP,
+    BELOW,
+    MAKES_SCORES,
+    PASSES_MASK,
+    Read,
+    bound_fits,
+    handed_on,
+    means_mask,
+    only_blocks,
+)
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import Op, Trait, find_op, op_name, ops_with
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+_ORDINARY = 64
+"""Activations of this size are nothing out of the ordinary."""
+_FLUSHES = ops_with(Trait.ZERO_MATTERS)
+_FILLS, _BOUNDS, _MAKE_MASKS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.MAKES_MASK)
+_SCALES = ops_with(Trait.SCALES)
+
+
+class FarNumbers:
+    """The values of a graph that hold numbers beyond the range, gathered in the order in which it is read."""
+
+    def __init__(self, low: Format) -> None:
+        self.low = low
+        self.sides: dict[torch.fx.Node, frozenset[int]] = {}
+        """On which sides of zero a value holds a number beyond the range that the model wrote down, as a mask does."""
+        self.sizes: dict[torch.fx.Node, float] = {}
+        """How large those are at most."""
+        self.computed_with: set[torch.fx.Node] = set()
+        """The values among them that some op computes with."""
+        self._blocking: set[tuple[torch.fx.Node, int]] = set()
+
+    def look_at(self, fact: Fact) -> None:
+        """Take in what the result of an op holds. The end of a wide format differs by a rounding from what exceeds it, in fp32, at most."""
+        if fact.role != "op" or fact.row is None or not self.low.narrow:
+            return
+        sides, size = self._written_down(fact)
+        for given in fact.node.all_input_nodes if fact.dtype == "fp32" or written(fact.node) else ():
+            if given in self.sides:
+                handed, scaled = self._handed_on(given, fact)
+                sides, size = sides | handed, max(size, scaled)
+        if not sides or size <= self.low.max:
+            return
+        for node in (fact.node, *written(fact.node)):
+            self.sides[node] = sides | self.sides.get(node, frozenset())
+            self.sizes[node] = max(size, self.sizes.get(node, 0.0))
+            if not only_blocks(node, self.sides[node], _reads, self.low, self._blocking):
+                self.computed_with.add(node)
+
+    def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
+        """The sides and the size of the numbers beyond the range that an op writes into its result, or adds to it."""
+        far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
+        size = max(map(abs, far), default=0.0)
+        if fact.op in _FILLS:
+            return frozenset(ABOVE if constant > 0 else BELOW for constant in far), size
+        if far and (fact.op in ADDS_UP or (fact.op in _SCALES and _is_mask(fact))):
+            return frozenset({ABOVE, BELOW}), size
+        return frozenset(), 0.0
+
+    def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
+        """The same of the numbers that come with an operand."""
+        sides, size = set[int](), 0.0
+        for read in (each for each in _reads(given) if each.made is fact.node):
+            factors = [1 / number if read.op == "div" and number else number for number in read.numbers] if read.op in _SCALES else []
+            size = max(size, self.sizes[given] * max(map(abs, factors), default=1.0))
+            for side in self.sides[given]:
+                handed = handed_on(read, side, self.low)
+                if handed is None and (read.op in MAKES_SCORES or read.op in _BOUNDS):
+                    handed = frozenset({ABOVE, BELOW})
+                sides |= handed or frozenset()
+        return frozenset(sides), size
+
+    def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
+        """Keep an op high for a constant that is flushed, for one that may not become its end, or for an operand that holds such."""
+        low = self.low
+        for constant in _constants(fact.node):
+            size = abs(constant)
+            if 0 < size < low.smallest_subnormal and fact.op in _FLUSHES:
+                return Colour.HIGH, Reason.CONSTANT, f"{constant:g} vanishes in {low.name}"
+            if size > low.max and not self._becomes_end(fact, constant):
+                return Colour.HIGH, Reason.CONSTANT, f"{constant:g} exceeds {low.name}"
+            if size * _ORDINARY > low.max and fact.op == "mul":
+                return Colour.HIGH, Reason.CONSTANT, f"{constant:g} times an ordinary activation exceeds {low.name}"
+        for given in fact.node.all_input_nodes:
+            if given in self.computed_with:
+                return Colour.HIGH, Reason.CONSTANT, f"its input holds {self.sizes[given]:g}, which exceeds {low.name}"
+        return None
+
+    def _becomes_end(self, fact: Fact, constant: float) -> bool:
+        """Whether an op that runs low may take the end of the range for a constant beyond it."""
+        if fact.op in _FILLS:
+            return _blocks(fact.node, constant) and fact.node not in self.computed_with
+        if fact.op not in _BOUNDS:
+            return False
+        return all(bound_fits(bound, lower, self.low) for bound, lower in _bounds(fact.op, fact.node) if isinstance(bound, float))
+
+    def may_saturate(self, fact: Fact, facts: Mapping[torch.fx.Node, Fact]) -> bool:
+        """Whether values beyond the range may become its end in a low copy: those of a mask, and of what is made of one.
+
+        What holds data beside a mask, as scores do in which positions are blocked, may if it is moved alone or if a softmax reads it.
+        Data that is computed with may not: what became the end of the range would be wrong, and finite.
+        """
+        if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
+            return _may_be_mask(fact.node)
+        if fact.role != "op" or fact.dtype != "fp32" or fact.row is None or fact.node in self.computed_with:
+            return False
+        if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
+            return False
+        given = [facts[node] for _, node in arguments(fact.node)]
+        far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
+        if fact.op in _FILLS and any(_blocks(fact.node, constant) for constant in far):
+            return _is_mask(fact) or _reaches_softmax(fact.node) or not any(map(_is_product, fact.node.users))
+        if not any(map(means_mask, far)) and not any(each.may_saturate for each in given):
+            return False
+        return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)
+
+
+def _constants(node: torch.fx.Node) -> list[float]:
+    return [float(leaf) for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    return tuple(float(each) for each in values if isinstance(each, int | float) and not isinstance(each, bool))
+
+
+def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
+    """The bounds that an op of `_BOUNDS` is given, each with whether it is a lower one."""
+    args, named = node.args, node.kwargs
+    yield from zip(args[1:3], (False,) if op == "clamp_max" else (True, False), strict=False)
+    yield from ((named.get(name), name.startswith("min")) for name in ("min", "min_val", "max", "max_val"))
+
+
+def _reads(node: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
+    """The ops that read a value; what one writes in place is made by it, too. The body of a checkpoint is read as a graph of its own."""
+    for user in node.users:
+        row = _row(user)
+        if row is None and not is_checkpoint(user):
+            yield Read("", None, user)
+        elif row is not None:
+            for place in _places(node, user):
+                for made in (user, *written(user)):
+                    yield _read(node, user, row, made, place)
+
+
+def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node, place: int) -> Read[torch.fx.Node]:
+    op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
+    bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []
+    lower, upper = (_numbers(bound for bound, is_lower in bounds if is_lower is wanted) for wanted in (True, False))
+    floating = bool(written(user)) or any(t.is_floating_point() for t in tensors(example_value(user)))
+    numbers = _numbers((*user.args, *user.kwargs.values()))
+    return Read(op, row.kind, made, place, numbers, lower, upper, floating, _takes_as_mask(user, node))
+
+
+def _places(node: torch.fx.Node, user: torch.fx.Node) -> Iterator[int]:
+    """Which operands of `user` are `node`; one that is named counts as the second, unless it is called as the first is."""
+    for place, argument in enumerate(user.args):
+        if any(leaf is node for leaf in tree_leaves(argument)):
+            yield place
+    for name, argument in user.kwargs.items():
+        if any(leaf is node for leaf in tree_leaves(argument)):
+            yield 0 if name in ("input", "self") else 1
+
+
+def _row(node: torch.fx.Node) -> Op | None:
+    return find_op(op_name(node.target)) if node.op in ("call_function", "call_method") else None
+
+
+def _blocks(node: torch.fx.Node, constant: float) -> bool:
+    """Whether a constant that is filled in blocks a position: it is too large for anything else, or a negative score."""
+    return means_mask(constant) or (constant < 0 and _reaches_softmax(node))
+
+
+def _is_product(node: torch.fx.Node) -> bool:
+    """Whether an op is a matrix product or a convolution, by its row."""
+    row = _row(node)
+    return row is not None and row.kind is OpKind.ALLOW
+
+
+def _is_mask(fact: Fact) -> bool:
+    """Whether a value is made of numbers and masks alone, without data."""
+    waiting, seen = [fact.node], {fact.node}
+    while waiting:
+        node = waiting.pop()
+        if node.op not in ("call_function", "call_method") or (node is not fact.node and op_name(node.target) not in _MAKE_MASKS):
+            return False
+        floating = [each for each in node.all_input_nodes if any(t.is_floating_point() for t in tensors(example_value(each)))]
+        waiting += [each for each in floating if each not in seen]
+        seen.update(floating)
+    return True
+
+
+def _may_be_mask(node: torch.fx.Node) -> bool:
+    """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
+
+    Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
+    """
+    for reader in _followers(node, PASSES_MASK):
+        if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and _reaches_softmax(user)) for user in reader.users):
+            return True
+    return False
+
+
+def _reaches_softmax(node: torch.fx.Node) -> bool:
+    """Whether scores are made of a value, and a softmax of those, or attention adds it to its scores."""
+    made = ((each, user) for each in _followers(node, MAKES_SCORES) for user in each.users)
+    return any(op_name(user.target) == "softmax" or _takes_as_mask(user, each) for each, user in made)
+
+
+def _takes_as_mask(node: torch.fx.Node, value: torch.fx.Node) -> bool:
+    """Whether attention adds a value to its scores."""
+    mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+    return op_name(node.target) == "scaled_dot_product_attention" and mask is value
+
+
+def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
+    """`node`, and what `ops` alone make of it."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for user in found.users:
+            if user not in seen and user.op in ("call_function", "call_method") and op_name(user.target) in ops:
+                seen.add(user)
+                waiting.append(user)
+
+
+__all__ = ["FarNumbers"]
