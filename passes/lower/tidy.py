@@ -1,5 +1,7 @@
 """Remove what the rewrite left without effect: conversions to the dtype a value already has, and copies that nothing reads.
 
+Zeros and ones, such as the first state of an LSTM, are made in the low format at once where nothing but copies reads them.
+
 Only nodes that carry no side effect and that capture or we put there for a dtype's sake are touched. A low copy of a high
 copy of a low value is folded (it gives back the same bits); a high copy of a low copy of a high value never is.
 """
@@ -14,7 +16,9 @@ from amprewrite.graphs.fx.node_facts import CONVERSIONS, example_value, tensors
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
-from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+
+_ZEROS_AND_ONES = ops_with(Trait.UNIFORM) - ops_with(Trait.FILLS)
 
 
 class Tidy(Pass[RegionPlan, EditedGraph]):
@@ -22,8 +26,9 @@ class Tidy(Pass[RegionPlan, EditedGraph]):
 
     def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
         removed = remove_idle_conversions(edited.module.graph)
+        made = make_in_format(edited.module.graph)
         edited.module.recompile()
-        return removed > 0
+        return removed + made > 0
 
 
 def remove_idle_conversions(graph: torch.fx.Graph) -> int:
@@ -38,6 +43,31 @@ def remove_idle_conversions(graph: torch.fx.Graph) -> int:
             graph.erase_node(node)
             removed += 1
     return removed
+
+
+def make_in_format(graph: torch.fx.Graph) -> int:
+    """Make zeros and ones in the dtypes of their copies if those alone read them; number of tensors. A copy is a launch."""
+    found = [node for node in graph.nodes if node.users and _is_made_of_sizes(node) and all(_copies(user, node) for user in node.users)]
+    for node in found:
+        for copy in list(node.users):
+            with graph.inserting_before(copy):
+                made = graph.call_function(node.target, node.args, {**node.kwargs, "dtype": copy.args[1]})
+            made.meta = {key: value for key, value in copy.meta.items() if key != CAST}
+            copy.replace_all_uses_with(made)
+            graph.erase_node(copy)
+        graph.erase_node(node)
+    return len(found)
+
+
+def _is_made_of_sizes(node: torch.fx.Node) -> bool:
+    """Whether a node makes zeros or ones, in memory of their own, of sizes alone."""
+    if node.op != "call_function" or op_name(node.target) not in _ZEROS_AND_ONES or node.kwargs.get("out") is not None:
+        return False
+    return not node.kwargs.get("requires_grad") and not any(tensors(example_value(given)) for given in node.all_input_nodes)
+
+
+def _copies(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    return CAST in user.meta and user.op == "call_method" and user.target == "to" and user.args[:1] == (node,) and len(user.args) == 2
 
 
 def _is_idle(node: torch.fx.Node) -> bool:

@@ -388,13 +388,13 @@ def _backward(program: Program, record: Record, index: int, result: Any, inputs:
 
 
 def _write(record: Record, index: int, result: Any) -> None:
-    """Write the first result in place, as a caller may, and keep what all of them hold then."""
+    """Write the first number of the first result in place, as a caller may, and keep what all of them hold then."""
     leaves = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
     floats = [each for each in leaves if each.is_floating_point() and not each.is_inference()]
-    if not floats or len(leaves) < 2:
+    if not floats or len(leaves) < 2 or not floats[0].numel():
         return
     with torch.no_grad():
-        floats[0].view(-1)[:1].fill_(5.0) if floats[0].is_contiguous() else floats[0].fill_(5.0)
+        floats[0][(0,) * floats[0].dim()].fill_(5.0)
     for place, each in enumerate(leaves):
         record.keep(f"{index} written {place}", each)
 

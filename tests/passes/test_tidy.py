@@ -68,3 +68,29 @@ def test_the_pass_says_whether_it_changed_anything(capture: Capture) -> None:
     plan, edited = plan_region(captured.problem), EditedGraph.of(captured)
     assert Tidy()(plan, edited).modified
     assert not Tidy()(plan, edited).modified
+
+
+def test_zeros_that_copies_alone_read_are_made_low(capture: Capture) -> None:
+    module, plan = rewrite_graph(read_problem(capture(lambda x, w: (x @ w) @ torch.zeros(8, 8) @ torch.ones(8, 2), X, W), Policy(BF16)))
+    assert {"zeros -> bf16 for matmul_1", "ones -> bf16 for matmul_2"} <= {str(cast) for cast in plan.casts}
+    made = {node.target: node.kwargs for node in module.graph.nodes if node.target in (torch.zeros, torch.ones)}
+    assert made == {torch.zeros: {"dtype": torch.bfloat16}, torch.ones: {"dtype": torch.bfloat16}}
+    assert sum(node.target == "to" for node in module.graph.nodes) == len(plan.casts) - 2
+
+
+def written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    start = torch.zeros(8, 8)
+    start[0] = w[0] * 3
+    return (x @ w) @ start
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(written, id="written in between"),
+        pytest.param(lambda x, w: (lambda zeros: ((x @ w) @ zeros) + zeros[:4] + 1e-3)(torch.ones(8, 8)), id="read beside the copy"),
+    ],
+)
+def test_zeros_that_something_else_reads_stay(capture: Capture, read: Callable[..., Any]) -> None:
+    module, _ = rewrite_graph(read_problem(capture(read, X, W), Policy(BF16)))
+    assert [node.kwargs for node in module.graph.nodes if node.target in (torch.zeros, torch.ones)] == [{}]
