@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 import re
-import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,8 +22,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
-from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, seen, unseen
+from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
+from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
 from amprewrite.tables.errors import CaptureError
 
 EXACT = "inductor-exact"
@@ -49,9 +48,10 @@ def compile_afresh(
 ) -> Callable[..., Any]:  # fmt: skip
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
-    Settings that torch.compile does not take hold while a call runs: LSTM, GRU and RNN modules are captured like others, unless
-    `recurrent` is False: then they break the graph. What a model writes to a log breaks none: it is left out, as torch.export
-    does, and noted. An int that a model counts up in an attribute becomes a number like others after COUNTS_FROM graphs.
+    Settings that torch.compile does not take hold while Dynamo converts a frame, so that a call that finds its graph pays for none:
+    LSTM, GRU and RNN modules are captured like others, unless `recurrent` is False: then they break the graph. What a model writes
+    to a log breaks none: it is left out, as torch.export does, and noted. An int that a model counts up in an attribute becomes a
+    number like others after COUNTS_FROM graphs.
     Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Code captured for one module
     runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
@@ -59,36 +59,57 @@ def compile_afresh(
     """
     frozen = any(isinstance(each, FrozenWeight) for each in root.parameters())
     filters = [*([_without_global_hooks] if beside_hooks else []), *([_without_stored_weights] if frozen else [])]
-    filtered: dict[str, Any] = {"options": {"guard_filter_fn": _all_of(filters)}} if filters else {}
+    filtered: dict[str, Any] = {"guard_filter_fn": _all_of(filters)} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
-    compiled: Callable[..., Any] = torch.compile(clone_code(function), backend=unseen(backend), fullgraph=whole, **isolated, **filtered)  # type: ignore[call-overload]
+    context = torch._dynamo.optimize(backend=unseen(backend), nopython=whole, **isolated, **filtered)
     settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
+    if hasattr(torch._dynamo.config, "record_runtime_overhead"):
+        settings["record_runtime_overhead"] = False  # a mark in profiles that costs 3 us at each call
     if hooks_differ:
         settings["skip_nnmodule_hook_guards"] = False
     if recurrent and any(isinstance(module, nn.RNNBase) for module in root.modules()):
         settings["allow_rnn"] = True
-    if any(_has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
-        settings["ignore_logging_functions"] = _Unlogged(torch._dynamo.config.ignore_logging_functions, note)
-    calls_that_captured = 0
+    if any(has_logger(cls.__module__) for module in root.modules() for cls in type(module).__mro__):
+        settings["ignore_logging_functions"] = Unlogged(torch._dynamo.config.ignore_logging_functions, note)
+    calls_that_captured, captured = 0, False
 
-    def with_settings(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls_that_captured
-        graphs, undo = counters["stats"]["unique_graphs"], []
+    def with_settings(convert: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(convert)  # its attributes tell Dynamo which backend's graphs a call may run
+        def convert_with_settings(*frame: Any, **state: Any) -> Any:
+            nonlocal captured
+            graphs, undo = counters["stats"]["unique_graphs"], []
+            try:
+                for name, value in settings.items():
+                    undo.append(_set(name, value))
+                if calls_that_captured >= COUNTS_FROM:
+                    undo.append(_set("allow_unspec_int_on_nn_module", True))
+                if not whole:  # a user may want errors: Dynamo takes one of the two
+                    undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
+                with Listener(failed):
+                    return convert(*frame, **state)
+            finally:
+                for restore in reversed(undo):
+                    restore()
+                captured = captured or counters["stats"]["unique_graphs"] != graphs
+
+        return convert_with_settings
+
+    convert = getattr(context, "callback", None)
+    if callable(convert):  # there is none where Dynamo is disabled
+        context.callback = with_settings(convert)  # type: ignore[union-attr]
+    compiled: Callable[..., Any] = context(clone_code(function))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls_that_captured, captured
         try:
-            for name, value in settings.items():
-                undo.append(_set(name, value))
-            if calls_that_captured >= COUNTS_FROM:
-                undo.append(_set("allow_unspec_int_on_nn_module", True))
-            if not whole:  # a user may want errors: Dynamo takes one of the two
-                undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
-            with Listener(failed):
-                return seen(compiled, args, kwargs)
+            return compiled(*args, **kwargs)
+        except Unseen as carried:
+            raise carried.error from carried.error.__cause__
         finally:
-            for restore in reversed(undo):
-                restore()
-            calls_that_captured += counters["stats"]["unique_graphs"] != graphs
+            if captured:
+                calls_that_captured, captured = calls_that_captured + 1, False
 
-    return with_settings
+    return call
 
 
 def _set(name: str, value: Any) -> Callable[[], None]:
@@ -136,29 +157,6 @@ def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
 _GLOBAL_HOOKS = re.compile(r"\._global_\w+hooks\w*(?:\[[^\]]*\])?(.*)$")
 _ASKS = ("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_LENGTH", "DICT_KEYS_MATCH", "DICT_CONTAINS", "DICT_VERSION", "BOOL_MATCH")
 """Kinds of guards that see a table of hooks, or the type of one, and no more."""
-
-
-class _Unlogged(set[Any]):
-    """Dynamo's set of functions to leave out, with every method of a logging.Logger in it."""
-
-    def __init__(self, others: Iterable[Any] = (), note: Callable[[str], None] | None = None) -> None:
-        super().__init__(others)
-        self.note = note
-
-    def __contains__(self, function: object) -> bool:
-        logger = getattr(function, "__self__", None)
-        if not isinstance(logger, logging.Logger):
-            return super().__contains__(function)
-        if self.note is not None:
-            self.note(f"calls of the logger {logger.name!r} are not made where the model is captured")
-        return True
-
-
-@functools.cache
-def _has_logger(module: str) -> bool:
-    """Whether code of the Python module `module` may write to a log."""
-    found = sys.modules.get(module)
-    return found is not None and any(isinstance(value, logging.Logger) for value in list(vars(found).values()))
 
 
 def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,19 +318,20 @@ def why_switched_off() -> str:
 
 
 _FRAMES = "frames"
-_APART: Counter[str] = Counter()
+_APART = Counter({_FRAMES: 0})
 """What was counted while backwards of compiled graphs ran: frames given up, and each reason."""
 
 
 def frames_given_up() -> int:
     """How many frames Dynamo has given up in this process: they ran as they were written."""
     frames = counters["frames"]
-    return int(frames["total"] - frames["ok"] - _APART[_FRAMES])
+    return frames["total"] - frames["ok"] - _APART[_FRAMES]
 
 
 def reasons() -> dict[str, int]:
     """What Dynamo has said so far about code it cannot capture, with counts."""
-    return {text: count - _APART[text] for text, count in counters["unimplemented"].items()}
+    said = counters["unimplemented"]
+    return {text: count - _APART[text] for text, count in said.items()} if said else {}
 
 
 def new_reasons(before: dict[str, int]) -> tuple[str, ...]:

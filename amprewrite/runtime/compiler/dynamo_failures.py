@@ -94,7 +94,7 @@ def _code(error: BaseException) -> types.CodeType | None:
     return code if isinstance(code, types.CodeType) else None
 
 
-class _Unseen(BaseException):
+class Unseen(BaseException):
     """Carries a backend's error through Dynamo, which would take an Exception for code that it cannot convert."""
 
     def __init__(self, error: Exception) -> None:
@@ -111,17 +111,9 @@ def unseen(backend: Callable[..., Any]) -> Callable[..., Any]:
         except _PASS:
             raise
         except Exception as error:
-            raise _Unseen(error) from error
+            raise Unseen(error) from error
 
     return compile_graph
-
-
-def seen(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function` called; an error that its backend raised comes out as it was."""
-    try:
-        return function(*args, **kwargs)
-    except _Unseen as carried:
-        raise carried.error from carried.error.__cause__
 
 
 def under_way(function: Callable[..., Any]) -> bool:
@@ -146,4 +138,4 @@ def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
     return False
 
 
-__all__ = ["Failure", "Listener", "has_begun", "seen", "try_all_again", "under_way", "unseen"]
+__all__ = ["Failure", "Listener", "Unseen", "has_begun", "try_all_again", "under_way", "unseen"]

@@ -1,0 +1,35 @@
+"""What a model writes to a log: calls that capture leaves out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class Unlogged(set[Any]):
+    """Dynamo's set of functions to leave out, with every method of a logging.Logger in it."""
+
+    def __init__(self, others: Iterable[Any] = (), note: Callable[[str], None] | None = None) -> None:
+        super().__init__(others)
+        self.note = note
+
+    def __contains__(self, function: object) -> bool:
+        logger = getattr(function, "__self__", None)
+        if not isinstance(logger, logging.Logger):
+            return super().__contains__(function)
+        if self.note is not None:
+            self.note(f"calls of the logger {logger.name!r} are not made where the model is captured")
+        return True
+
+
+@functools.cache
+def has_logger(module: str) -> bool:
+    """Whether code of the Python module `module` may write to a log."""
+    found = sys.modules.get(module)
+    return found is not None and any(isinstance(value, logging.Logger) for value in list(vars(found).values()))
+
+
+__all__ = ["Unlogged", "has_logger"]
