@@ -51,9 +51,7 @@ def fill(weights: Sequence[Tensor], memories: Sequence[Memory], copies: Sequence
     pairs = zip(weights, memories, strict=True)
     sources = [copy_ends(weight, memory.copy, memory.layout)[0] if memory.layout else weight for weight, memory in pairs]
     targets = [copy if memory.target is None else memory.target for memory, copy in zip(memories, copies, strict=True)]
-    with torch.no_grad():
-        if targets:
-            copy_many(sources, targets)
+    copy_many(sources, targets)
     asks = [weight.requires_grad for weight in weights]
     if asks != [copy.requires_grad for copy in copies]:
         for copy, ask in zip(copies, asks, strict=True):

@@ -84,6 +84,12 @@ class Block:
     """What an accelerator was asked at an earlier call."""
 
 
+class _Own(threading.local):
+    """Per thread: the block that this thread alone has opened."""
+
+    block: Block | None = None
+
+
 class WeightCache:
     """Copies by (weight, dtype, padded layout, stream) of one rewritten model.
 
@@ -97,7 +103,7 @@ class WeightCache:
         self._prepared: weakref.WeakKeyDictionary[object, Prepared] = weakref.WeakKeyDictionary()
         self._until_step = Block("cache_weights='step'", lasting=True) if until_step else None
         self._shared: Block | None = None
-        self._own = threading.local()
+        self._own = _Own()
         self._open: list[Block] = []
         self._replayed = False
         self._warned: set[str] = set()
@@ -174,7 +180,7 @@ class WeightCache:
         The autograd graph owns their memory, and gives it back as backward goes. That of padded copies is kept and lent: the padding
         in it is zero already.
         """
-        if self.block() is not None or (torch.cuda.is_available() and recording(_CUDA)):
+        if self.block() is not None or recording(_CUDA):
             return self.take(weights, dtypes, layouts)
         if not any(layouts):
             copies = [torch.empty_like(weight, dtype=dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
@@ -260,8 +266,7 @@ class WeightCache:
         """The block of `frozen_weights()` that keeps the copies of a call made here and now; None outside of one."""
         if self._until_step is not None:
             return None if self._replayed else self._until_step
-        own: Block | None = getattr(self._own, "block", None)
-        return own or self._shared
+        return self._own.block or self._shared
 
     @contextlib.contextmanager
     def frozen(self, names: Names, cause: str, everywhere: bool) -> Iterator[None]:
@@ -373,7 +378,7 @@ class WeightCache:
         On a CPU at once, before the copies are read. An accelerator answers at a later call, so that the host does not wait.
         A `generate()` is looked at once, at its end: each token would pay for a look.
         """
-        block = self.block()
+        block = self.block() if self.listens else None
         if block is None or not block.copies or not (block.lasting or block.whole):
             return
         answered, block.asked = block.asked, None
