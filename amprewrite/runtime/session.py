@@ -46,7 +46,7 @@ from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, lo
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
-from amprewrite.runtime.compiler.tracers import refuse_tracers, refuse_whole_graph, transform_at_work
+from amprewrite.runtime.compiler.tracers import refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
 from amprewrite.runtime.model.weights.freezing import lost_values, refuse_training
@@ -105,27 +105,29 @@ class Session:
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
-        dynamo.refuse_ambient_autocast()
-        refuse_tracers()
-        if self.options.frozen is not None and self.state.depth == 0:
+        state, alone = self.state, undisturbed()
+        nested = state.depth > 0
+        if not alone:
+            dynamo.refuse_ambient_autocast()
+            refuse_tracers()
+        if self.options.frozen is not None and not nested:
             refuse_training(self.root, args, kwargs)
-        if why := transform_at_work():
+        if not alone and (why := transform_at_work()):
             self.gathered.check_call(entry, ())
             return self._transformed(entry, args, kwargs, why)
         recomputes = torch._C._current_graph_task_id() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
-        if self.state.depth == 0 and not recomputes and self.schedule.look_now(self.root.training):
+        if not nested and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
         if entry.hooks.changed() or entry.patched() or (entry.graphs.stale and not recomputes):
             entry.recapture()
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
-        state = self.state
         outer = state.ran, state.failures
-        nested = state.depth > 0
+        given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
         if not nested:
             self.cache.look(self.weight_names)
             self._look_for_new_modules()
-            state.entry, state.forwards = entry, state.forwards + (not recomputes)
+            state.entry, state.forwards, state.given_up = entry, state.forwards + (not recomputes), given_up
             if torch.is_grad_enabled() and self.loss_scale.enabled:
                 self.gate.forward_began()
         if torch.is_grad_enabled() and self.options.cache_weights != "step":
@@ -134,8 +136,6 @@ class Session:
         failures = state.failures = []
         captured = entry.captured
         state.captured += captured
-        given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
-        state.given_up = state.given_up if nested else given_up
         try:
             result = self._run(entry, args, kwargs)
             ran = tuple(state.ran)
@@ -159,7 +159,7 @@ class Session:
             self._remember(entry, ran)
         if not captured and not entry.graphs.left_out:
             self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
-        elif entry.captured and (failures or dynamo.frames_given_up() != given_up or not any(each.entry is entry for each in ran)):
+        elif entry.captured and (failures or dynamo.frames_given_up() != given_up or entry not in [each.entry for each in ran]):
             self._say_failures(entry, ran, failures)
             if not failures or dynamo.frames_given_up() - given_up > len(failures):
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))

@@ -49,7 +49,7 @@ class HookWatch:
     def changed(self) -> bool:
         """Whether a hook came or went since the last time this was asked."""
         same = RemovableHandle.next_id - _Own.taken == self._counter and list(self.root._modules.values()) == self._children
-        if same and [len(place) for place in self._places] == self._sizes:
+        if same and (not self._places or [len(place) for place in self._places] == self._sizes):
             return False
         before = self._mark
         self._look()

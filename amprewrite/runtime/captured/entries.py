@@ -156,12 +156,12 @@ class Graphs:
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """`method`, without keeping its object alive."""
-    found = weakref.WeakMethod(method)
+    found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
-        method = found()
-        assert method is not None, "a call keeps the graphs it runs on alive"
-        return method(*args)
+        owner = found()
+        assert owner is not None, "a call keeps the graphs it runs on alive"
+        return function(owner, *args)
 
     return call
 
@@ -194,7 +194,7 @@ class Entry:
     def patched(self) -> bool:
         """Whether the class has another forward by now; that is the one to capture then."""
         now = None if self._home is None else self._home.forward
-        if not isinstance(now, FunctionType) or now is getattr(self.function, "__func__", None):
+        if now is getattr(self.function, "__func__", None) or not isinstance(now, FunctionType):
             return False
         self.function = now.__get__(self.session.root.get_submodule(self.path))
         self.names = parameter_names(self.function)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.autograd.forward_ad
 from torch._dynamo.exc import Unsupported
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, reading, user_modes, wants_one_graph
@@ -21,6 +22,18 @@ from amprewrite.tables.errors import CaptureError
 
 class WantsOneGraph(CaptureError, Unsupported):
     """Dynamo may not break its graph at a rewritten model. Also of Dynamo's class: it hands on no other as it was raised."""
+
+
+def undisturbed() -> bool:
+    """Whether there is nothing around a call that it must heed: one look, where all is well, for what is looked at one by one below."""
+    return not (
+        torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or torch.compiler.is_exporting()
+        or is_fx_symbolic_tracing()
+        or transform_at_work()
+    )
 
 
 # -- tracers -----------------------------------------------------------------------------
@@ -36,7 +49,7 @@ def refuse_tracers() -> None:
         tracer = "torch.export"
     elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
         tracer = "make_fx"
-    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing() and not _was_another_export():
+    elif is_fx_symbolic_tracing() and not _was_another_export():
         tracer = "make_fx" if modes else "torch.fx.symbolic_trace"
     elif "FakeTensorMode" in modes:
         tracer = "a FakeTensorMode"
@@ -51,7 +64,7 @@ def _was_another_export() -> bool:
     That fx traces is one flag for all threads, and Dynamo runs nothing while it is set.
     """
     with ONE_EXPORT:
-        return not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        return not is_fx_symbolic_tracing()
 
 
 # -- one graph ---------------------------------------------------------------------------
@@ -74,4 +87,4 @@ def transform_at_work() -> str:
     return FORWARD_MODE if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
-__all__ = ["WantsOneGraph", "refuse_tracers", "refuse_whole_graph", "transform_at_work"]
+__all__ = ["WantsOneGraph", "refuse_tracers", "refuse_whole_graph", "transform_at_work", "undisturbed"]
