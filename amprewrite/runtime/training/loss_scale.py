@@ -28,7 +28,17 @@ import torch
 from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
-from amprewrite.runtime.training.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, positive
+from amprewrite.runtime.training.loss_scale_state import (
+    COUNTERS,
+    OWN_KEY,
+    LossScaleReport,
+    check_state,
+    host_numbers,
+    positive,
+    reciprocal,
+    scalar,
+)  # fmt: skip
+from amprewrite.runtime.training.presets import PRESETS
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, PolicyError
 from amprewrite.tables.formats import NARROWEST, Format, parse_format
@@ -59,13 +69,13 @@ class LossScale:
     _state: ClassVar[tuple[str, ...]] = ("_scale", "_counters")
 
     def __init__(self, init: float) -> None:
-        self._scale = _scalar(init, torch.float32)
+        self._scale = scalar(init, torch.float32)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64)
         self._tables: tuple[Tensor, ...] = ()
         self._pending: Tensor | None = None
         self._sources: set[Hashable] = set()
         self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._nothing = _scalar(EMPTY, torch.float32)
+        self._nothing = scalar(EMPTY, torch.float32)
         self._recorded: Recorded | None = None
         self.overflow_at: str | None = None
         self.ask: Callable[[], None] | None = None
@@ -82,7 +92,7 @@ class LossScale:
                 if self._scale.device.type == "cpu" and device.type not in ("cpu", "meta"):
                     self._to(device)
                 scale = self._scale if self._recorded is None else self._scale.clone()
-                pair = scale.to(device, non_blocking=True), _reciprocal(scale).to(device, non_blocking=True)
+                pair = scale.to(device, non_blocking=True), reciprocal(scale).to(device, non_blocking=True)
             if self._recorded is None:
                 self._replicas[device] = pair
         return pair
@@ -219,7 +229,7 @@ class LossScale:
             self._load_tensors(state, device)
 
     def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
-        self._scale = _scalar(float(state["scale"]), torch.float32, device)
+        self._scale = scalar(float(state["scale"]), torch.float32, device)
         counters = state.get(OWN_KEY, {}).get("counters", [0] * COUNTERS)
         self._counters = torch.tensor(counters, dtype=torch.int64, device=device)
 
@@ -237,7 +247,7 @@ class LossScale:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._nothing = _scalar(EMPTY, torch.float32)
+        self._nothing = scalar(EMPTY, torch.float32)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value:g})"
@@ -332,9 +342,9 @@ class DynamicLossScale(LossScale):
             raise PolicyError(
                 f"DynamicLossScale: init={init:g} lies outside floor={self.floor} and cap={self.cap}; start between them"
             )
-        self._growth_tracker = _scalar(-rest, torch.int32)
-        self._left = _scalar(hysteresis, torch.int32)
-        self._searching = _scalar(0 if search_interval is None else _UNTRIED, torch.int32)
+        self._growth_tracker = scalar(-rest, torch.int32)
+        self._left = scalar(hysteresis, torch.int32)
+        self._searching = scalar(0 if search_interval is None else _UNTRIED, torch.int32)
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
@@ -368,6 +378,26 @@ class DynamicLossScale(LossScale):
             raise PolicyError(f"{where}: floor={self.floor:g} is above cap={self.cap:g}; swap them")
         if self.raise_at_floor and self.floor is None:
             raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
+
+    def update(self, found_inf: Tensor) -> None:
+        """Move on by one set of steps. One that is only counted takes two ops where the host has all numbers."""
+        by = self._only_counts(found_inf)
+        if not by:
+            super().update(found_inf)
+            return
+        self._growth_tracker = self._growth_tracker + by
+        self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
+
+    def _only_counts(self, found_inf: Tensor) -> int:
+        """By how much a set of steps moves the growth tracker, if the scale and all else stay; 0 if not, or if that takes waiting."""
+        numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
+        if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():
+            return 0
+        found, scale, tracker, left, searching = numbers
+        by = max(self.growth_interval // (self.search_interval or 1), 1) if searching == _RISING else 1
+        inside = (self.floor or 0.0) <= scale <= (math.inf if self.cap is None else self.cap)
+        clean = found == 0 and searching in (0, _RISING) and tracker + by < self.growth_interval
+        return by if clean and inside and left >= 1 and self.refill != "good" else 0
 
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
         scale = self._scale.clone()
@@ -447,9 +477,9 @@ class DynamicLossScale(LossScale):
     def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
         super()._load_tensors(state, device)
         own = state.get(OWN_KEY, {})
-        self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
-        self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
-        self._searching = _scalar(own.get("searching", 0), torch.int32, device)
+        self._growth_tracker = scalar(int(state["_growth_tracker"]), torch.int32, device)
+        self._left = scalar(own.get("left", self.hysteresis), torch.int32, device)
+        self._searching = scalar(own.get("searching", 0), torch.int32, device)
 
     def _to(self, device: torch.device) -> None:
         super()._to(device)
@@ -461,26 +491,6 @@ class DynamicLossScale(LossScale):
             f"DynamicLossScale({self.value:g}, growth_factor={self.growth_factor:g}, backoff_factor={self.backoff_factor:g}, "
             f"growth_interval={self.growth_interval}, floor={self.floor}, cap={self.cap}, hysteresis={self.hysteresis})"
         )
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # ours: torch's, but for a quick search where the first steps overflow
-    "auto": {"search_interval": 100},
-    # torch/amp/grad_scaler.py: no bounds; grows as long as the product is finite
-    "torch": {"floor": None, "cap": None},
-    # TensorFlow 1 DynamicLossScale and Keras 2 LossScaleOptimizer: max(scale / 2, 1)
-    "tf": {"init": 2.0**15, "floor": 1.0, "cap": None},
-    "keras": {"init": 2.0**15, "floor": 1.0, "cap": None},
-    # Keras 3 LossScaleOptimizer: neither a floor nor a look whether the doubled scale is finite
-    "keras3": {"init": 2.0**15, "floor": None, "cap": math.inf},
-    # apex/amp/scaler.py
-    "apex": {"floor": None, "cap": 2.0**24},
-    # deepspeed/runtime/fp16/loss_scaler.py with its config's defaults: windows are counted from the last overflow, the step
-    # after it not included, and an overflow at the floor ends the run
-    "deepspeed": {"growth_interval": 1000, "floor": 1.0, "cap": None, "hysteresis": 2, "rest": 1, "raise_at_floor": True},
-    # megatron/core/optimizer/grad_scaler.py, which does not look whether the grown scale is finite either
-    "megatron": {"init": 2.0**32, "growth_interval": 1000, "floor": 1.0, "cap": math.inf, "hysteresis": 2},
-}
 
 
 def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale:
@@ -506,13 +516,3 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
         f"loss_scale={shown(spec)} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
         "or a loss-scale object such as DynamicLossScale(init=2**14)"
     )
-
-
-def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device=device)
-
-
-def _reciprocal(scale: Tensor) -> Tensor:
-    """1/scale, taken in fp64 if there is one, as GradScaler does; exact for powers of two."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()

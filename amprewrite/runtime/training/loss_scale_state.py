@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import PolicyError
@@ -103,4 +104,22 @@ def _whole(where: str, name: str, value: Any, least: int, most: int) -> None:
         raise PolicyError(f"{where}: {name}={shown(value)} must be a whole number from {least} to {most}")
 
 
-__all__ = ["COUNTERS", "OWN_KEY", "LossScaleReport", "check_state", "positive"]
+def scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """A number as a 0-dim tensor that counts writes."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """1/scale, taken in fp64 if there is one, as GradScaler does; exact for powers of two."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
+    """The values of 0-dim tensors; None unless all are on a CPU, where reading them waits for nothing."""
+    if not all(type(number) is Tensor and number.is_cpu for number in numbers):
+        return None
+    return tuple(number.tolist() for number in numbers)  # type: ignore[misc]
+
+
+__all__ = ["COUNTERS", "OWN_KEY", "LossScaleReport", "check_state", "host_numbers", "positive", "reciprocal", "scalar"]

@@ -232,6 +232,28 @@ def test_the_kernel_and_our_own_arithmetic_agree():
         assert torch.equal(kernel._growth_tracker, ours._growth_tracker)
 
 
+@pytest.mark.parametrize("settings", [*PRESETS.values(), {"search_interval": 3}, {"refill": "good", "hysteresis": 2}], ids=str)
+def test_a_step_that_is_only_counted_moves_what_the_whole_rule_moves(settings, monkeypatch):
+    for overflows in overflow_patterns(120):
+        short, whole = (DynamicLossScale(**{**settings, "growth_interval": 7}) for _ in range(2))
+        monkeypatch.setattr(whole, "_only_counts", lambda found_inf: 0)
+        for overflow in overflows:
+            for scale in (short, whole):
+                scale.update(flag(overflow))
+            assert all(torch.equal(getattr(short, name), getattr(whole, name)) for name in DynamicLossScale._state)
+            assert all(getattr(short, name).dtype == getattr(whole, name).dtype for name in DynamicLossScale._state)
+            assert list(map(float, short.snapshot("cpu"))) == list(map(float, whole.snapshot("cpu")))
+
+
+def test_a_step_that_is_only_counted_writes_to_no_scale_that_a_forward_has():
+    scale = DynamicLossScale(growth_interval=3)
+    taken = []
+    for _ in range(8):
+        taken.append(scale.snapshot("cpu"))
+        scale.observe(flag(False))
+    assert [pair[0].item() for pair in taken] == [2.0**16] * 3 + [2.0**17] * 3 + [2.0**18] * 2
+
+
 @pytest.mark.parametrize(("name", "last"), [("keras3", math.inf), ("megatron", math.inf), ("torch", 2.0**127), ("tf", 2.0**127)])
 def test_growth_past_fp32_ends_as_in_the_original(name, last):
     scale = DynamicLossScale(**{**PRESETS[name], "growth_interval": 1})
