@@ -38,6 +38,22 @@ def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+class GradMode:
+    """A context in which gradients are recorded, or are not: torch.set_grad_enabled, which takes 3 us, in one."""
+
+    __slots__ = ("_before", "_on")
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._on)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 def unhooked() -> contextlib.AbstractContextManager[Any]:
     """A context in which what is saved for backward reaches no hook around it."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -108,4 +124,4 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-__all__ = ["closed_if_raised", "not_selective", "pushed", "uncaptured", "unhooked", "unselected"]
+__all__ = ["GradMode", "closed_if_raised", "not_selective", "pushed", "uncaptured", "unhooked", "unselected"]

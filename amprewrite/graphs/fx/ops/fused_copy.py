@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
+from amprewrite.graphs.fx.uncaptured import GradMode
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import LOW_DTYPES
 
@@ -38,17 +39,14 @@ _TABLES = 1024
 
 def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Write every source, cast, over its target of the same shape, strided perhaps. Records no gradient."""
-    if torch.is_grad_enabled():  # a context takes about as long as the copies of a small model
-        with torch.no_grad():
-            copy_many(sources, targets)
-        return
-    if len(targets) >= STRIDED_FROM and targets[0].device.type in DEVICES:
-        strided = [at for at, target in enumerate(targets) if not target.is_contiguous() or not sources[at].is_contiguous()]
-        if len(strided) >= STRIDED_FROM and _by_kernel([sources[at] for at in strided], [targets[at] for at in strided]):
-            left = sorted(set(range(len(targets))).difference(strided))
-            sources, targets = [sources[at] for at in left], [targets[at] for at in left]
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    with GradMode(on=False):
+        if len(targets) >= STRIDED_FROM and targets[0].device.type in DEVICES:
+            strided = [at for at, target in enumerate(targets) if not target.is_contiguous() or not sources[at].is_contiguous()]
+            if len(strided) >= STRIDED_FROM and _by_kernel([sources[at] for at in strided], [targets[at] for at in strided]):
+                left = sorted(set(range(len(targets))).difference(strided))
+                sources, targets = [sources[at] for at in left], [targets[at] for at in left]
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 def unscale_many(gradients: Sequence[Tensor], factor: Tensor, flag: Tensor | None = None) -> list[Tensor] | None:

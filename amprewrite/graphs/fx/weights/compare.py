@@ -18,11 +18,10 @@ def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Ten
     """A slice of a weight as its copy should be, and as the copy is."""
     if layout:
         copy = slice_dims(copy, layout)
-    if weight.dim() and weight.numel():
-        length = SAMPLE if weight.dim() == 1 else 1
-        start = turn % max(weight.shape[0] - length + 1, 1)
-        length = min(length, weight.shape[0])
-        weight, copy = weight.narrow(0, start, length), copy.narrow(0, start, length)
+    length = SAMPLE if weight.dim() == 1 else 1
+    if weight.dim() and weight.numel() and weight.shape[0] > length:
+        start = turn % (weight.shape[0] - length + 1)
+        weight, copy = weight[start : start + length], copy[start : start + length]
     return weight.to(copy.dtype), copy
 
 

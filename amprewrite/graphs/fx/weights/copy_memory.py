@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ Place = tuple[int, int, torch.dtype, Layout, int, int]
 class Memory:
     """Memory for the copies of one weight. It refers to the weight's storage alone, and weakly: `swap_tensors` wants no more."""
 
-    __slots__ = ("copy", "layout", "owner", "place", "storage", "target")
+    __slots__ = ("address", "copy", "layout", "owner", "place", "storage", "target")
 
     def __init__(self, place: Place, weight: Tensor, layout: Layout) -> None:
         with torch.inference_mode(False):  # one that a call outside inference mode may write over, too
@@ -28,6 +28,7 @@ class Memory:
             self.target = copy_ends(weight, self.copy.data, layout)[1] if layout else None  # `.data`: a view of `copy` would hold it
         self.place, self.layout = place, layout
         self.storage = self.copy.untyped_storage()
+        self.address = self.storage._cdata
         self.owner = StorageWeakRef(weight.untyped_storage())
 
 
@@ -48,9 +49,11 @@ class Prepared:
 
 def fill(weights: Sequence[Tensor], memories: Sequence[Memory], copies: Sequence[Tensor]) -> None:
     """Copy `weights` into memory in one launch."""
-    pairs = zip(weights, memories, strict=True)
-    sources = [copy_ends(weight, memory.copy, memory.layout)[0] if memory.layout else weight for weight, memory in pairs]
-    targets = [copy if memory.target is None else memory.target for memory, copy in zip(memories, copies, strict=True)]
+    sources, targets = weights, copies
+    if [memory for memory in memories if memory.layout]:
+        pairs = zip(weights, memories, strict=True)
+        sources = [copy_ends(weight, memory.copy, memory.layout)[0] if memory.layout else weight for weight, memory in pairs]
+        targets = [copy if memory.target is None else memory.target for memory, copy in zip(memories, copies, strict=True)]
     copy_many(sources, targets)
     asks = [weight.requires_grad for weight in weights]
     if asks != [copy.requires_grad for copy in copies]:
@@ -58,17 +61,16 @@ def fill(weights: Sequence[Tensor], memories: Sequence[Memory], copies: Sequence
             copy.requires_grad_(ask)
 
 
-def _references(memories: Sequence[Memory], copies: list[Tensor]) -> Iterator[list[int]]:
+def _references(memories: Sequence[Memory], copies: list[Tensor]) -> tuple[list[int], list[int], list[int]]:
     """How many Python objects, C++ objects and tensors refer to each copy or to its memory; those that pad have a view of an alias more."""
-    yield list(map(sys.getrefcount, copies))
-    yield list(map(_USES, copies))
-    counts = map(torch._C._storage_Use_Count, [memory.storage._cdata for memory in memories])  # type: ignore[attr-defined]
-    yield [count - 2 * (memory.target is not None) for count, memory in zip(counts, memories, strict=True)]
+    held = [_HELD(memory.address) if memory.target is None else _HELD(memory.address) - 2 for memory in memories]
+    return list(map(sys.getrefcount, copies)), list(map(_USES, copies)), held
 
 
 def all_alone(memories: Sequence[Memory], copies: list[Tensor]) -> bool:
     """Whether no other call, no view and no autograd graph holds the copies or their memory."""
-    return all(found == [alone] * len(found) for found, alone in zip(_references(memories, copies), _ALONE, strict=True))
+    objects, uses, held = _references(memories, copies)
+    return objects.count(_ALONE[0]) == uses.count(_ALONE[1]) == held.count(_ALONE[2]) == len(copies)
 
 
 def _alone() -> list[int]:
@@ -78,6 +80,7 @@ def _alone() -> list[int]:
 
 
 _USES = torch.Tensor._use_count  # type: ignore[attr-defined]
+_HELD = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 PLAIN = {Tensor, torch.nn.Parameter}
 """Types of weights that are dense memory and nothing else."""
 _ALONE = _alone()

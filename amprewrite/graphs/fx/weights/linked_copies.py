@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import AT_ONCE, Widening, leaving_many, unscale_gradient
-from amprewrite.graphs.fx.uncaptured import uncaptured, unhooked, unselected
+from amprewrite.graphs.fx.uncaptured import GradMode, uncaptured, unhooked, unselected
 from amprewrite.graphs.fx.weights.copy_memory import PLAIN
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
@@ -98,7 +97,7 @@ class LinkedCopies:
             self._made = tuple(place for place, w in enumerate(weights) if self.dtypes[place] != w.dtype or self.layouts[place])
         made = self._made
         dtypes, layouts = [self.dtypes[place] for place in made], [self.layouts[place] for place in made]
-        with _with_gradients():
+        with GradMode(on=True):
             found = self.cache.take_with_gradients([weights[place] for place in made], dtypes, layouts)
         for place, copy in zip(made, found, strict=True):
             copies[place] = copy
@@ -118,7 +117,7 @@ class Links:
     def __call__(self, number: int, copies: Sequence[Tensor]) -> list[Tensor]:
         """The copies of a block, each linked to its weight if that takes a gradient."""
         of, weights, block = self._of, self._weights, self._of.blocks[number]
-        with unselected(), _with_gradients():
+        with unselected(), GradMode(on=True):
             if self._check is None:
                 return [_alone(weights[place], of.dtypes[place], of.layouts[place], self._inverse) for place in block]
             found = list(copies)
@@ -137,11 +136,6 @@ class Links:
 def link_block(links: Links, number: int, *copies: Tensor) -> list[Tensor]:
     """What a graph calls in front of the op that first reads one of the copies of a block."""
     return links(number, copies)
-
-
-def _with_gradients() -> AbstractContextManager[Any]:
-    """A context in which gradients are recorded; where they are, nothing is set."""
-    return nullcontext() if torch.is_grad_enabled() else torch.enable_grad()
 
 
 def _alone(weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain
 from amprewrite.graphs.fx.ops.pad_ops import copy_ends, fits, pad_cast
-from amprewrite.graphs.fx.uncaptured import unselected
+from amprewrite.graphs.fx.uncaptured import GradMode, unselected
 from amprewrite.graphs.fx.weights.compare import differs, same, sample
 from amprewrite.graphs.fx.weights.copy_memory import Memory, Place, Prepared, all_alone, fill, stream_of, streams_of
 from amprewrite.graphs.fx.weights.step_listeners import add_listener, drop_listener
@@ -266,7 +266,8 @@ class WeightCache:
         """The block of `frozen_weights()` that keeps the copies of a call made here and now; None outside of one."""
         if self._until_step is not None:
             return None if self._replayed else self._until_step
-        return self._own.block or self._shared
+        own: Block | None = self._own.block
+        return own or self._shared
 
     @contextlib.contextmanager
     def frozen(self, names: Names, cause: str, everywhere: bool) -> Iterator[None]:
@@ -378,7 +379,7 @@ class WeightCache:
         On a CPU at once, before the copies are read. An accelerator answers at a later call, so that the host does not wait.
         A `generate()` is looked at once, at its end: each token would pay for a look.
         """
-        block = self.block() if self.listens else None
+        block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
             return
         answered, block.asked = block.asked, None
@@ -386,7 +387,7 @@ class WeightCache:
             block.asked = answered
             return
         stale = answered.stale() if answered is not None else []
-        with torch.no_grad(), unselected():
+        with GradMode(on=False), unselected():
             stale += self._look_now(block) if not stale else []
         if not stale:
             return
