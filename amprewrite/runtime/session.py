@@ -137,7 +137,7 @@ class Session:
         captured = entry.captured
         state.captured += captured
         try:
-            result = self._run(entry, args, kwargs)
+            result = self._run(entry, entry.graphs_of_forward if recomputes else entry.graphs, args, kwargs)
             ran = tuple(state.ran)
         except Exception:
             if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
@@ -185,8 +185,7 @@ class Session:
             self.children = children
             self.take_in()
 
-    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        graphs = entry.graphs_of_forward
+    def _run(self, entry: Entry, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if torch._C._len_torch_dispatch_stack() == 0:
                 return graphs.compiled(*args, **kwargs)

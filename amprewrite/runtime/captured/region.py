@@ -39,7 +39,7 @@ class Run(Protocol):
 class GatheredWeights(Protocol):
     """What a region needs of weights that travel low."""
 
-    def check_reads(self, reads: WeightReads, place: str) -> None: ...
+    def check_reads(self, reads: WeightReads, entry: Place) -> None: ...
 
 
 class Place(Protocol):
@@ -91,7 +91,7 @@ class Region:
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
         (run, reads), scaled = self._past.of_forward((self.run, self.reads)), self.latest
-        self.session.gathered.check_reads(reads, self.entry.place)
+        self.session.gathered.check_reads(reads, self.entry)
         if scaled is not None:
             forward = self.session.forward_scale(self.device)
             inputs = (*inputs, *forward.on(self.device))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from amprewrite.runtime.captured.entries import Entry
-from amprewrite.runtime.captured.region import Region
+from amprewrite.runtime.captured.region import Place, Region
 from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.model.parts import fsdp_groups
 from amprewrite.tables.errors import CaptureError
@@ -190,12 +190,12 @@ class GatheredLow:
     def __post_init__(self) -> None:
         self._of = {name: gather for gather in self.gathers.values() for name in gather.names}
 
-    def check_reads(self, reads: WeightReads, place: str) -> None:
-        """Raise CaptureError if a graph that is about to run reads rounded weights in fp32."""
+    def check_reads(self, reads: WeightReads, entry: Place) -> None:
+        """Raise CaptureError if a graph of this entry that is about to run reads rounded weights in fp32."""
         for name in reads.full if self._of else ():
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():
-                raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
+                raise RoundedRead(f"{entry.place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
     def check_call(self, entry: Entry, ran: Sequence[Region]) -> None:
         """Raise CaptureError if anything but the one graph that is all of an entry's code may have read its rounded weights."""
