@@ -34,6 +34,8 @@ class _DryRun(torch.fx.Interpreter):
         self.open_autocasts: list[Any] = []
         self.transformed = transformed_nodes(module.graph)
         self.touched: set[torch.fx.Node] = set()
+        self.unknown: set[torch.fx.Node] = set()
+        """Inputs without an example value, as torch 2.11 leaves sizes that a backward of the user reads."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):
@@ -41,7 +43,7 @@ class _DryRun(torch.fx.Interpreter):
             if value is None and n.op == "get_attr":
                 return super().run_node(n)
             if value is None and n.op == "placeholder" and "val" not in n.meta:  # torch.export keeps an argument that is None
-                raise Refused(n, "capture left no example value on this input")
+                self.unknown.add(n)
             return value
         if n.op == "output":
             return super().run_node(n)
@@ -52,6 +54,8 @@ class _DryRun(torch.fx.Interpreter):
         if want is None and not changed:
             return example_value(n)
         self.touched.add(n)
+        for given in self.unknown.intersection(n.all_input_nodes):
+            raise Refused(n, f"capture left no example value on its input {given.name}")
         try:
             value = super().run_node(n)
         except Exception as error:

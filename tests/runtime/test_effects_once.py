@@ -10,6 +10,7 @@ from runtime_help import data, matmul_dtypes
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from versions import differs_in_2_11
 
 import amprewrite
 from amprewrite.runtime import session
@@ -228,6 +229,7 @@ def test_a_second_model_of_the_class_says_so_too():
         assert any("as it is written" in part.why for part in amp.plan.skipped)
 
 
+@differs_in_2_11("Dynamo hides what a fake call raised")
 def test_an_error_that_keeps_its_own_type():
     @torch.library.custom_op("amprewrite_tests::bad_index", mutates_args=())
     def bad_index(x: torch.Tensor) -> torch.Tensor:
@@ -319,7 +321,7 @@ def test_parameters_are_written_once_in_a_call_that_overflows(how, grad, lists):
         for _ in range(3):
             want, got = plain(x), amp(x)
     for ours, theirs in zip(amp.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs) if lists == "default" else torch.allclose(ours, theirs, atol=1e-3)
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-6 if lists == "default" else 1e-3)  # Dynamo may write a lerp out
     assert lists == "o2" or (got - want).norm() < 2e-3 * want.norm()
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C import _functorch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._functorch import TransformType
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
@@ -27,6 +29,13 @@ R = TypeVar("R")
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 """What keeps results in the forward of a selective checkpoint, and what gives them back."""
 
+_CLOSES = {
+    TransformType.Grad: _functorch._grad_decrement_nesting,
+    TransformType.Jvp: _functorch._jvp_decrement_nesting,
+    TransformType.Vmap: _functorch._vmap_decrement_nesting,
+    TransformType.Functionalize: _functorch._func_decrement_nesting,
+}
+"""What closes a torch.func transform of each kind."""
 _AUTOCASTS = ("cpu", "cuda")
 """Devices whose autocast a graph may switch."""
 
@@ -63,7 +72,7 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def closed_if_raised() -> Iterator[None]:
     """A context that raises what is raised in it and closes what a graph had opened: torch.func transforms, autocast, a grad mode."""
-    transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
+    transforms = _functorch.get_dynamic_layer_stack_depth()
     hooks_barred = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
     grad = torch.is_grad_enabled()
     autocasts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in _AUTOCASTS]
@@ -72,7 +81,8 @@ def closed_if_raised() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # one by one: torch 2.11's own way closes two at once
+            _CLOSES[_functorch.peek_interpreter_stack().key()]()
         if not hooks_barred:
             torch._C._autograd._saved_tensors_hooks_enable()
         torch.set_grad_enabled(grad)
