@@ -37,6 +37,7 @@ class Trait(Enum):
     MAKES_SCORES = "may stand between the sum of scores and mask, and the softmax"
     ZERO_MATTERS = "means something else if its constant is zero"
     FILLS = "writes its constant in some places"
+    HOLDS_NUMBERS = "makes a tensor of the numbers that it is given"
     BOUNDS = "its constants are bounds of its result"
     LEVELS_BELOW = "gives one and the same, or nothing, for all numbers far below zero: it asks no more than that they are"
     LEVELS_ABOVE = "gives one and the same, or nothing, for all numbers far above zero"

@@ -63,6 +63,7 @@ BLOCKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lowest": lambda scores, hidden: scores.masked_fill(hidden, torch.finfo(torch.float32).min),
     "added": lambda scores, hidden: scores + hidden.float() * -1e9,
     "where": lambda scores, hidden: torch.where(hidden, -1e5, scores) / 2,
+    "a whole number": lambda scores, hidden: scores.masked_fill(hidden, -(10**9)),
 }
 
 
@@ -133,6 +134,10 @@ TOLD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a sum": lambda h, m: (h.masked_fill(m, -1e9) + 1e9) * 1e-9,
     "a sum with a tensor of it": lambda h, m: (torch.where(m, torch.full((), -1e9), h) + 1e9) * 1e-9,
     "a sum with a mask": lambda h, m: (h + m * -1e9) * 1e-9,
+    "a fill with a tensor": lambda h, m: h.masked_fill(m, torch.tensor(-1e9)) * 1e-9,
+    "where, with a tensor": lambda h, m: torch.where(m, h.new_tensor(-1e9), h) * 1e-9,
+    "put in place": lambda h, m: h.index_put((torch.arange(4), torch.arange(4)), torch.tensor(-1e9)) * 1e-9,
+    "a whole number": lambda h, m: h.masked_fill(m, -(10**9)) * 1e-9,
     "a mean": lambda h, m: h.masked_fill(m, -1e9).mean(0) * 1e-9,
     "a norm": lambda h, m: h.masked_fill(m, -1e9).norm() * h * 1e-10,
     "a logarithm": lambda h, m: torch.log1p(torch.relu(h.masked_fill(m, 1e30))),

@@ -39,7 +39,8 @@ _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
 _FLUSHES = ops_with(Trait.ZERO_MATTERS)
 _FILLS, _BOUNDS, _MAKE_MASKS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.MAKES_MASK)
-_SCALES = ops_with(Trait.SCALES)
+_SCALES, _WRITE_DOWN = ops_with(Trait.SCALES), ops_with(Trait.FILLS, Trait.HOLDS_NUMBERS)
+_TAKE_NUMBERS = _WRITE_DOWN | _BOUNDS | _SCALES | ADDS_UP
 
 
 class FarNumbers:
@@ -76,7 +77,7 @@ class FarNumbers:
         """The sides and the size of the numbers beyond the range that an op writes into its result, or adds to it."""
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
-        if fact.op in _FILLS:
+        if fact.op in _WRITE_DOWN:
             return frozenset(ABOVE if constant > 0 else BELOW for constant in far), size
         if far and (fact.op in ADDS_UP or (fact.op in _SCALES and _is_mask(fact))):
             return frozenset({ABOVE, BELOW}), size
@@ -112,7 +113,9 @@ class FarNumbers:
         return None
 
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
-        """Whether an op that runs low may take the end of the range for a constant beyond it."""
+        """Whether an op that runs low may take the end of the range for a constant beyond it; a whole one is not edited."""
+        if type(constant) is int:
+            return False
         if fact.op in _FILLS:
             return _blocks(fact.node, constant) and fact.node not in self.computed_with
         if fact.op not in _BOUNDS:
@@ -141,7 +144,10 @@ class FarNumbers:
 
 
 def _constants(node: torch.fx.Node) -> list[float]:
-    return [float(leaf) for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
+    """The numbers among the arguments of an op: those with a point, and whole ones where they are no sizes and no places."""
+    found: list[float] = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
+    whole: list[float] = [each for each in (*node.args, *node.kwargs.values()) if type(each) is int]
+    return found + whole if whole and op_name(node.target) in _TAKE_NUMBERS else found
 
 
 def _numbers(values: Any) -> tuple[float, ...]:

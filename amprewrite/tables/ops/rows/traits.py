@@ -29,6 +29,7 @@ TRAITS: dict[Trait, str] = {
     # constants among the arguments
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
     Trait.FILLS: "where masked_fill full full_like fill index_fill scatter constant_pad_nd pad threshold nan_to_num index_put setitem",
+    Trait.HOLDS_NUMBERS: "tensor scalar_tensor",
     Trait.BOUNDS: "clamp clamp_min clamp_max hardtanh maximum minimum",
     Trait.LEVELS_BELOW: f"{_LEVELS} relu exp exp2 expm1 softplus elu celu selu gelu silu mish hardswish max amax cummax logsumexp fmax "
     "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
