@@ -1,6 +1,8 @@
 """When a format's range cannot hold a value: the one set of rules, for PyTorch graphs and ONNX files, whatever the evidence.
 
 Evidence is the largest and the smallest magnitude of a value: of a weight, on sample batches, or in a sample run.
+
+By name it knows what becomes of the sign of a far number: `neg`, `abs`, `sub`, and `div`, which may divide by it.
 """
 
 from __future__ import annotations

@@ -28,16 +28,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
-from amprewrite.runtime.training.loss_scale_state import (
-    COUNTERS,
-    OWN_KEY,
-    LossScaleReport,
-    check_state,
-    host_numbers,
-    positive,
-    reciprocal,
-    scalar,
-)  # fmt: skip
+from amprewrite.runtime.training.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, host_numbers, positive, reciprocal
 from amprewrite.runtime.training.presets import PRESETS
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteError, PolicyError
@@ -69,13 +60,13 @@ class LossScale:
     _state: ClassVar[tuple[str, ...]] = ("_scale", "_counters")
 
     def __init__(self, init: float) -> None:
-        self._scale = scalar(init, torch.float32)
+        self._scale = _scalar(init, torch.float32)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64)
         self._tables: tuple[Tensor, ...] = ()
         self._pending: Tensor | None = None
         self._sources: set[Hashable] = set()
         self._replicas: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._nothing = scalar(EMPTY, torch.float32)
+        self._nothing = _scalar(EMPTY, torch.float32)
         self._recorded: Recorded | None = None
         self.overflow_at: str | None = None
         self.ask: Callable[[], None] | None = None
@@ -229,7 +220,7 @@ class LossScale:
             self._load_tensors(state, device)
 
     def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
-        self._scale = scalar(float(state["scale"]), torch.float32, device)
+        self._scale = _scalar(float(state["scale"]), torch.float32, device)
         counters = state.get(OWN_KEY, {}).get("counters", [0] * COUNTERS)
         self._counters = torch.tensor(counters, dtype=torch.int64, device=device)
 
@@ -247,7 +238,7 @@ class LossScale:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._nothing = scalar(EMPTY, torch.float32)
+        self._nothing = _scalar(EMPTY, torch.float32)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value:g})"
@@ -342,9 +333,9 @@ class DynamicLossScale(LossScale):
             raise PolicyError(
                 f"DynamicLossScale: init={init:g} lies outside floor={self.floor} and cap={self.cap}; start between them"
             )
-        self._growth_tracker = scalar(-rest, torch.int32)
-        self._left = scalar(hysteresis, torch.int32)
-        self._searching = scalar(0 if search_interval is None else _UNTRIED, torch.int32)
+        self._growth_tracker = _scalar(-rest, torch.int32)
+        self._left = _scalar(hysteresis, torch.int32)
+        self._searching = _scalar(0 if search_interval is None else _UNTRIED, torch.int32)
 
     @classmethod
     def preset(cls, name: str) -> DynamicLossScale:
@@ -477,9 +468,9 @@ class DynamicLossScale(LossScale):
     def _load_tensors(self, state: Mapping[str, Any], device: torch.device) -> None:
         super()._load_tensors(state, device)
         own = state.get(OWN_KEY, {})
-        self._growth_tracker = scalar(int(state["_growth_tracker"]), torch.int32, device)
-        self._left = scalar(own.get("left", self.hysteresis), torch.int32, device)
-        self._searching = scalar(own.get("searching", 0), torch.int32, device)
+        self._growth_tracker = _scalar(int(state["_growth_tracker"]), torch.int32, device)
+        self._left = _scalar(own.get("left", self.hysteresis), torch.int32, device)
+        self._searching = _scalar(own.get("searching", 0), torch.int32, device)
 
     def _to(self, device: torch.device) -> None:
         super()._to(device)
@@ -516,3 +507,9 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
         f"loss_scale={shown(spec)} means nothing; use 'auto', 'none', 'dynamic', one of {', '.join(PRESETS)}, a number, "
         "or a loss-scale object such as DynamicLossScale(init=2**14)"
     )
+
+
+def _scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """A number as a 0-dim tensor that counts writes."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)

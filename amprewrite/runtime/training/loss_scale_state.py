@@ -104,12 +104,6 @@ def _whole(where: str, name: str, value: Any, least: int, most: int) -> None:
         raise PolicyError(f"{where}: {name}={shown(value)} must be a whole number from {least} to {most}")
 
 
-def scalar(value: float, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A number as a 0-dim tensor that counts writes."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device=device)
-
-
 def reciprocal(scale: Tensor) -> Tensor:
     """1/scale, taken in fp64 if there is one, as GradScaler does; exact for powers of two."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
@@ -122,4 +116,4 @@ def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     return tuple(number.tolist() for number in numbers)  # type: ignore[misc]
 
 
-__all__ = ["COUNTERS", "OWN_KEY", "LossScaleReport", "check_state", "host_numbers", "positive", "reciprocal", "scalar"]
+__all__ = ["COUNTERS", "OWN_KEY", "LossScaleReport", "check_state", "host_numbers", "positive", "reciprocal"]

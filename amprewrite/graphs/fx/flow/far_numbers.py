@@ -4,8 +4,8 @@ It becomes the end of the range if that says the same: if all that reads it bloc
 to compute with, and keeps its op high, and those that read it: what became the end of the range would be wrong, and finite, so that
 nothing shows it.
 
-By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and what makes attention of
-scores: `add`, `sub`, `softmax`, `scaled_dot_product_attention`.
+By name it knows `mul` and `div`, which make a large constant larger or smaller, `clamp_max`, whose only bound is an upper one, and what
+makes attention of scores: `add`, `softmax`, `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
