@@ -148,6 +148,7 @@ def test_bodies_of_checkpoints_are_calibrated() -> None:
     assert {node.name: node.reason for node in body.nodes}["linear"] is Reason.OUT_OF_RANGE
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_batches() -> None:
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
 

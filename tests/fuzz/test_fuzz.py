@@ -64,6 +64,7 @@ def test_sequences_on_one_model_never_use_old_state(start: int) -> None:
     assert found("states", range(start, start + 5)) == []
 
 
+@pytest.mark.long
 def test_sets_of_options_work_or_are_refused() -> None:
     assert found("options", range(80)) == []
 

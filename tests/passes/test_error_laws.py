@@ -122,6 +122,7 @@ MAGNIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @SOME
 @given(*map(st.sampled_from, (sorted(MEETINGS), sorted(BETWEEN), sorted(MAGNIFIERS), sorted(LOW))))
 def test_what_a_product_meets_keeps_its_bits(meeting: str, between: str, magnifier: str, dtype: str) -> None:
@@ -180,6 +181,7 @@ TAKEN_AWAY: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = 
 }
 
 
+@pytest.mark.long
 @SOME
 @given(*map(st.sampled_from, (sorted(HELD), sorted(MEANS), sorted(TAKEN_AWAY), sorted(LOW))))
 def test_an_average_keeps_its_bits(held: str, mean: str, taken_away: str, dtype: str) -> None:
@@ -235,6 +237,7 @@ MAGNIFIED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @SOME
 @given(*map(st.sampled_from, (sorted(WIDE), sorted(MAGNIFIED), sorted(LOW))))
 def test_what_autocast_holds_in_fp32_keeps_its_bits_where_they_count(wide: str, magnified: str, dtype: str) -> None:
@@ -305,6 +308,7 @@ READERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @SOME
 @given(*map(st.sampled_from, (sorted(STARTS), sorted(UPDATES), sorted(READERS), sorted(LOW))))
 def test_what_is_carried_on_keeps_its_bits(start: str, update: str, reader: str, dtype: str) -> None:

@@ -212,6 +212,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("how", "conv"), [*((how, False) for how in SAMPLERS), ("euler", True), ("ddim", True)])
 def test_samplers_are_as_exact_as_under_autocast(how, conv, dtype):

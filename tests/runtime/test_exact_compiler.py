@@ -60,6 +60,7 @@ def trained(backend: Any, dtype: str, batches: int = 1) -> tuple[list[Tensor], A
     return found, amp
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_results_and_gradients_are_eagers_bit_for_bit(dtype):
     wanted, _ = trained("eager", dtype)
@@ -209,6 +210,7 @@ class Written(nn.Module):
         return out.tanh() * z
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made", [Gathered, Written])
 def test_writes_are_eagers(made):
     def found(backend: str) -> list[Tensor]:
@@ -239,6 +241,7 @@ class Dropping(nn.Module):
         return x + self.drop(self.down(self.drop(torch.relu(self.up(x)))))
 
 
+@pytest.mark.long
 @differs_in_2_11("other code for dropout")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_dropout_and_batches_of_other_sizes_are_eagers(dtype):

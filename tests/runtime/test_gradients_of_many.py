@@ -46,6 +46,7 @@ class Memory(nn.Module):
         return state.square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", FLOOR)
 @pytest.mark.parametrize("make", [Markov, Memory])
 def test_gradients_of_a_value_that_many_read(make: Callable[[], nn.Module], dtype: str) -> None:

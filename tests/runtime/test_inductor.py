@@ -83,6 +83,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("made", "dtype"), [(one_block, "bf16"), (one_block, "fp16"), (conv, "bf16")], ids=["block", "block", "conv"])
 def test_training_is_one_graph_a_shape_and_gives_eagers_numbers(made, dtype):
     torch._dynamo.reset()

@@ -64,6 +64,7 @@ def decoding_casts(amp: nn.Module, **settings: Any) -> int:
     return cast.elements
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [llama, mistral, t5])
 def test_tokens_are_those_of_an_fp32_cache(make) -> None:
     torch.manual_seed(0)
@@ -80,6 +81,7 @@ def test_no_step_casts_the_cache() -> None:
     assert cast <= 1 * 1 * 12 * 16 < before, "keys or values of the prompt, but not those with a token more"
 
 
+@pytest.mark.long
 def test_no_step_casts_a_static_cache() -> None:
     torch.manual_seed(0)
     model = llama()
@@ -89,6 +91,7 @@ def test_no_step_casts_a_static_cache() -> None:
     assert torch.equal(amp.generate(prompt(), **SETTINGS, **static), plain.generate(prompt(), **SETTINGS, **static))
 
 
+@pytest.mark.long
 def test_beams_reorder_a_low_cache() -> None:
     torch.manual_seed(0)
     model = llama()

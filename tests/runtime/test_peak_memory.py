@@ -21,6 +21,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("memory")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_the_peak_of_a_step_is_below_autocasts(memory: ModuleType, name: str, dtype: str) -> None:
