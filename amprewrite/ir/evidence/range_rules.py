@@ -35,6 +35,7 @@ BELOW, ABOVE = -1, 1
 """Sides of zero."""
 _LEVELS = {BELOW: ops_with(Trait.LEVELS_BELOW), ABOVE: ops_with(Trait.LEVELS_ABOVE)}
 _FILLS, _BOUNDS, _COMPARES = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.COMPARES)
+_SCALES = ops_with(Trait.SCALES)
 _SHAPE_ONLY, _COUNTS = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that make an infinity of a flushed operand."""
@@ -92,6 +93,13 @@ class Read(Generic[Node]):
     masks: bool = False
     """Whether attention takes the value for its mask."""
 
+    @property
+    def factors(self) -> list[float]:
+        """The numbers that it multiplies the value by."""
+        if self.op not in _SCALES:
+            return []
+        return [1 / number if self.op == "div" and number else number for number in self.numbers]
+
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """On which sides the result holds numbers far beyond the range, if what is read does on `side`; none if it asks for the side alone.
@@ -134,10 +142,9 @@ def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
         return None if any(number * side < -low.max / 2 for number in added) else frozenset({side})
     if read.op == "div" and read.place:
         return None
-    factors = [1 / number if read.op == "div" and number else number for number in read.numbers]
-    if any(abs(factor) * SHRINKS < 1 for factor in factors):
+    if any(abs(factor) * SHRINKS < 1 for factor in read.factors):
         return None
-    signs = {side if factor > 0 else -side for factor in factors}
+    signs = {side if factor > 0 else -side for factor in read.factors}
     return frozenset(signs or {BELOW, ABOVE})
 
 

@@ -4,8 +4,8 @@ It becomes the end of the range if that says the same: if all that reads it bloc
 to compute with, and keeps its op high, and those that read it: what became the end of the range would be wrong, and finite, so that
 nothing shows it.
 
-By name it knows `mul` and `div`, which make a large constant larger or smaller, `clamp_max`, whose only bound is an upper one, and what
-makes attention of scores: `add`, `softmax`, `scaled_dot_product_attention`.
+By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and what makes attention of
+scores: `add`, `softmax`, `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class FarNumbers:
         """The same of the numbers that come with an operand."""
         sides, size = set[int](), 0.0
         for read in (each for each in _reads(given) if each.made is fact.node):
-            factors = [1 / number if read.op == "div" and number else number for number in read.numbers] if read.op in _SCALES else []
-            size = max(size, self.sizes[given] * max(map(abs, factors), default=1.0))
+            size = max(size, self.sizes[given] * max(map(abs, read.factors), default=1.0))
             for side in self.sides[given]:
                 handed = handed_on(read, side, self.low)
                 if handed is None and (read.op in MAKES_SCORES or read.op in _BOUNDS):
