@@ -269,7 +269,11 @@ MUTANTS = (
     ),
     Mutant(
         "hook-on-given-back", "a result that an op gave back of a hooked value leaves beside the hook's path", ("programs",), ("hook_identity",),
-        (("amprewrite/graphs/fx/read/leaving.py", "len(given.users) > 1 or given.target is hooked or made_inside", "len(given.users) > 1 or made_inside"),),
+        (("amprewrite/graphs/fx/read/leaving.py", "len(given.users) > 1 or given.target is hooked or inside", "len(given.users) > 1 or inside"),),
+    ),
+    Mutant(
+        "checkpoint-result-given-back", "a checkpoint's result that an op gives back leaves beside the body's path", ("programs",), ("checkpoint(part", "'fp16'"),
+        (("amprewrite/graphs/fx/read/leaving.py", "made_inside(result) is not None or made_inside(given) is not None", "made_inside(result) is not None"),),
     ),
     Mutant(
         "backwards-without-gradients", "second derivatives miss what an autograd Function saved", ("programs",), ("'function'", "'inner'"),

@@ -531,6 +531,25 @@ def _() -> bool:
     return torch.allclose(*found)
 
 
+@proof("checkpoint-result-given-back")
+def _() -> bool:
+    def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        t = self.a(x)
+        return t, t.relu()
+
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        v, u = checkpoint(body, self, x, use_reentrant=False)
+        return v.contiguous(), u
+
+    found = []
+    for each in pair(forward, dtype="fp16", loss_scale=16.0):
+        result, rest = each(batch())
+        result.retain_grad()
+        (result.sum() + rest.sum()).backward()
+        found.append(result.grad)
+    return torch.allclose(*found)
+
+
 @proof("backwards-without-gradients")
 def _() -> bool:
     found = []

@@ -513,6 +513,49 @@ def test_the_gradient_of_what_a_transform_returns(options: dict[str, Any]) -> No
         torch.testing.assert_close(got, want)
 
 
+GIVE_BACK = {
+    "itself": lambda t: t,
+    "contiguous": torch.Tensor.contiguous,
+    "flatten": lambda t: t.flatten(1),
+    "to its own dtype": lambda t: t.to(torch.float32),
+    "a checkpoint": lambda t: checkpoint(lambda inner: inner, t, use_reentrant=False),
+    "two of them": lambda t: t.contiguous().flatten(1),
+}
+"""Ops that give their operand itself."""
+
+
+class ReadInside(nn.Module):
+    """Two results of a checkpoint, of which the body makes one from the other; the other leaves as an op gives it back."""
+
+    def __init__(self, give_back: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.give_back = nn.Linear(4, 4), give_back
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def body(t: Tensor) -> tuple[Tensor, Tensor]:
+            made = self.a(t)
+            return made, made.relu()
+
+        made, rest = checkpoint(body, x, use_reentrant=False)
+        return self.give_back(made), rest.squeeze(1)
+
+
+@pytest.mark.parametrize("give_back", GIVE_BACK.values(), ids=GIVE_BACK)
+@way
+def test_the_gradient_of_a_result_that_a_checkpoint_reads(options: dict[str, Any], give_back: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = ReadInside(give_back), torch.randn(3, 4)
+    found = []
+    for each in (model, amprewrite.rewrite(copy.deepcopy(model), **options)):
+        results = each(x)
+        for result in results:
+            result.retain_grad()
+        (results[1].sum() - 2 * results[0].sum()).backward()
+        found.append([result.grad for result in results])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 READ_BACK = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,

@@ -193,14 +193,15 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node]) -> bool:
-    """Whether a result is the very tensor that an op was given, and others read that one or it has hooks; the body of a checkpoint may.
+    """Whether a result is the very tensor that an op was given, and others read that one, as the body of a checkpoint may, or it has hooks.
 
     So is one that was made with gradients and given back where there are none.
     """
     result = _before_hooks(result)
     while (given := same_tensor(result)) is not None:
         elsewhere = result in without_grad and given not in without_grad
-        if len(given.users) > 1 or given.target is hooked or made_inside(result) is not None or elsewhere:
+        inside = made_inside(result) is not None or made_inside(given) is not None
+        if len(given.users) > 1 or given.target is hooked or inside or elsewhere:
             return True
         result = _before_hooks(given)
     return False
