@@ -539,7 +539,7 @@ def _() -> bool:
 
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         v, u = checkpoint(body, self, x, use_reentrant=False)
-        return v.contiguous(), u
+        return v.contiguous(), u.squeeze(1)
 
     found = []
     for each in pair(forward, dtype="fp16", loss_scale=16.0):
