@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
+from amprewrite.graphs.fx.run.repeated_calls import RepeatedCalls
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.insert_pads import PAD
@@ -33,6 +35,7 @@ class _DryRun(torch.fx.Interpreter):
         self.expected = expected
         self.open_autocasts: list[Any] = []
         self.transformed = transformed_nodes(module.graph)
+        self.repeated = RepeatedCalls(module.graph)
         self.touched: set[torch.fx.Node] = set()
         self.unknown: set[torch.fx.Node] = set()
         """Inputs without an example value, as torch 2.11 leaves sizes that a backward of the user reads."""
@@ -54,10 +57,11 @@ class _DryRun(torch.fx.Interpreter):
         if want is None and not changed:
             return example_value(n)
         self.touched.add(n)
+        run = partial(super().run_node, n)
         for given in self.unknown.intersection(n.all_input_nodes):
             raise Refused(n, f"capture left no example value on its input {given.name}")
         try:
-            value = super().run_node(n)
+            value = self.repeated.give(n, self.env.__getitem__, run) if not self.open_autocasts else run()
         except Exception as error:
             raise Refused(n, _short(error)) from error
         if op_name(n.target) == ENTER_AUTOCAST:

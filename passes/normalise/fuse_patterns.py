@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
-from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, device_of, example_value, memory_of, written
+from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, comparable, device_of, example_value, memory_of, written
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import OpLists, op_name
@@ -280,7 +280,7 @@ def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
         return None
-    wide = [f for f in others if _is_fp32(f) and tuple(example_value(f).shape) == (width,)]
+    wide = [f for f in others if _is_row(f, width)]
     values = [f for f in others if f not in wide]
     if len(values) != 1 or len(wide) > 1:
         return None
@@ -292,7 +292,7 @@ def _layer_norm(end: Node) -> Pattern | None:
     width = _width(end)
     pair, bias, product = _two(end, "add"), None, end
     if pair is not None:
-        biased = [both for both in (pair, pair[::-1]) if _is_fp32(both[1]) and tuple(example_value(both[1]).shape) == (width,)]
+        biased = [both for both in (pair, pair[::-1]) if _is_row(both[1], width)]
         if not biased:
             return None
         product, bias = biased[0]
@@ -336,6 +336,11 @@ def _rms_norm(end: Node) -> Pattern | None:
     if len(factors) != 2 or not all(_same(f, x, inside) for f in factors) or not _is_fp32(x):
         return None
     return Pattern(end, "rms_norm", F.rms_norm, (x, (width,), parts[2], spread[0]), {}, inside)
+
+
+def _is_row(node: Any, width: int) -> bool:
+    """Whether an operand is an fp32 tensor of one dim, of that many numbers."""
+    return _is_fp32(node) and tuple(map(comparable, example_value(node).shape)) == (width,)
 
 
 def _width(node: Node) -> Any:

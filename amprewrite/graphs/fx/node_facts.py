@@ -175,6 +175,11 @@ def hint(size: Any) -> int:
     return int(known) if isinstance(known, int) else 64
 
 
+def comparable(size: Any) -> Any:
+    """A size as it can be compared with others without a guard: of symbolic ones the expression."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
     op = "autograd.grad" if node.target is torch.autograd.grad else op  # not the attribute of that name

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.node_facts import comparable, example_value
 from amprewrite.graphs.small_steps import Factor, SmallSteps
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
@@ -174,7 +174,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
 
 def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
     value = example_value(node)
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    return tuple(map(comparable, value.shape)) if isinstance(value, torch.Tensor) else None
 
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
@@ -191,7 +191,7 @@ def _applied(node: torch.fx.Node, size: float) -> float | None:
 
 def _elements(node: torch.fx.Node) -> Any:
     value = example_value(node)
-    return value.numel() if isinstance(value, torch.Tensor) else None
+    return comparable(value.numel()) if isinstance(value, torch.Tensor) else None
 
 
 def _dims(node: torch.fx.Node) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Set
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back, same_tensor
+from amprewrite.graphs.fx.run.repeated_calls import Alike
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
@@ -68,7 +69,7 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     if without_grad is not None:
         left = dict.fromkeys((*map(_before_hooks, read_results(module.graph)), *_hooked_results(module.graph)))
         makers |= dict.fromkeys(node for node in left if node not in chains and node not in without_grad)
-        own = {op for node in read_results_back(module.graph) if node not in without_grad for op in _op_of(node)}
+        own = {op for node in read_results_back(module.graph, without_grad) for op in _op_of(node)}
         makers = {maker: None for maker in makers if maker not in own}
     if not makers and not chains and not own:
         return module
@@ -86,23 +87,31 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
     return marked
 
 
-def read_results_back(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Results that the backward of their own op reads; heavy ops have no second derivative, or do not read them.
+def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterator[Node]:
+    """Results with gradients that the backward of their own op reads; heavy ops have no second derivative, or do not read them.
 
     What leaves a transform of torch.func is none: no border can stand inside, and what the ops in there read is another tensor.
     """
-    apart = transform_regions(graph)
+    apart, alike, known = transform_regions(graph), Alike(), dict[Hashable, bool]()
     for node in dict.fromkeys(map(_before_hooks, _results(graph))):
-        if differentiable(example_value(node)) and _op_of(node)[-1] not in apart and _read_back(node):
+        if node in without_grad or not differentiable(example_value(node)) or _op_of(node)[-1] in apart:
+            continue
+        op = _maker(node)
+        key = alike.key(op) or op  # the keys and values of all layers are made by calls that are alike
+        if key not in known:
+            known[key] = _is_read_back(op)
+        if known[key]:
             yield node
 
 
-def _read_back(result: Node) -> bool:
-    """Whether the backward of the op behind `result` reads it. A checkpoint is no op: the one in its body counts."""
+def _maker(result: Node) -> Node:
+    """The op behind `result`. A checkpoint is no op: the one in its body counts."""
     inside = made_inside(result)
-    if inside is not None:
-        return _read_back(_before_hooks(inside))
-    op = _op_of(result)[-1]
+    return _op_of(result)[-1] if inside is None else _maker(_before_hooks(inside))
+
+
+def _is_read_back(op: Node) -> bool:
+    """Whether the backward of an op reads what it gives."""
     row = find_op(op_name(op.target))
     heavy = row is not None and row.kind is OpKind.ALLOW
     return op.op not in ("placeholder", "get_attr") and not heavy and reads_back(op)

@@ -1,0 +1,131 @@
+"""Calls of ops that are alike are tried once on fake tensors, and each node's facts are those it would have had by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import amprewrite
+from amprewrite.graphs.fx.node_facts import example_value, memory_of, tensors
+from amprewrite.graphs.fx.run.repeated_calls import Alike
+from amprewrite.passes.lower.dry_run import dry_run
+
+Block = Callable[[nn.Linear, Tensor], Tensor]
+
+
+def attention(layer: nn.Linear, x: Tensor) -> Tensor:
+    heads = layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+    return x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
+
+
+def views(layer: nn.Linear, x: Tensor) -> Tensor:
+    first, second = layer(x).chunk(2, -1)
+    whole = torch.cat([second, first.contiguous()], -1)
+    return x + whole[..., :8] + whole.mean(-1, keepdim=True).expand_as(x)
+
+
+def in_place(layer: nn.Linear, x: Tensor) -> Tensor:
+    h = layer(x)
+    h += x
+    F.relu(h[:, :1], inplace=True)
+    return h.add_(1.0)
+
+
+def turned_in_place(layer: nn.Linear, x: Tensor) -> Tensor:
+    kept, turned = layer(x), layer(x).contiguous()
+    turned.transpose_(1, 2)
+    return x + turned.transpose(1, 2) + kept
+
+
+def sizes_of_data(layer: nn.Linear, x: Tensor) -> Tensor:
+    h = layer(x)
+    chosen = h[h[..., 0] > 0]
+    return x + chosen.sum(0) + chosen.shape[0]
+
+
+BLOCKS = [attention, views, in_place, turned_in_place, sizes_of_data]
+
+
+class Blocks(nn.Module):
+    """A block, several times."""
+
+    def __init__(self, block: Block, depth: int = 3) -> None:
+        super().__init__()
+        self.block = block
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.block(layer, x)  # type: ignore[arg-type]
+        return x
+
+
+Facts = tuple[list[tuple[Any, ...]], list[tuple[int, int]]]
+
+
+def facts(graph: torch.fx.Graph) -> Facts:
+    """What is known of each node, and which pairs of nodes share memory."""
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    known = [(node.name, *((t.dtype, str(t.shape), str(t.stride())) for t in tensors(example_value(node)))) for node in nodes]
+    memory = [memory_of(node) for node in nodes]
+    together = [(a, b) for a in range(len(nodes)) for b in range(a) if not memory[a].isdisjoint(memory[b])]
+    return known, together
+
+
+def tried(model: nn.Module, dynamic: bool, monkeypatch: pytest.MonkeyPatch, alike: bool) -> Facts:
+    """The facts of the graph that a rewritten model runs, with or without the knowledge of which calls are alike."""
+    found: list[Facts] = []
+
+    def trial(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dtype]) -> None:
+        dry_run(module, expected)
+        found.append(facts(module.graph))
+
+    with monkeypatch.context() as patch, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        patch.setattr("amprewrite.passes.driver.dry_run", trial)
+        if not alike:
+            patch.setattr(Alike, "key", lambda *_: None)
+        torch._dynamo.reset()
+        x = torch.randn(2, 5, 8)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 1)
+        amprewrite.rewrite(model, dtype="bf16")(x)
+    return found[-1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_facts_are_those_of_each_call_by_itself(block: Block, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks(block)
+    want, got = (tried(model, dynamic, monkeypatch, alike) for alike in (False, True))
+    assert got == want
+
+
+@pytest.mark.parametrize("block", [attention, views, in_place])
+def test_a_later_block_makes_no_call(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    run = torch.fx.Interpreter.run_node
+    monkeypatch.setattr(torch.fx.Interpreter, "run_node", lambda self, n: calls.append(n) or run(self, n))
+    counts = []
+    for depth in (3, 4):
+        calls.clear()
+        torch._dynamo.reset()
+        amprewrite.rewrite(Blocks(block, depth), dtype="bf16")(torch.randn(2, 5, 8))
+        counts.append(sum(node.op.startswith("call") for node in calls))
+    in_place_calls = 3 if block is in_place else 0  # what writes is always run
+    assert counts[1] - counts[0] <= in_place_calls
+
+
+def test_calls_on_values_that_are_known_are_not_alike() -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.neg, (graph.placeholder("x"),))
+    with FakeTensorMode():
+        values = {"unknown": torch.zeros(()), "known": torch.tensor(2.0)}
+    keys = {name: Alike().key(node, lambda _, value=value: value) for name, value in values.items()}
+    assert keys["unknown"] is not None and keys["known"] is None
