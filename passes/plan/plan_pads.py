@@ -49,6 +49,8 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
         return PadPlan()
     calls = calls_with_casts(problem.calls, decisions.casts)
     regions = Regions(calls, _numel(problem), _is_weight(problem), refused=dict(problem.pad_refused))
+    if regions.all_aligned(_multiple_of(problem, decisions)):
+        return PadPlan()
     regions.build()
     wants = regions.wants(_multiple_of(problem, decisions))
     if not wants:

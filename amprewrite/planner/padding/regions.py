@@ -186,6 +186,18 @@ class Regions:
         return self._root((call, slot, dim)), self.axes.find(axis)
 
     # -- 2. wants ----------------------------------------------------------------------
+    def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
+        """Whether no matrix product can want anything, which its shapes tell without the axes. For `multiple_of` see `wants`."""
+        for call in self.calls.values():
+            multiple = multiple_of(call.name)
+            for slot, dim in self._rule(call).wants if multiple else ():
+                assert multiple is not None
+                shapes = call.shapes[slot : slot + 1] if isinstance(slot, int) else self.calls[slot.partition("#")[0]].shapes
+                size = shapes[0][dim] if len(shapes) == 1 and dim < len(shapes[0]) else ""
+                if isinstance(size, str) or (size > 1 and size % multiple):
+                    return False
+        return True
+
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
         """Unaligned dims of the matrix products; `multiple_of` a call's name is None if it should be left alone."""
         found: list[Want] = []

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -78,8 +78,9 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
         copy_of[node].meta[LEAVES] = READ_BACK
     for node in chains:
         copy_of[node].meta[LEAVES] = SHARED
+    inside = transform_regions(copied.graph)
     for maker in makers:
-        followed = _follow(copied.graph, copy_of[maker])
+        followed = _follow(copied.graph, copy_of[maker], inside)
         if without_grad is not None and memory_of(maker) & set(shared) and is_view(maker):
             _view(copied.graph, followed)
     copied.recompile()
@@ -137,10 +138,9 @@ def _wrapped(node: Node) -> bool:
     return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(example_value(node))))
 
 
-def _follow(graph: torch.fx.Graph, maker: Node) -> Node:
-    """The idle conversion, put behind `maker` or behind the transform that it leaves; all others read it."""
-    regions, place = transform_regions(graph), maker
-    region = regions.get(maker)
+def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:
+    """The idle conversion, put behind `maker` or behind the transform of `regions` that it leaves; all others read it."""
+    place, region = maker, regions.get(maker)
     readers = [reader for reader in maker.users if region is None or regions.get(reader) != region]
     while region is not None and regions.get(place.next) == region:
         place = place.next

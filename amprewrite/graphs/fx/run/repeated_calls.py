@@ -86,7 +86,9 @@ class Alike:
         """A number that tensors have in common which no op tells apart."""
         known = self._form_of.get(id(tensor))
         if known is None:
-            if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout != torch.strided or tensor.is_nested:
+            if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.is_nested:
+                raise _NotAlike
+            if tensor.constant is not None and tensor.numel():  # known by value
                 raise _NotAlike
             sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
             plain = tuple(map(comparable, sizes))
