@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,9 +59,9 @@ def calibrate(
     count = 0
     console = Console(stderr=True)
     columns = TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal), transient=True)
-    with bar:
-        task = bar.add_task("", total=len(checked) or None)
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=len(checked) or None)
+    with bar if progress and console.is_terminal else nullcontext():  # a disabled one prints an empty line with rich 13
         for batch in checked:
             with torch.set_grad_enabled(loss is not None):
                 try:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
+import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
@@ -24,6 +26,11 @@ from amprewrite.graphs.onnx.run.rounded import strict_outputs
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 node = helper.make_node
 graph = helper.make_graph
+differs_before_ort_1_27 = pytest.mark.xfail(
+    tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 27),
+    reason="ONNX Runtime before 1.27: its fp32 LayerNormalization takes the variance in one pass, and loses it beside an offset",
+    strict=False,
+)
 
 
 @dataclass
