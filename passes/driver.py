@@ -15,9 +15,10 @@ import torch.fx
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_graph
 from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps
 from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
+from amprewrite.graphs.fx.flow.repeated_heads import read_repeated_heads
 from amprewrite.graphs.fx.flow.small_steps import read_small_steps
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
-from amprewrite.graphs.fx.ops.attention_masks import read_masks
+from amprewrite.graphs.fx.ops.attention_masks import MASK, argument, read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.magnitudes import factors, magnitudes, offsets
@@ -44,7 +45,7 @@ from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import PassError, PlanError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import op_lists, op_name
-from amprewrite.tables.vocabulary import Colour, Edit, Reason
+from amprewrite.tables.vocabulary import Colour, Reason
 
 CapturedGraph = torch.fx.GraphModule
 """A graph as Dynamo or torch.export captured it."""
@@ -96,7 +97,7 @@ def read_problem(
         trained=trained, read_by_many=read_by_many(graph, nodes, trained),
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
-    captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), masks=_read_masks(captured))
+    captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), **_read_attention(captured))
     captured.factors = factors(captured, inputs)
     captured.know(small_steps=read_small_steps(graph, nodes, captured.factors))
     if policy.measure and policy.low is not FP32 and lists.rule == "cost":
@@ -120,12 +121,15 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
     run_passes(CLEAN_EXPORTED, Reading(op_lists("default", FP32, "cpu"), FP32, False), EditedGraph(module, {}), "an exported graph")
 
 
-def _read_masks(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Edit]:
-    """What may be done to the masks of attention calls, by the name of the call."""
-    names = captured.names
+def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
+    """What is known of attention calls, by their names: what may be done to their masks, and whether heads are repeated for them."""
     if not captured.problem.fold_masks:
         return {}
-    return {names[call]: edit for call, edit in read_masks(captured.module.graph, around or {}).items()}
+    names, graph = captured.names, captured.module.graph
+    masks = {names[call]: edit for call, edit in read_masks(graph, around or {}).items()}
+    free = {call: ways for call, ways in read_repeated_heads(graph).items() if names[call] in masks or argument(call, MASK) is None}
+    repeated = {names[call]: tuple(names[node] for way in ways for node in (way.whole, way.spread)) for call, ways in free.items()}
+    return {"masks": masks, "repeated_heads": repeated}
 
 
 def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
@@ -297,7 +301,7 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
     apart = captured.problem.scale_loss and node in nodes_outside(captured.module.graph, set())
     part.know(fold_masks=captured.problem.fold_masks, scale_loss=apart)
     inputs = dict(zip(part.module.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
-    part.know(masks=_read_masks(part, {inner: outer for inner, outer in inputs.items() if isinstance(outer, torch.fx.Node)}))
+    part.know(**_read_attention(part, {inner: outer for inner, outer in inputs.items() if isinstance(outer, torch.fx.Node)}))
     found = Unrounded(part.problem)
     whole = {place for place, name in part.results.items() if name in found.through_streams and name in found.raw}
     results = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]

@@ -55,6 +55,8 @@ class Problem:
     """Which attention masks may be dropped: none, those made of fixed sizes, or those that a call can tell as well."""
     masks: Mapping[str, Edit] = field(default_factory=dict)
     """What may be done to the masks of attention calls; read only if masks may be dropped."""
+    repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Attention calls that read copies of heads, with the ops that copy; those that have no mask, or that `masks` has."""
     bare_norms: tuple[str, ...] = ()
     """Norms that keep their statistics in the dtype of what they read."""
     bare_taps: tuple[str, ...] = ()

@@ -36,6 +36,11 @@ class Device:
     low_formats: tuple[str, ...]
     """Formats that the matrix units multiply natively, best first; empty: low precision gains nothing."""
 
+    @property
+    def flash_attention(self) -> bool:
+        """Whether PyTorch's flash attention runs here, which comes with bf16, from sm_80 on (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+        return self.type != "cpu" and "bf16" in self.low_formats
+
     def rate(self, fmt: str) -> float:
         """FLOP/s of a matrix product in the format called `fmt`."""
         return self.flops.get(fmt, self.flops["fp32"])

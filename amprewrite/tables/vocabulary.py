@@ -32,6 +32,7 @@ class Edit(Enum):
     DROP_FULL_MASK = "drop full mask"
     LOOK_UP_MASK = "look up mask"
     LOOK_AT_MASK = "look at mask"
+    GROUP_HEADS = "group heads"
     FP32_STATISTICS = "fp32 statistics"
     PAD_APART = "pad apart"
     CLAMP_CONSTANTS = "clamp constants"
@@ -48,6 +49,7 @@ _EDITS = {
     "drop full mask": "takes no mask: its own is made of sizes alone, and allows all positions",
     "look up mask": "takes no mask at sizes at which its own, made of sizes alone, is causal or allows all positions",
     "look at mask": "takes no mask in a forward in which its own is causal or allows all positions",
+    "group heads": "reads each head of keys and values for a group of query heads, and no copies of it",
     "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
     "pad apart": "is padded by an op of its own: its low backward leaves gradients unset of weights that meet its padding alone",
     "spread copies": "has a low copy for every two that read one, so that fp32 adds up the gradients of the copies",

@@ -1,8 +1,9 @@
-"""Take the masks from attention calls as the plan says: kernels without a mask are faster, and keep less.
+"""Take masks, and copies of heads, from attention calls as the plan says: kernels without are faster, and keep less.
 
 1. A mask that is dropped: `attn_mask` becomes None, with `is_causal` if that is what it said.
 2. A mask that is looked up: its graph is kept as a function of its sizes, which is asked once for each set of sizes.
 3. A mask that is looked at: a boolean mask on a CPU, where looking waits for no device, is looked at once a call.
+4. Copies of heads: the call gets the heads that were copied, and `enable_gqa`.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
@@ -19,6 +20,7 @@ from typing import Any
 import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.graphs.fx.flow.repeated_heads import GROUPED, KEY, VALUE, read_repeated_heads
 from amprewrite.graphs.fx.node_facts import example_value, set_argument
 from amprewrite.graphs.fx.ops.attention_masks import (
     CAUSAL,
@@ -49,7 +51,24 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
             if chosen:
                 fold_mask(edited.module, mask, chosen, f"amprewrite_masks_{place}")
                 modified = True
+        for name in plan.edited(Edit.GROUP_HEADS):
+            group_heads(edited.nodes[name])
+            modified = True
         return modified
+
+
+def group_heads(call: torch.fx.Node) -> None:
+    """Let an attention call read the heads that were repeated for it; what repeated them goes."""
+    ways = read_repeated_heads(call.graph).get(call)
+    if ways is None:
+        raise PassError(f"{call.name} is to read groups of heads, and its heads are not repeated by ops that nothing else reads")
+    for which, way in zip((KEY, VALUE), ways, strict=True):
+        if way.between:
+            way.between[-1].replace_input_with(way.lined, way.heads)
+        set_argument(call, *which, way.between[0] if way.between else way.heads)
+        for node in (way.whole, way.spread, way.lined):
+            call.graph.erase_node(node)
+    call.update_kwarg(GROUPED, True)
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:

@@ -3,8 +3,10 @@
 1. Masks made of fixed sizes alone are known: those that are causal or allow all positions are dropped.
 2. Masks made of sizes that change from call to call are looked up by them, if the graph runs without a compiler.
 3. Other boolean masks on a CPU are looked at in every forward, if the graph runs without a compiler.
+4. A low call without a mask reads each head of keys and values for a group of query heads, if copies of heads were made for it, on a GPU
+   with flash attention (sm_80 and later). A CPU's kernel adds the gradients of a group up in the low format, so there they stay.
 
-Models skip such masks themselves when nothing captures them. What is exported keeps its masks.
+Models skip such masks and copies themselves when nothing captures them. What is exported keeps them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections import Counter
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
-from amprewrite.tables.vocabulary import Edit
+from amprewrite.tables.devices import device_row
+from amprewrite.tables.vocabulary import Colour, Edit
 
 FIXED = (Edit.DROP_CAUSAL_MASK, Edit.DROP_FULL_MASK)
 
@@ -26,6 +29,24 @@ class PlanMasks(Pass[Problem, Decisions]):
         found = {call: edit for call, edit in problem.masks.items() if edit in FIXED or problem.fold_masks == "any"}
         for call, edit in found.items():
             decisions.edit(problem, call, edit)
+        found |= _group_heads(problem, decisions)
         for what, count in Counter(edit.what for edit in decisions.edits if edit.on and edit.node in found).items():
             decisions.note(f"{f'each of {count} attention calls' if count > 1 else 'an attention call'} {what.says}")
         return bool(found)
+
+
+def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
+    """Have calls read groups of heads where that is as exact and faster."""
+    row = problem.planned_for or device_row(problem.device)
+    if problem.device != "cuda" or not row.flash_attention:
+        return {}
+    without = {edit.node for edit in decisions.edits if edit.on and edit.what in FIXED}
+    padded = {value.value.partition("#")[0] for value in decisions.pads.values}
+    low = {name for name, paint in decisions.paints.items() if paint.colour is Colour.LOW} - padded
+    chosen = [
+        call for call, ways in problem.repeated_heads.items()
+        if (call in without or call not in problem.masks) and low.issuperset((call, *ways))
+    ]  # fmt: skip
+    for call in chosen:
+        decisions.edit(problem, call, Edit.GROUP_HEADS)
+    return dict.fromkeys(chosen, Edit.GROUP_HEADS)

@@ -17,7 +17,7 @@ Of a pass over fx graphs it is a function. Its arguments are named in INPUTS bel
         def f(x, w):
             return x + x @ w
 
-Words before the colon: training, scaled, fp16, pad, masks, exported, compiled, cached, frozen (w is).
+Words before the colon: training, scaled, fp16, pad, masks, cuda, exported, compiled, cached, frozen (w is).
 A deciding pass may have such cases, too.
 """
 
@@ -151,8 +151,9 @@ class Held(nn.Module):
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """By the name of the argument: x, y are inputs of 4x8, q of 1x2x4x8, i an image; w, v, o are parameters of 8x8, 8x8 and 8x9, b of 8."""
-    shapes = {"x": (4, 8), "y": (4, 8), "q": (1, 2, 4, 8), "i": (1, 2, 4, 4), "w": (8, 8), "v": (8, 8), "o": (8, 9), "b": (8,)}
+    """By the name of the argument: x, y are inputs of 4x8, q of 1x2x4x8, g of 1x8x4x8, i an image; parameters are w, v, o and b."""
+    given = {"x": (4, 8), "y": (4, 8), "q": (1, 2, 4, 8), "g": (1, 8, 4, 8), "i": (1, 2, 4, 4)}
+    shapes: dict[str, tuple[int, ...]] = {**given, "w": (8, 8), "v": (8, 8), "o": (8, 9), "b": (8,)}
     return {name: nn.Parameter(torch.ones(shape)) if name in "wvob" else torch.ones(shape) for name, shape in shapes.items()}
 
 
@@ -180,10 +181,13 @@ def read(module: torch.fx.GraphModule, words: list[str]) -> Captured:
     """The problem of a function."""
     training, low = "training" in words, FORMATS["fp16" if "fp16" in words else "bf16"]
     pad = parse_pad("always", False) if "pad" in words else None
-    return read_problem(
+    found = read_problem(
         module, Policy(low), training=training, pad=pad, scale_loss="scaled" in words,
         fold_masks="any" if "masks" in words else "",
     )  # fmt: skip
+    if "cuda" in words:
+        found.know(device="cuda")
+    return found
 
 
 def edited(name: str, words: list[str], module: torch.fx.GraphModule) -> str:

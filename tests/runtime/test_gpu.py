@@ -6,6 +6,7 @@ to None before the recording, so that backward allocates them in the graph's own
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -167,3 +168,29 @@ def test_inductors_own_cuda_graphs(dtype):
             torch.compiler.cudagraph_mark_step_begin()
             assert error(graphs.amp(graphs.x).clone(), graphs.model(graphs.x)) < 3e-2
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_attention_reads_grouped_heads() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.few = nn.Linear(64, 256), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            queries = self.queries(x).unflatten(-1, (8, 32)).transpose(1, 2)
+            few = self.few(x).unflatten(-1, (2, 32)).transpose(1, 2)
+            keys, values = (few[:, :, None].expand(-1, -1, 4, -1, -1).reshape(queries.shape) for _ in range(2))
+            return nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+    torch.manual_seed(0)
+    model, x = Grouped().cuda(), torch.randn(2, 64, 64, device="cuda")
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", loss_scale=16.0)
+    found = []
+    for each in (model, amp):
+        result = each(x)
+        result.square().sum().backward()
+        found.append((result, each.few.weight.grad))
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert "reads each head of keys and values for a group of query heads" in str(amp.plan)
+    for want, got in zip(*found, strict=True):
+        assert (got - want).norm() <= 0.01 * want.norm()

@@ -1,0 +1,108 @@
+"""Attention whose keys and values are copies of fewer heads, one for every query head of a group: the kernel can read the few.
+
+    keys = keys[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)         n copies of each of h heads
+
+Models repeat them while they are captured, for they ask whether there is a mask, which capture builds (transformers,
+integrations/sdpa_attention.py). Uncaptured they pass `enable_gqa=True`.
+
+By name it knows the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape`, `view` or `flatten`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.node_facts import CONVERSIONS, comparable, example_value, memory_of, transformed_nodes, written
+from amprewrite.graphs.fx.ops.attention_masks import ATTENTION, argument
+from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
+from amprewrite.tables.ops.op_lists import op_name
+
+KEY, VALUE, GROUPED = (1, "key"), (2, "value"), "enable_gqa"
+WIDEST = 256
+"""The widest heads that flash attention takes (ATen/native/transformers/cuda/sdp_utils.cpp); other kernels would repeat them again."""
+_CROSSINGS = (cast_in, scale_gradient, unscale_gradient)
+_FULL = slice(None)
+
+
+@dataclass(frozen=True)
+class Way:
+    """The ops that repeat heads, none of which anything else reads."""
+
+    whole: torch.fx.Node
+    """Gives as many heads as the query has."""
+    spread: torch.fx.Node
+    between: tuple[torch.fx.Node, ...]
+    """Conversions, the last one first."""
+    lined: torch.fx.Node
+    """Gives the heads with a dim of one more."""
+
+    @property
+    def heads(self) -> torch.fx.Node:
+        """The few heads that are repeated."""
+        return self.lined.all_input_nodes[0]
+
+    @property
+    def ops(self) -> tuple[torch.fx.Node, ...]:
+        return self.whole, self.spread, *self.between, self.lined
+
+
+def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way, Way]]:
+    """The attention calls that read repeated heads, each with how its keys and values are repeated."""
+    apart = transformed_nodes(graph)
+    written_memory = {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
+    found: dict[torch.fx.Node, tuple[Way, Way]] = {}
+    for call in graph.nodes:
+        if op_name(call.target) != ATTENTION or call in apart or GROUPED in call.kwargs:
+            continue
+        keys, values = (_way_to(argument(call, which)) for which in (KEY, VALUE))
+        if keys is None or values is None or keys.whole is values.whole:
+            continue
+        query = _sizes(argument(call, (0, "query")))
+        alike = _sizes(keys.heads) == _sizes(values.heads) and _sizes(keys.whole)[:2] == query[:2]
+        still = all(written_memory.isdisjoint(memory_of(node)) for node in (*keys.ops, *values.ops))
+        if alike and still and type(query[-1]) is int and query[-1] <= WIDEST:
+            found[call] = keys, values
+    return found
+
+
+def _way_to(whole: object) -> Way | None:
+    """How heads are repeated; None if they are made in another way, or others read what is between."""
+    op = op_name(whole.target) if isinstance(whole, torch.fx.Node) else ""
+    if not isinstance(whole, torch.fx.Node) or not (op in ("reshape", "view") or op == "flatten"):
+        return None
+    spread, between = whole.all_input_nodes[0], list[torch.fx.Node]()
+    if op_name(spread.target) != "expand":
+        return None
+    lined = spread.all_input_nodes[0]
+    while op_name(lined.target) in CONVERSIONS or lined.target in _CROSSINGS:
+        between.append(lined)
+        lined = lined.all_input_nodes[0]
+    if not _adds_a_dim(lined):
+        return None
+    way = Way(whole, spread, tuple(between), lined)
+    few = _sizes(way.heads)
+    times = _sizes(spread)[2] if len(few) == 4 and len(_sizes(spread)) == 5 else None
+    if type(times) is not int or times < 2 or any(len(each.users) > 1 for each in way.ops):
+        return None
+    sizes = (few[0], few[1] * times, *few[2:]), (*few[:2], times, *few[2:]), (*few[:2], 1, *few[2:])
+    return way if tuple(map(_sizes, (whole, spread, lined))) == sizes else None
+
+
+def _adds_a_dim(node: torch.fx.Node) -> bool:
+    """Whether an op gives all of its operand with a dim of one more."""
+    if op_name(node.target) == "unsqueeze":
+        return True
+    index = node.args[1] if op_name(node.target) == "getitem" and len(node.args) == 2 else None
+    return isinstance(index, tuple | list) and all(each is None or each == _FULL for each in index)
+
+
+def _sizes(node: torch.fx.Node) -> tuple[Any, ...]:
+    value = example_value(node)
+    return tuple(map(comparable, value.shape)) if isinstance(value, torch.Tensor) else ()
+
+
+__all__ = ["GROUPED", "KEY", "VALUE", "Way", "read_repeated_heads"]
