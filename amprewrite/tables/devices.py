@@ -38,7 +38,7 @@ class Device:
 
     @property
     def flash_attention(self) -> bool:
-        """Whether PyTorch's flash attention runs here, which comes with bf16, from sm_80 on (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+        """Whether PyTorch's flash attention runs here: from sm_80 on, as bf16 does (ATen/native/transformers/cuda/sdp_utils.cpp)."""
         return self.type != "cpu" and "bf16" in self.low_formats
 
     def rate(self, fmt: str) -> float:

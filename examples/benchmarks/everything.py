@@ -51,7 +51,7 @@ TASKS = (
     Task("call_overhead", 0.1, ("--rounds", "50"), ("--rounds", "2")),
     Task("frozen", 0.05, ("--rounds", "20"), ("--rounds", "2", "--layers", "1", "--only", "vit")),
     Task("generation", 0.1, ("--prompts", "16"), ("--rounds", "1", "--layers", "1", "--prompts", "8", "--tokens", "4")),
-    Task("first_call", 0.1, ("--turns", "1"), ("--layers", "1", "--turns", "1")),
+    Task("first_call", 0.1, ("--nets", "bert", "--turns", "1"), ("--nets", "bert", "--turns", "1")),
     Task("casts_vs_autocast", 0.1, ("--layers", "4"), ("--layers", "1", "--only", "bert")),
     Task("launches", 0.1, ("--only", "bert,vit"), ("--only", "vit", "--small", "--dtypes", "bf16")),
     Task("memory", 0.1, ("--only", "bert,vit"), ("--only", "lstm", "--batch", "2")),
