@@ -26,11 +26,15 @@ from amprewrite.graphs.onnx.run.rounded import strict_outputs
 F32, F16, BF16, I64, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 node = helper.make_node
 graph = helper.make_graph
-differs_before_ort_1_27 = pytest.mark.xfail(
-    tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 27),
-    reason="ONNX Runtime before 1.27: its fp32 LayerNormalization takes the variance in one pass, and loses it beside an offset",
-    strict=False,
-)
+ORT = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
+
+
+def differs_before_ort_1_27(why: str) -> pytest.MarkDecorator:
+    """Expect a test to fail with ONNX Runtime before 1.27; `why` says what that does."""
+    return pytest.mark.xfail(ORT < (1, 27), reason=f"ONNX Runtime before 1.27: {why}", strict=False)
+
+
+ONE_PASS = "its fp32 LayerNormalization takes the variance in one pass, and loses it beside an offset"
 
 
 @dataclass

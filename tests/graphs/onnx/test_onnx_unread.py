@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_help import F16, F32, I64, Net, colours, const, gemm_chain, graph, net, node, noise, run, value, weight
+from onnx_help import F16, F32, I64, Net, colours, const, differs_before_ort_1_27, gemm_chain, graph, net, node, noise, run, value, weight
 
 from amprewrite import CaptureError
 from amprewrite.api.onnx.convert import rewrite_onnx
@@ -49,6 +49,7 @@ def test_a_sparse_initialiser_becomes_a_dense_one(flat):
     np.testing.assert_allclose(run(result.model, given.feed)[0], wanted(given), rtol=0, atol=2e-2)
 
 
+@differs_before_ort_1_27("it does not find constants of bodies that its own optimizer has folded")
 @pytest.mark.parametrize("inside", [False, True], ids=["top", "body"])
 def test_a_sparse_constant_becomes_a_dense_one(inside):
     nodes = [node("Constant", [], ["s"], name="few", sparse_value=sparse("")), node("MatMul", ["h", "s"], ["m"], name="mm")]
