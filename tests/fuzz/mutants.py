@@ -253,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "transform-result-read", "what leaves a torch.func transform counts as read by its op's backward, inside, where no border can stand", ("programs",), ("func_", "'fp16'"),
-        (("amprewrite/graphs/fx/read/leaving.py", "    apart = transform_regions(graph)\n    for node in dict.fromkeys(map(_before_hooks, _results(graph))):\n", "    apart = _inside_transforms(graph)\n    for node in dict.fromkeys(map(_before_hooks, _results(graph))):\n"),),
+        (("amprewrite/graphs/fx/read/leaving.py", "    apart, alike, known = transform_regions(graph), Alike()", "    apart, alike, known = _inside_transforms(graph), Alike()"),),
     ),
     Mutant(
         "hook-behind-write", "a hook that the model puts on its input sees the gradient of what the model then writes there", ("programs",), ("hook_written",),
