@@ -60,16 +60,16 @@ def resnet() -> nn.Module:
 
 def step_on_words(model: nn.Module) -> None:
     ids = words()
-    model.train()(input_ids=ids, labels=ids).loss.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
 
 
 def step_on_images(model: nn.Module) -> None:
     images, labels = torch.randn(2, 3, 64, 64), torch.randint(0, 10, (2,))
-    model.train()(pixel_values=images, labels=labels).loss.backward()
+    model(pixel_values=images, labels=labels).loss.backward()
 
 
 def generate(model: nn.Module) -> None:
-    model.eval().generate(words(), max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+    model.generate(words(), max_new_tokens=4, do_sample=False)  # type: ignore[operator]
 
 
 NETS = {
@@ -82,7 +82,7 @@ NETS = {
 
 def compiled(model: nn.Module) -> nn.Module:
     """The model with the forward that `generate()` calls compiled, too; sizes that grow are dynamic at once, as ours are."""
-    model.forward = torch.compile(model.forward, backend="eager", dynamic=True if model.training is False else None)  # type: ignore[method-assign]
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=None if model.training else True)  # type: ignore[method-assign]
     return model
 
 

@@ -57,11 +57,11 @@ class _DryRun(torch.fx.Interpreter):
         if want is None and not changed:
             return example_value(n)
         self.touched.add(n)
-        run = partial(super().run_node, n)
         for given in self.unknown.intersection(n.all_input_nodes):
             raise Refused(n, f"capture left no example value on its input {given.name}")
+        run = partial(super().run_node, n)
         try:
-            value = self.repeated.give(n, self.env.__getitem__, run) if not self.open_autocasts else run()
+            value = run() if self.open_autocasts else self.repeated.give(n, self.env.__getitem__, run)
         except Exception as error:
             raise Refused(n, _short(error)) from error
         if op_name(n.target) == ENTER_AUTOCAST:

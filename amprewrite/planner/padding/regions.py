@@ -190,8 +190,9 @@ class Regions:
         """Whether no matrix product can want anything, which its shapes tell without the axes. For `multiple_of` see `wants`."""
         for call in self.calls.values():
             multiple = multiple_of(call.name)
-            for slot, dim in self._rule(call).wants if multiple else ():
-                assert multiple is not None
+            if multiple is None:
+                continue
+            for slot, dim in self._rule(call).wants:
                 shapes = call.shapes[slot : slot + 1] if isinstance(slot, int) else self.calls[slot.partition("#")[0]].shapes
                 size = shapes[0][dim] if len(shapes) == 1 and dim < len(shapes[0]) else ""
                 if isinstance(size, str) or (size > 1 and size % multiple):

@@ -5,7 +5,7 @@
 Models repeat them while they are captured, for they ask whether there is a mask, which capture builds (transformers,
 integrations/sdpa_attention.py). Uncaptured they pass `enable_gqa=True`.
 
-By name it knows the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape`, `view` or `flatten`.
+By name it knows the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`; no view can merge copies.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
 
 def _way_to(whole: object) -> Way | None:
     """How heads are repeated; None if they are made in another way, or others read what is between."""
-    op = op_name(whole.target) if isinstance(whole, torch.fx.Node) else ""
-    if not isinstance(whole, torch.fx.Node) or not (op in ("reshape", "view") or op == "flatten"):
+    if not isinstance(whole, torch.fx.Node) or op_name(whole.target) not in ("reshape", "flatten"):
         return None
     spread, between = whole.all_input_nodes[0], list[torch.fx.Node]()
     if op_name(spread.target) != "expand":

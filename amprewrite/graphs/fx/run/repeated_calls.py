@@ -29,7 +29,7 @@ from amprewrite.graphs.fx.node_facts import (
     named_arguments,
     storages,
     written,
-)  # fmt: skip
+)
 from amprewrite.tables.ops.op_lists import op_name
 
 _PLAIN = NO_TREE | {complex, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
