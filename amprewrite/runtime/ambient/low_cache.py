@@ -13,12 +13,12 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amprewrite.graphs.fx.read.source_text import file_label
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.runtime.ambient.hook_watch import any_global_hook
 from amprewrite.tables.formats import FP32, Format
@@ -29,7 +29,7 @@ _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSl
 _CACHES = ("self_attention_cache", "cross_attention_cache")
 """Caches inside the cache of a model with an encoder."""
 _INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
-_SOURCE = PurePath(__file__).name
+_SOURCE = file_label(__file__)
 
 
 class CacheReadHigh(Exception):

@@ -20,6 +20,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
@@ -50,8 +51,9 @@ def compile_afresh(
 
     Settings that torch.compile does not take hold while Dynamo converts a frame, so that a call that finds its graph pays for none:
     LSTM, GRU and RNN modules are captured like others, unless `recurrent` is False: then they break the graph. What a model writes
-    to a log breaks none: it is left out, as torch.export does, and noted. An int that a model counts up in an attribute becomes a
-    number like others after COUNTS_FROM graphs.
+    to a log breaks none: it is left out, as torch.export does, and noted. NumPy's random numbers break a graph, and NumPy draws them:
+    Dynamo would draw them from PyTorch's generator. An int that a model counts up in an attribute becomes a number like others after
+    COUNTS_FROM graphs.
     Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Code captured for one module
     runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
@@ -62,7 +64,7 @@ def compile_afresh(
     filtered: dict[str, Any] = {"guard_filter_fn": _all_of(filters)} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}
     context = torch._dynamo.optimize(backend=unseen(backend), nopython=whole, **isolated, **filtered)
-    settings: dict[str, Any] = {} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT}
+    settings: dict[str, Any] = {"use_numpy_random_stream": True} | ({} if _ISOLATES else {"recompile_limit": RECOMPILE_LIMIT})
     if hasattr(torch._dynamo.config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False  # a mark in profiles that costs 3 us at each call
     if hooks_differ:
@@ -168,22 +170,10 @@ def clone_code(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(inner, types.FunctionType):
         return function
     if torch._dynamo.trace_rules.check(inner):
-        inner = _frame_around(inner)
+        inner = frame_around(inner)
     copy = types.FunctionType(inner.__code__.replace(), inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__, copy.__qualname__, copy.__module__ = inner.__kwdefaults__, inner.__qualname__, inner.__module__
     return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
-
-
-def _frame_around(function: types.FunctionType) -> types.FunctionType:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
-
-    assert isinstance(forward, types.FunctionType)
-    return forward
-
-
-_AROUND = _frame_around(clone_code).__code__  # type: ignore[arg-type]
-"""The code of a frame around a function that Dynamo skips."""
 
 
 def is_whole(module: torch.fx.GraphModule, function: Callable[..., Any]) -> bool:
@@ -193,7 +183,7 @@ def is_whole(module: torch.fx.GraphModule, function: Callable[..., Any]) -> bool
         return False
     inner = function.__func__ if isinstance(function, types.MethodType) else function
     at = reason.user_stack[0]
-    codes = [code for code in (getattr(inner, "__code__", None), _AROUND) if code is not None]
+    codes = [code for code in (getattr(inner, "__code__", None), AROUND) if code is not None]
     return any(
         (at.filename, at.name) == (code.co_filename, code.co_name) and at.lineno in {line for *_, line in code.co_lines()} for code in codes
     )

@@ -36,6 +36,8 @@ _REASONS = {
     "Attempted to wrap a set with tensors": "it keeps tensors in a set, which capture cannot read",
     "Failed to convert args/kwargs to proxy": "it passes objects to a torch function that capture cannot read",
     "unsupported variable type for __dict__ access": "it reads the __dict__ of an object that capture cannot read",
+    "attempted to trace torch._numpy.random function": "it draws random numbers of NumPy, which NumPy draws outside of graphs",
+    "attempted to trace numpy function unsupported by PyTorch": "it calls a function of NumPy that capture cannot read",
     "FSDP with use_orig_params=False": "FSDP hides the parameters; wrap it with FSDP(amp, use_orig_params=True)",
 }
 """How Dynamo's reasons begin that name its own parts, and the same in plain words."""

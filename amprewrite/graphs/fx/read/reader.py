@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import PurePath
 
 import torch
 import torch.fx
@@ -53,7 +52,7 @@ from amprewrite.graphs.fx.node_facts import (
 )
 from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
-from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, location
+from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, source_of
 from amprewrite.graphs.fx.run.flops import flops
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
@@ -352,7 +351,6 @@ def _vertex(fact: Fact, lists: OpLists, ties: Ties, entry: str) -> OpNode:
     node = fact.node
     found = tensors(fact.value)
     shape = tuple(found[0].shape) if found and isinstance(fact.value, torch.Tensor) else ()
-    file, line = location(node.stack_trace) if fact.role == "op" else ("", 0)
     group = ties.group.get(node)
     tie = group.name if group is not None and ties.size[group] > 1 and fact.dtype == "fp32" else ""
     return OpNode(
@@ -366,7 +364,7 @@ def _vertex(fact: Fact, lists: OpLists, ties: Ties, entry: str) -> OpNode:
         flops(fact.op, fact.node),
         found[0].device.type if found else "",
         module_path(node, entry) if fact.role == "op" else entry,
-        f"{PurePath(file).name}:{line}" if file else "",
+        source_of(node.stack_trace) if fact.role == "op" else "",
         fact.role,
         fact.pinned,
         tie,

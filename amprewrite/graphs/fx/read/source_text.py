@@ -12,22 +12,51 @@ import inspect
 import linecache
 import re
 import textwrap
+import types
 from functools import cache, lru_cache
-from pathlib import Path
+from pathlib import PurePath
+from typing import Any
 
 import torch
 
-_OUR_FRAME = str(Path(__file__).with_name("dynamo.py"))
-"""Where a module of PyTorch's own gets a frame around it."""
+_ABOVE = PurePath(__file__).parents[__name__.count(".")]
+"""The folder that holds this package."""
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.M)
 _GRAD_MODES = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "once_differentiable"}
 _LITERALS = {"float32", "float", "fp32", "FloatTensor"}
 
 
+def frame_around(function: types.FunctionType) -> types.FunctionType:
+    """A function that calls `function`. PyTorch's own modules need one: Dynamo captures no frame of a file that it skips."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    assert isinstance(forward, types.FunctionType)
+    return forward
+
+
+AROUND = frame_around(frame_around).__code__  # type: ignore[arg-type]
+"""The code of every frame that `frame_around` makes."""
+
+
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """File and line of the innermost frame; ("", 0) if there is none."""
-    frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != _OUR_FRAME]
+    """File and line of the innermost frame; ("", 0) if there is none but ours around a module of PyTorch."""
+    frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND.co_filename]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
+
+
+def source_of(stack_trace: str | None) -> str:
+    """Name and line of the file of the innermost frame, as plans show it; "" if there is none. A file of this package has its folders."""
+    file, line = location(stack_trace)
+    return f"{file_label(file)}:{line}" if file else ""
+
+
+def file_label(file: str) -> str:
+    """A file as plans name it: by its name, which holds no slash; a file of this package by its path from the package on."""
+    path = PurePath(file)
+    package = _ABOVE / __name__.partition(".")[0]
+    return path.relative_to(_ABOVE).as_posix() if path.is_relative_to(package) else path.name
 
 
 def has_own_dtype(stack_trace: str | None) -> bool:

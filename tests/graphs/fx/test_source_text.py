@@ -1,0 +1,42 @@
+"""The source of an op in a plan: the line of the model's own code, whose file no name of a user's file is mistaken for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import amprewrite
+from amprewrite.graphs.fx.read.source_text import file_label
+from amprewrite.runtime.ambient import low_cache
+
+INPUT = torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))])
+def test_a_module_of_pytorch_names_no_line_of_this_library(model: nn.Module) -> None:
+    amp = amprewrite.rewrite(model, dtype="bf16", example_inputs=(INPUT,))
+    assert [node.op for node in amp.plan.nodes if node.op == "linear"]
+    assert not [node.source for node in amp.plan.nodes if node.source]
+
+
+def test_a_file_of_this_package_is_told_from_a_file_of_its_name() -> None:
+    assert file_label(low_cache.__file__) == "amprewrite/runtime/ambient/low_cache.py"
+    assert file_label("/home/user/amprewrite_models/low_cache.py") == "low_cache.py"
+
+
+def test_a_model_in_a_file_named_as_ours_does_not_keep_the_cache_in_fp32(tmp_path: Path) -> None:
+    """Its denied op is no conversion of a low cache that reads keys in fp32."""
+    path = tmp_path / "low_cache.py"
+    path.write_text("import torch\n\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return torch.logsumexp(x, -1)\n")
+    spec = importlib.util.spec_from_file_location("low_cache", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    amp = amprewrite.rewrite(module.Model(), dtype="bf16", example_inputs=(INPUT,))
+    (region,) = amp.plan.regions
+    assert [node.source for node in region.nodes if node.op == "logsumexp"] == ["low_cache.py:5"]
+    assert not low_cache.reads_high(region)
