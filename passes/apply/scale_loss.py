@@ -1,6 +1,6 @@
 """Build loss scaling into a training graph: inside it gradients are scaled, outside the scale is never seen.
 
-1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors.
+1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors, on an accelerator if it holds one.
 2. Some nodes stand outside though they are in the graph: inputs, writes to their memory, hooks on them (also on what an op gives back
    as it was), values that leave as themselves (`graphs/fx/read/leaving.py`), ops whose backward is code of the user, and fp32 ops that
    only lead from such values to results.
@@ -75,7 +75,9 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
     output = next(node for node in graph.nodes if node.op == "output")
     results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
     sources = [node for node in inputs if differentiable(example_value(node))]
-    like = next((t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))), torch.empty(()))
+    values = [t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))]
+    # A CPU's gradients may wait for an accelerator's scale, an accelerator must not wait for the host.
+    like = next((t for t in values if t.device.type != "cpu"), values[0] if values else torch.empty(()))
     scale, inverse = _scale_inputs(graph, inputs, like)
     outside = nodes_outside(graph, high)
     for node in graph.nodes:

@@ -218,8 +218,9 @@ class Linking:
 def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[str]], eager: bool) -> Linking:
     """Say how the copies of a training graph are linked, and have the graph do it, if it is `eager` and ranks train.
 
-    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own. What a
-    compiler makes has one autograd node for all of the graph, and needs no links inside it.
+    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own, and so has
+    each device: autograd runs a node on one. What a compiler makes has one autograd node for all of the graph, and needs no links inside
+    it.
     """
     inside = eager and ranks_train()
     inputs = module.graph.find_nodes(op="placeholder")
@@ -227,7 +228,8 @@ def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks
     of = {name: number for number, block in enumerate(blocks) for name in block}
     shared: dict[Any, list[int]] = defaultdict(list)
     for at, (place, _, _) in enumerate(hoisted):
-        shared[of.get(inputs[place].meta.get(NODE), (at,))].append(at)
+        weight = inputs[place]
+        shared[of.get(weight.meta.get(NODE), (at,)), example_value(weight).device].append(at)
     inverse = names.index(INVERSE) if INVERSE in names else None
     least, likely = _saved(inputs, lambda size: size if type(size) is int else 0), _saved(inputs, hint)
     found = Linking(hoisted, tuple(shared.values()), inverse, least, likely, inside, lets_go=eager)

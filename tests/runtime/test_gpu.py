@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 from graph_help import Training, block, conv
+from layouts import LAYOUTS, WIDTH
+from layouts import error as relative
+from layouts import gradients as all_gradients
 from runtime_help import data
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -27,6 +30,7 @@ NO_BF16 = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8,
 FORMATS = pytest.mark.parametrize(
     "dtype", ["fp16", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16, reason="this CUDA device has no bf16 units"))]
 )
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 WARM_UP = 4
 """Steps before a recording: fp16 looks at its first three results, and the optimizer makes its state."""
 OVERFLOWS = {2, 3, 7}
@@ -194,3 +198,35 @@ def test_attention_reads_grouped_heads() -> None:
         assert "reads each head of keys and values for a group of query heads" in str(amp.plan)
     for want, got in zip(*found, strict=True):
         assert (got - want).norm() <= 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@FORMATS
+@pytest.mark.parametrize("second", ["cpu", pytest.param("cuda:1", marks=TWO_GPUS)])
+def test_values_on_several_devices_have_the_gradients_of_fp32(layout, dtype, second):
+    model, x = layout("cuda:0", second), torch.randn(16, WIDTH, device="cuda:0")
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    amp = amprewrite.rewrite(model, optimizer=optimizer, dtype=dtype)
+    for _ in range(3):
+        plain.load_state_dict(model.state_dict())
+        optimizer.zero_grad()
+        plain.zero_grad()
+        amp(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        assert relative(all_gradients(amp), all_gradients(plain)) < (3e-2 if dtype == "bf16" else 4e-3)
+        optimizer.step()
+
+
+def test_an_overflow_beside_the_cpu_skips_the_step_on_both():
+    model, x = LAYOUTS[0]("cuda:0", "cpu"), torch.randn(16, WIDTH, device="cuda:0")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    amp = amprewrite.rewrite(model, optimizer=optimizer, dtype="fp16", loss_scale=DynamicLossScale(init=2.0**14))
+    amp(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    (amp(x).square().mean() * 1e30).backward()
+    optimizer.step()
+    assert all(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
+    assert amp.loss_scale.value == 2.0**13

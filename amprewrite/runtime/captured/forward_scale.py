@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amprewrite.graphs.fx.ops.scale_ops import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 
@@ -42,7 +43,7 @@ class ForwardScale:
         pair = self._pairs.get(device)
         if pair is None:
             scale, inverse = self._first
-            pair = self._pairs[device] = scale.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+            pair = self._pairs[device] = on_device(scale, device), on_device(inverse, device)
         return pair
 
     def watch(self, results: Iterable[Any]) -> None:

@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.scale_ops import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_after_backward
@@ -139,7 +140,7 @@ class Noted:
         elif self._heard is not None and (recording(self._heard.device) or not self._still_there(gradients)):
             self._heard = None
         elif self._heard is not None:
-            self._heard = self._heard * any_nonzero(gradients).to(self._heard.device, non_blocking=True)
+            self._heard = self._heard * on_device(any_nonzero(gradients), self._heard.device)
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
         """All flags that count at a step of `params`."""

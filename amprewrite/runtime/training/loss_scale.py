@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
+from amprewrite.graphs.fx.ops.scale_ops import on_device
 from amprewrite.runtime.training.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, host_numbers, positive, reciprocal
 from amprewrite.runtime.training.presets import PRESETS
 from amprewrite.tables.boundary.arguments import shown
@@ -83,7 +84,7 @@ class LossScale:
                 if self._scale.device.type == "cpu" and device.type not in ("cpu", "meta"):
                     self._to(device)
                 scale = self._scale if self._recorded is None else self._scale.clone()
-                pair = scale.to(device, non_blocking=True), reciprocal(scale).to(device, non_blocking=True)
+                pair = on_device(scale, device), on_device(reciprocal(scale), device)
             if self._recorded is None:
                 self._replicas[device] = pair
         return pair
@@ -116,7 +117,7 @@ class LossScale:
             self._pending = found_inf
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._pending = self._pending + found_inf.to(self._pending.device, non_blocking=True)
+            self._pending = self._pending + on_device(found_inf, self._pending.device)
 
     def settle(self) -> None:
         """Close the set of steps under way, if there is one."""
@@ -137,7 +138,7 @@ class LossScale:
             if self._scale.device != found_inf.device:
                 if self._scale.device.type == "cpu":
                     self._to(found_inf.device)
-                found_inf = found_inf.to(self._scale.device, non_blocking=True)
+                found_inf = on_device(found_inf, self._scale.device)
             overflow = found_inf > 0
             self._move(found_inf, overflow)
             if not self._tables:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
+from amprewrite.graphs.fx.ops.scale_ops import on_device
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 
@@ -90,7 +91,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 def any_of(flags: Sequence[Tensor]) -> Tensor:
     """One flag for several, on the device of the first: 0 or 1 and no sum, because Adam takes it off its step count."""
     where = flags[0].device
-    return flags[0] if len(flags) == 1 else torch.stack([flag.to(where, non_blocking=True) for flag in flags]).amax()
+    return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 
 
 def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:

@@ -252,3 +252,9 @@ def test_checkpointing_changes_no_bit(leaves, reentrant):
     out = torch.utils.checkpoint.checkpoint(net, *again, *pair(10), use_reentrant=reentrant)
     out.square().mean().backward()
     assert all(torch.equal(leaf.grad, g) for leaf, g in zip(again, want, strict=True))
+
+
+def test_a_factor_goes_where_the_gradient_lies():
+    gradient = torch.ones(3, 4, dtype=torch.float16, device="meta")
+    widened = scale_ops.leaving(gradient, torch.tensor(0.5), torch.float32)
+    assert widened.device == gradient.device and widened.dtype == torch.float32

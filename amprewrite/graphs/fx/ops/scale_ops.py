@@ -16,6 +16,9 @@ region each gradient path enters through one border and leaves through another, 
 what runs through the region in the second backward is scaled exactly as in the first.  Multiplying plainly instead is
 silently wrong: second-order terms drop out of fp16 (a relative error of 0.98 in a gradient penalty).
 
+The factor may lie on another device than a gradient: a graph has one scale, and its values may lie on several devices. It is moved
+when the gradient passes.
+
 Old-style `forward(ctx, ...)` functions, on purpose: measured on CPU a cast of a small weight, forward and backward, takes
 15 us as a plain `.to`, 19 us this way, 31 us with `setup_context` or as a `torch.library.custom_op`.
 """
@@ -36,7 +39,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
-    """`x`, whose gradient is multiplied by `scale`, a 0-dim fp32 tensor on the device of `x`.
+    """`x`, whose gradient is multiplied by `scale`, a 0-dim fp32 tensor.
 
     Place it after `x` has its outer dtype, fp32: there the product cannot overflow.
     """
@@ -59,6 +62,11 @@ def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
     return _forward_too(_Cross).apply(w, dtype, inverse)
 
 
+def on_device(number: Tensor, device: torch.device) -> Tensor:
+    """`number` on `device`. A copy to a CPU waits for its value, which the host may read at once."""
+    return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
+
+
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient * factor` as `dtype`, multiplied in fp32 at least.
 
@@ -66,6 +74,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     kernels cast while they read, a 1-dim factor promotes in one pass; CPU kernels make a copy anyway (for 4 M elements
     1.26 ms against 0.91), and tensor subclasses take 0-dim tensors only.
     """
+    factor = on_device(factor, gradient.device)
     if gradient.dtype == dtype and dtype.itemsize >= 4:
         return gradient * factor
     made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
@@ -128,8 +137,8 @@ def leaving_many(
 ) -> Iterator[Tensor | None]:
     """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts.
 
-    Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor on their device, or one of its own, becomes 1 if one
-    is not finite, and they are vouched for (`finite_flags.py`).
+    Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor, or one of its own, becomes 1 if one is not finite, and
+    they are vouched for (`finite_flags.py`). The gradients, `factor` and `flag` lie on one device.
     """
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]

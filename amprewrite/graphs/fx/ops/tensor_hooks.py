@@ -14,6 +14,8 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from amprewrite.graphs.fx.ops.scale_ops import on_device
+
 Body = Callable[..., Tensor]
 """What the hook does: takes the gradient and whatever else it reads, gives the gradient that goes on."""
 
@@ -40,5 +42,5 @@ def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
     """`hooked` for gradients that are multiplied by `scale`: `body` sees them times `inverse`."""
     if x.requires_grad and torch.is_grad_enabled():
-        x.register_hook(lambda gradient: body(gradient * inverse, *reads) * scale)
+        x.register_hook(lambda gradient: body(gradient * on_device(inverse, x.device), *reads) * on_device(scale, x.device))
     return x

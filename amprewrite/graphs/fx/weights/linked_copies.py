@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
-from amprewrite.graphs.fx.ops.scale_ops import AT_ONCE, Widening, leaving_many, unscale_gradient
+from amprewrite.graphs.fx.ops.scale_ops import AT_ONCE, Widening, leaving_many, on_device, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import GradMode, uncaptured, unhooked, unselected
 from amprewrite.graphs.fx.weights.copy_memory import PLAIN
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
@@ -150,22 +150,25 @@ Counts = tuple[int, ...]
 
 
 class _Check:
-    """What the gradients of one forward are multiplied by, and a flag for each backward: whether all that it gave were finite."""
+    """The factor for the gradients of one forward, and a flag for each backward and device: whether all gradients there are finite."""
 
     def __init__(self, inverse: Tensor | None, one: frozenset[Counts] | None) -> None:
         self.inverse, self.one = inverse, one
-        self._backward: int | None = None
+        self._flags: dict[tuple[int, torch.device], Tensor] = {}
         self.counted: Counts = ()
         """Of the gradient that came last, while that is tried out: `one` is None."""
 
-    def flag(self) -> Tensor | None:
-        """The flag of the backward that runs now, which all blocks share."""
+    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """The factor, and the flag of the backward that runs now, on the device of a block. Blocks there share the flag."""
         if self.inverse is None:
-            return None
+            return None, None
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward, self._flag = backward, torch.zeros_like(self.inverse)
-        return self._flag
+        flag = self._flags.get((backward, device))
+        if flag is None:
+            # Autograd runs each device in a thread of its own: so a dict is replaced, and what two threads make at once is right for both.
+            flag = torch.zeros((), dtype=torch.float32, device=device)
+            self._flags = {key: kept for key, kept in self._flags.items() if key[0] == backward} | {(backward, device): flag}
+        return on_device(self.inverse, device), flag
 
 
 class _Link(torch.autograd.Function):
@@ -190,7 +193,8 @@ class _Link(torch.autograd.Function):
             if layout and gradient is not None:
                 inner[place] = logical_part(gradient, layout)
         how = replace(ctx.how, alone=alone)
-        left = list(leaving_many(inner, ctx.check.inverse, ctx.dtypes, ctx.needs_input_grad[4:], ctx.check.flag(), how))
+        inverse, flag = ctx.check.on(next(gradient.device for gradient in gradients if gradient is not None))
+        left = list(leaving_many(inner, inverse, ctx.dtypes, ctx.needs_input_grad[4:], flag, how))
         for place, (layout, shape) in enumerate(ctx.padded):
             gradient = left[place]
             if layout and gradient is not None:
