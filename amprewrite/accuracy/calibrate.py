@@ -21,6 +21,7 @@ from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import LOW_FORMATS
 
@@ -83,7 +84,7 @@ def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise CalibrationError(f"loss= must give a scalar tensor, not {what}")
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = [p for p in parameters_in(module) if p.requires_grad]
     if not value.requires_grad or not parameters:
         raise CalibrationError("loss= gives a value that does not depend on any parameter that takes gradients")
     torch.autograd.grad(value, parameters, allow_unused=True)

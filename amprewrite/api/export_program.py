@@ -27,6 +27,7 @@ from amprewrite.runtime.captured.overflow_retry import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
+from amprewrite.tables.boundary.members import named_buffers_in
 from amprewrite.tables.errors import AmpRewriteError, CaptureError
 from amprewrite.tables.vocabulary import Reason
 
@@ -128,7 +129,7 @@ def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
 def _keep_out_of_state(edited: nn.Module, plain: nn.Module) -> None:
     """Buffers that the model keeps out of its state_dict stay out of the edited module's."""
     kept = plain.state_dict().keys()
-    for name, _ in plain.named_buffers(remove_duplicate=False):
+    for name, _ in named_buffers_in(plain, remove_duplicate=False):
         path, _, last = name.rpartition(".")
         if name not in kept and name in edited.state_dict():
             edited.get_submodule(path)._non_persistent_buffers_set.add(last)

@@ -9,6 +9,7 @@ from torch import nn
 from amprewrite.runtime.model.low_gather import GatheredLow, LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
 from amprewrite.runtime.session import Session
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PlanError, PolicyError
 from amprewrite.tables.formats import FP32
 
@@ -60,7 +61,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
         raise PolicyError("nothing in this model went through fully_shard; gather_low serves FSDP2 alone, and comes after it")
     if not session.last:
         raise PlanError("no graph has run yet; train a step on all ranks, then call gather_low")
-    low = session.policy_for(next(amp.parameters()).device.type).low
+    low = session.policy_for(next(parameters_in(amp)).device.type).low
     if low is FP32:
         raise PlanError("this model runs in fp32 (amp.plan says why), so nothing can travel low")
     gathers: dict[str, LowGather] = {}

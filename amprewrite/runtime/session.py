@@ -56,6 +56,7 @@ from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
+from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.tables.formats import FP32
@@ -458,7 +459,7 @@ class Session:
 
     def weight_names(self) -> dict[int, str]:
         """Names of the weights by id."""
-        return {id(weight): name for name, weight in self.root.named_parameters(remove_duplicate=False)}
+        return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
         """The device to plan for, where the model is on `device`."""
@@ -498,7 +499,7 @@ class Session:
         )
 
     def _device(self) -> str:
-        return next((t.device.type for t in (*self.root.parameters(), *self.root.buffers())), "cpu")
+        return next((t.device.type for t in (*parameters_in(self.root), *buffers_in(self.root))), "cpu")
 
 
 def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,6 +31,7 @@ from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.model.weights.half_parameters import refuse_trainable
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 
 
@@ -67,7 +68,7 @@ class _GraphOfMany:
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
         """The session of these parameters, and its own rewrite of this graph."""
-        self._regions = {session: region for session, region in self._regions.items() if any(True for _ in session.root.parameters())}
+        self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
             return session, self._regions[session]
@@ -84,8 +85,8 @@ def _is_still(ref: weakref.ref[Any], value: Any) -> bool:
 
 def sessions_of(module: nn.Module) -> list[CompiledSession]:
     """The sessions of what torch.compile captured of this module, the oldest first; those of other options each have their own."""
-    own = {id(p) for p in module.parameters()}
-    found = [each for each in _SESSIONS if any(id(p) in own for p in each.root.parameters())]
+    own = {id(p) for p in parameters_in(module)}
+    found = [each for each in _SESSIONS if any(id(p) in own for p in parameters_in(each.root))]
     return sorted(found, key=lambda each: each.number)
 
 
@@ -112,26 +113,26 @@ class Captured(nn.Module):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
         yield "", self
-        for path, module in self._walk("named_modules"):
+        for path, module in self._walk(nn.Module.named_modules):
             if path:
                 yield path, module
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
-        yield from self._walk("named_parameters", *args, **kwargs)
+    def _named_members(
+        self, get_members_fn: Callable[[nn.Module], Any], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """What `named_parameters` and `named_buffers` of PyTorch ask: members of the tops, then loose parameters."""
+        yield from self._walk(nn.Module._named_members, get_members_fn, remove_duplicate=remove_duplicate)
+        loose = nn.Module()
         for number, ref in enumerate(self._loose):
-            parameter = ref()
-            if parameter is not None:
-                yield f"parameter_{number}", parameter  # type: ignore[misc]
+            loose._parameters[f"parameter_{number}"] = ref()  # type: ignore[assignment]
+        yield from ((name, member) for name, member in get_members_fn(loose) if member is not None)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
-        yield from self._walk("named_buffers", *args, **kwargs)
-
-    def _walk(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    def _walk(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Names below the only top are its own; of several tops each has its number in front."""
         tops = self.tops
         for number, top in enumerate(tops):
             front = f"{number}." if len(tops) > 1 else ""
-            for path, found in getattr(top, method)(*args, **kwargs):
+            for path, found in method(top, *args, **kwargs):
                 yield f"{front}{path}".rstrip("."), found
 
 
@@ -189,9 +190,9 @@ _SESSIONS: weakref.WeakSet[CompiledSession] = weakref.WeakSet()
 
 def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: Options) -> CompiledSession:
     """The session that shares parameters with what is captured now, which it takes in; a new one if there is none."""
-    own = {id(p) for p in (*read, *(p for module in modules for p in module.parameters()))}
+    own = {id(p) for p in (*read, *(p for module in modules for p in parameters_in(module)))}
     for session in sorted(_SESSIONS, key=lambda each: each.number):
-        if session.options == options and any(id(p) in own for p in session.root.parameters()):
+        if session.options == options and any(id(p) in own for p in parameters_in(session.root)):
             session.root.add(modules, read)  # type: ignore[operator]
             return session
     root = Captured()

@@ -16,6 +16,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite import CaptureError, PlanError, PolicyError
+from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 
 T = TypeVar("T")
 REGISTERED: list[str] = []
@@ -101,7 +102,68 @@ class AsksItsClass(MLP):
         return super().forward(x) + len(type(self).__name__)
 
 
-CLASSES = [MLP, Loads, WithMeta, Classifier, Concrete, Slots, AsksItsClass, lambda: nn.Sequential(nn.Linear(8, 4))]
+class AbcFirst(abc.ABC, MLP):
+    """Parts of some libraries name `ABC` before `nn.Module`."""
+
+
+class AbcFirstChild(AbcFirst):
+    pass
+
+
+class NoRoom:
+    __slots__ = ()
+
+
+class SlotsFirst(NoRoom, MLP):
+    pass
+
+
+class NamesItsParameters(MLP):
+    """Loss modules define `named_parameters` without `remove_duplicate`, and leave their target network out."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True):
+        found = super().named_parameters(prefix, recurse)
+        yield from (pair for pair in found if not pair[0].startswith("second"))
+
+    def parameters(self, recurse: bool = True):
+        yield from (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def named_buffers(self, prefix: str = ""):
+        yield from super().named_buffers(prefix)
+
+
+class Equals(nn.Linear):
+    """Its equality is that of its values, as of modules that are tensor dicts, too."""
+
+    def __eq__(self, other):
+        return self.weight == other.weight
+
+    __hash__ = nn.Linear.__hash__
+
+
+class HoldsEqual(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Equals(8, 16), Equals(16, 4)
+
+
+class NamesMore(MLP):
+    """Its own walk has a parameter that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Parameter(torch.ones(()))]
+
+    def named_parameters(self, *args, **kwargs):
+        yield from super().named_parameters(*args, **kwargs)
+        yield "hidden", self.hidden[0]
+
+    def forward(self, x):
+        return super().forward(x) * self.hidden[0]
+
+
+ODD = [AbcFirst, AbcFirstChild, SlotsFirst, NamesItsParameters, NamesMore, HoldsEqual]
+CLASSES = [*ODD, MLP, Loads, WithMeta, Classifier, Concrete, Slots, AsksItsClass, lambda: nn.Sequential(nn.Linear(8, 4))]
 
 
 @pytest.mark.parametrize("make", CLASSES)
@@ -127,6 +189,37 @@ def test_the_class_is_pickled(cls):
     loaded = torch.load(file, weights_only=False)
     assert loaded["cls"] is type(amp) is type(loaded["model"])
     assert torch.equal(loaded["model"](x), amp(x)) and loaded["model"].plan.low == "bf16"
+
+
+@pytest.mark.parametrize("cls", ODD)
+@pytest.mark.parametrize("way", ["beside", "in place", "backend", "plan"])
+def test_a_class_that_is_laid_out_or_walked_otherwise_goes_every_way(cls, way):
+    model, x = cls(), data()
+    exact = model(x)
+    if way == "plan":
+        assert amprewrite.plan(model, (x,), dtype="bf16").low == "bf16"
+        return
+    if way == "backend":
+        run = torch.compile(model, backend=amprewrite.compile_backend, options={"dtype": "bf16"})
+    else:
+        run = amprewrite.rewrite(model, dtype="bf16", inplace=way == "in place")
+        assert copy.deepcopy(run)(x).shape == exact.shape
+    result = run(x)
+    assert ran_low(result, exact)
+    result.sum().backward()
+    assert all(p.grad is not None for p in nn.Module.parameters(model))
+    if way == "in place":
+        amprewrite.restore(model)
+        assert type(model) is cls and torch.equal(model(x), exact)
+
+
+def test_parameters_that_a_class_leaves_out_are_the_models_all_the_same():
+    """A step over them is guarded, and they have names; those that only the class knows are its own, too."""
+    model = NamesItsParameters()
+    named = dict(named_parameters_in(model, remove_duplicate=False))
+    assert len(named) > len(list(model.named_parameters())) and named == dict(nn.Module.named_parameters(model))
+    more = NamesMore()
+    assert list(parameters_in(more))[-1] is more.hidden[0] and len(list(parameters_in(more))) == len(list(more.parameters()))
 
 
 def test_class_methods_of_model_libraries():

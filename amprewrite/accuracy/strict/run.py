@@ -31,6 +31,7 @@ from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
+from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
 
@@ -171,7 +172,7 @@ class StrictRun:
         loss = (self.loss or default_loss)(output)
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             raise PolicyError("loss= takes a function that makes of the model's output a 0-dim tensor with a gradient")
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in named_parameters_in(self.model) if p.requires_grad}
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None and not g.is_sparse}
 

@@ -26,6 +26,7 @@ from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Reason
@@ -51,7 +52,7 @@ def exported(
         raise PolicyError("export_onnx needs example inputs: pass args=, kwargs= or both")
     args, kwargs = tuple(args or ()), dict(kwargs or {})
     plain, session = plain_of(amp), session_of(amp)
-    device = next((t.device.type for t in (*plain.parameters(), *plain.buffers())), "cpu")
+    device = next((t.device.type for t in (*parameters_in(plain), *buffers_in(plain))), "cpu")
     policy = session.policy_for(device)
     notes: tuple[str, ...] = ()
     if plain.training:

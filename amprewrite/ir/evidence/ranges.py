@@ -22,6 +22,7 @@ from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.files import read_text, write_text
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
+from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import FORMATS, NARROWEST, Format
@@ -297,7 +298,7 @@ def fingerprint(graph: OpGraph) -> str:
 
 def parameters_fingerprint(model: torch.nn.Module) -> str:
     """Names and shapes of a model's parameters as one word."""
-    return _digest(f"{name} {tuple(p.shape)}" for name, p in model.named_parameters())
+    return _digest(f"{name} {tuple(p.shape)}" for name, p in named_parameters_in(model))
 
 
 def as_text(table: Table, width: int = 110) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from amprewrite.tables.boundary.members import named_buffers_in, parameters_in
+
 
 class _Outermost:
     """The random state before the first of the blocks that are running, in all threads: PyTorch has one state for them all."""
@@ -53,13 +55,13 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 @contextlib.contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Buffers of `model` and random state are afterwards what they were before."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    buffers = {name: buffer.detach().clone() for name, buffer in named_buffers_in(model)}
+    devices = sorted({p.device.index or 0 for p in parameters_in(model) if p.device.type == "cuda"})
     try:
         with random_state_kept(devices):
             yield
     finally:
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
+            for name, buffer in named_buffers_in(model):
                 if name in buffers and not buffer.is_inference() and not torch.equal(buffer, buffers[name]):
                     buffer.copy_(buffers[name])

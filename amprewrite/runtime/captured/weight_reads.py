@@ -10,6 +10,7 @@ from torch import nn
 
 from amprewrite.passes.lower.emit import Emitted
 from amprewrite.passes.lower.hoist_weight_casts import Copy
+from amprewrite.tables.boundary.members import named_parameters_in
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class WeightReads:
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
     """How a graph reads the weights of `root` among its `inputs`."""
     names: dict[int, list[str]] = {}
-    for name, weight in root.named_parameters(remove_duplicate=False):
+    for name, weight in named_parameters_in(root, remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
     reads: dict[bool, set[str]] = {True: set(), False: set()}
     weights = {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}

@@ -27,6 +27,7 @@ from amprewrite.graphs.fx.read.bodies import operands
 from amprewrite.graphs.fx.read.magnitudes import largest, weights_among
 from amprewrite.ir.evidence.range_rules import Fit, fit
 from amprewrite.ir.op_graph import Demand
+from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in
 from amprewrite.tables.formats import Format
 
 BOUNDS = frozenset({Fit.TOO_LARGE, Fit.FLUSHED})
@@ -125,7 +126,7 @@ def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
 
 def _weights(root: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a model as they are now, by path."""
-    return {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers(remove_duplicate=False))}
+    return {**dict(named_parameters_in(root, remove_duplicate=False)), **dict(named_buffers_in(root, remove_duplicate=False))}
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:

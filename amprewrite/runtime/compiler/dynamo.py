@@ -26,6 +26,7 @@ from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
 
 EXACT = "inductor-exact"
@@ -59,7 +60,7 @@ def compile_afresh(
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
-    frozen = any(isinstance(each, FrozenWeight) for each in root.parameters())
+    frozen = any(isinstance(each, FrozenWeight) for each in parameters_in(root))
     filters = [*([_without_global_hooks] if beside_hooks else []), *([_without_stored_weights] if frozen else [])]
     filtered: dict[str, Any] = {"guard_filter_fn": _all_of(filters)} if filters else {}
     isolated = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT} if _ISOLATES else {}

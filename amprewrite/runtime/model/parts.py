@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from amprewrite.tables.boundary.arguments import is_word, shown
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 
 MODEL, BLOCKS = "model", "blocks"
@@ -77,7 +78,7 @@ def part_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
     for path, module in model.named_modules():
         if path in above or any(path.startswith(f"{part}.") for part in found[-1:]):
             continue
-        if path in blocks or next(module.parameters(), None) is not None:
+        if path in blocks or next(parameters_in(module), None) is not None:
             found.append(path)
     return tuple(found)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from amprewrite.runtime.model.weights.freezing import brings_fp32, frozen_apart,
 from amprewrite.runtime.model.weights.half_parameters import lost_masters
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Entry, Session, enter
+from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
@@ -131,8 +131,7 @@ def module_of(model: Any) -> nn.Module:
 
 def _refuse_lazy(model: nn.Module) -> None:
     """Raise CaptureError if a parameter or buffer has no shape before the first call: that call changes the class of its module."""
-    held = itertools.chain(model.named_parameters(), model.named_buffers())
-    path = next((name for name, tensor in held if is_lazy(tensor)), None)
+    path = next((name for name, tensor in (*named_parameters_in(model), *named_buffers_in(model)) if is_lazy(tensor)), None)
     if path is not None:
         raise CaptureError(f"{path} belongs to a lazy module and has no shape yet; call the model once on an input, then rewrite it")
 
@@ -154,7 +153,7 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
         if any(cls.__module__.partition(".")[0] == "deepspeed" for cls in type(module).__mro__) and hasattr(module, "zero_optimization"):
             raise CaptureError(f"{place} is a DeepSpeed engine; {_NO_DEEPSPEED}")
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    if any(hasattr(parameter, "ds_id") for parameter in parameters_in(model)):
         raise CaptureError(f"DeepSpeed's ZeRO-3 has partitioned the parameters of this model; {_NO_DEEPSPEED}")
 
 
@@ -343,7 +342,7 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
     amp.__dict__[SESSION] = session
     parts = part_paths(amp, session.options.granularity)
     session.entries[""] = _entry(session, "", amp, cls, captured=not parts)
-    known: weakref.WeakSet[nn.Module] = weakref.WeakSet([amp])
+    known: WeakValueDictionary[int, nn.Module] = WeakValueDictionary({id(amp): amp})
     for path, module in _modules_not_in(known, amp, session):
         if is_rewritten(module):
             _unwrap(module)
@@ -356,13 +355,13 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
     session.take_in = lambda: _take_in(session, parts, known)
 
 
-def _modules_not_in(known: weakref.WeakSet[nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `amp` that are not `known` yet, each once, and from now on they are; TorchScript is listed as unreadable."""
+def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `amp` whose ids are not `known` yet, each once, and from now on they are; TorchScript is listed as unreadable."""
     scripted = ""
     for path, module in amp.named_modules():
-        if module in known:
+        if known.get(id(module)) is module:
             continue
-        known.add(module)
+        known[id(module)] = module
         if not isinstance(module, torch.jit.ScriptModule):
             yield path, module
         elif not scripted or not path.startswith(scripted):
@@ -370,14 +369,14 @@ def _modules_not_in(known: weakref.WeakSet[nn.Module], amp: nn.Module, session: 
             session.cannot_read(path, "a TorchScript module hides its Python code; put in the module it was made from")
 
 
-def _take_in(session: Session, parts: tuple[str, ...], known: weakref.WeakSet[nn.Module]) -> None:
+def _take_in(session: Session, parts: tuple[str, ...], known: WeakValueDictionary[int, nn.Module]) -> None:
     """Rewrite the calls of modules that were put into the model after the rewrite, such as a new head."""
     for path, module in _modules_not_in(known, session.root, session):
         if module._compiled_call_impl is not None or is_rewritten(module):
             continue  # compiled or rewritten by itself
         if not parts or _is_inside(path, parts):
             call_as_part(session, path, module)
-        elif next(module.parameters(recurse=False), None) is not None:
+        elif next(nn.Module.named_parameters(module, recurse=False), None) is not None:
             session.cannot_read(path, "it was put in after the rewrite, which chose the parts of granularity=; rewrite the model again")
 
 

@@ -5,6 +5,8 @@
    `load_from_checkpoint` work as they do on the original class.
 3. It is pickled as "the rewritten subclass of the original class", because its own name finds the original.
 4. Making it runs no code of the user: no `__init_subclass__` and no metaclass that keeps a register of classes.
+5. Its first base is the original class, so that Python lets an object of one become an object of the other. It looks methods up in
+   the mixin first: Python compares layouts by the chain of first bases, and calls methods by `__mro__`.
 
 A class that a user derives from it is an ordinary class.
 """
@@ -30,7 +32,7 @@ def original_of(cls: type) -> type | None:
 
 
 def subclass_of(mixin: type, cls: type) -> type:
-    """The subclass of `mixin` and `cls`. There is one as long as anyone holds it; `cls` itself remembers it.
+    """The subclass of `cls` whose methods are those of `mixin` first. There is one as long as anyone holds it; `cls` remembers it.
 
     `mixin.members_for(cls)` gives further members of it.
     """
@@ -43,12 +45,20 @@ def subclass_of(mixin: type, cls: type) -> type:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _ORIGINAL: cls}
         meta = _metaclass(type(cls))
         base = next(known for known in meta.__mro__ if known in (ABCMeta, type))
-        made = base.__new__(meta, cls.__name__, (mixin, cls), {**names, **members(cls)})
+        made = base.__new__(meta, cls.__name__, (cls, mixin), {**names, **members(cls)})
         return made
 
 
 class _CallsOriginal(type):
     """Metaclass of the made subclasses, mixed with that of the original class."""
+
+    def mro(cls) -> list[type]:
+        """The mixin's own classes before those of the original class; a class that a user derives has Python's order."""
+        original = original_of(cls)
+        if original is None:
+            return super().mro()
+        ahead = [known for known in cls.__bases__[1].__mro__ if known not in original.__mro__]
+        return [cls, *ahead, *original.__mro__]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         original = original_of(cls)
@@ -77,7 +87,7 @@ def _reduce_class(cls: type) -> Any:
     original = original_of(cls)
     if original is None:
         return cls.__qualname__
-    return subclass_of, (cls.__bases__[0], original)
+    return subclass_of, (cls.__bases__[1], original)
 
 
 __all__ = ["original_of", "subclass_of"]

@@ -40,7 +40,7 @@ from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import local_values
 from amprewrite.runtime.training.optimizers.closures import params_of
-from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers, in_a_step, optimizer_inside
+from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, in_a_step, optimizer_inside
 from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
@@ -320,7 +320,7 @@ class StepGate:
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Guard an optimizer that is about to step, if it owns parameters of this model."""
-        if optimizer in self._guarded or not self.loss_scale.enabled:
+        if optimizer in self._guarded or not self.loss_scale.enabled or not can_be_guarded(optimizer):
             return
         first = next(iter(self.parameters()), None)
         heads = tuple((len(group["params"]), id(next(iter(group["params"]), None))) for group in optimizer.param_groups)

@@ -31,6 +31,7 @@ from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
+from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 
 _INPUT, _PARAMETER, _ACTIVATION, _LOSS, _GRADIENT, _SEEN = "input", "parameter", "activation", "loss", "gradient", "seen"
 _KNOWN = {
@@ -97,7 +98,7 @@ class OverflowProbe:
         return result
 
     def _run_again(self, graph: Graph, latest: LatestInputs) -> Finding | None:
-        inputs = latest.copies({id(p): p for p in self.root.parameters()}, {id(b): b for b in self.root.buffers()})
+        inputs = latest.copies({id(p): p for p in parameters_in(self.root)}, {id(b): b for b in buffers_in(self.root)})
         if graph.module is None or inputs is None or _talks(graph.module):
             return None
         watched = _Watched(graph.module, _names(graph.plan), self)
@@ -108,7 +109,7 @@ class OverflowProbe:
 
     def _by_parameters(self, graphs: Iterable[Graph]) -> Finding | None:
         gradients = {
-            name: p.grad for name, p in self.root.named_parameters(remove_duplicate=False) if p.grad is not None and p.grad.numel()
+            name: p.grad for name, p in named_parameters_in(self.root, remove_duplicate=False) if p.grad is not None and p.grad.numel()
         }
         readers: dict[str, NodePlan] = {}
         for graph in graphs:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import amprewrite
@@ -436,3 +438,89 @@ def test_a_static_scale_is_used_in_eval_mode():
     _, amp, _ = trained(True, loss_scale=2.0**16)
     x = torch.randn(4, 16, requires_grad=True)
     assert not torch.autograd.grad(amp.eval()(x).sum() * 4, x)[0].isfinite().all()
+
+
+# Optimizers that are made otherwise
+
+
+class NoHooks(torch.optim.Optimizer):
+    """Wraps another optimizer and never calls `Optimizer.__init__`; some such have the hooks of steps, others none."""
+
+    def __init__(self, base: torch.optim.Optimizer, some: bool) -> None:
+        self.base, self.defaults, self.param_groups, self.state = base, base.defaults, base.param_groups, base.state
+        if some:
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+
+class Inherits(torch.optim.SGD):
+    """Steps as its parent does, with state of its own and no hooks but those of steps."""
+
+    def __init__(self, params) -> None:
+        self.state, self.defaults = {}, {"lr": 0.1, "differentiable": False}
+        self.param_groups = [dict(torch.optim.SGD([*params], lr=0.1).param_groups[0])]
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._zero_grad_profile_name = ""
+
+
+WITHOUT = [lambda p: NoHooks(torch.optim.AdamW(p, 0.1), True), lambda p: NoHooks(torch.optim.AdamW(p, 0.1), False), Inherits]
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("make", WITHOUT)
+def test_an_optimizer_without_the_hooks_of_its_class_is_guarded(make, attach):
+    _, amp, _ = pair(loss_scale="torch")
+    optimizer = make(list(amp.parameters()))
+    if attach:
+        amp.attach(optimizer)
+    before = [p.detach().clone() for p in amp.parameters()]
+    learn(amp, optimizer, 1e9)
+    assert amp.loss_scale.report().skipped == 1 and all(map(torch.equal, before, amp.parameters()))
+    for _ in range(40):
+        learn(amp, optimizer)
+    assert not any(map(torch.equal, before, amp.parameters())) and amp.loss_scale.report().steps == 41
+
+
+def test_one_that_cannot_be_guarded_says_why():
+    class Alone(torch.optim.Optimizer):
+        def __init__(self, params):
+            self.param_groups = [{"params": list(params)}]
+
+        def step(self, closure=None):
+            return None
+
+    _, amp, _ = pair()
+    for optimizer, why in (
+        (Alone(amp.parameters()), "never called Optimizer.__init__"),
+        (torch.optim.SGD([p.clone() for p in amp.parameters()], lr=0.1, differentiable=True), "differentiable=True"),
+        (object(), "no torch.optim.Optimizer"),
+    ):
+        with pytest.raises(amprewrite.PolicyError, match=why):
+            amp.attach(optimizer)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_steps_that_are_differentiated_are_none_of_ours(dtype):
+    """A learnt learning rate: the optimizer steps clones of the weights, and its step is part of the next loss."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    found = []
+    for rewritten in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(16, 1)
+        run = amprewrite.rewrite(net, dtype=dtype) if rewritten else net
+        rate = torch.tensor(0.1, requires_grad=True)
+        weights = {name: p.detach().clone().requires_grad_().clone() for name, p in net.named_parameters()}
+        optimizer = torch.optim.SGD(list(weights.values()), lr=rate, differentiable=True)
+        loss = nn.functional.mse_loss(functional_call(run, weights, (x,)), x[:, :1] * 2)
+        for weight, gradient in zip(weights.values(), torch.autograd.grad(loss, list(weights.values()), create_graph=True), strict=True):
+            weight.grad = gradient
+        optimizer.step()
+        after = nn.functional.mse_loss(functional_call(run, weights, (x,)), x[:, :1] * 2)
+        after.backward()
+        found.append((after.detach(), rate.grad))
+    assert all(error(got, want) < 2e-2 for want, got in zip(*found, strict=True))

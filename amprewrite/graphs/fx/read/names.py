@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import Fact, source_name
+from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in
 
 _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
 
@@ -30,7 +31,7 @@ def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Modu
     `inputs` are the real inputs of the graph, of which parameters and buffers tell where they live. None if none does.
     """
     paths: dict[int, list[str]] = {}
-    for path, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
+    for path, tensor in (*named_parameters_in(root, remove_duplicate=False), *named_buffers_in(root, remove_duplicate=False)):
         paths.setdefault(id(tensor), []).append(path)
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):
         local = clean_path(source_name(node))

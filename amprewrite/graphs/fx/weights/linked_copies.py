@@ -11,7 +11,9 @@
    backward ends. Where ranks train, a graph of eager code links a block in front of the op that first reads one of its copies: so the
    ranks reduce its gradients meanwhile.
 4. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
-5. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
+5. A weight with a hook on its gradient has a node to itself: autograd calls the hook whenever the node runs, with None if other weights
+   of its block have gradients in a backward and it has none.
+6. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 """
 
 from __future__ import annotations
@@ -121,8 +123,10 @@ class Links:
             if self._check is None:
                 return [_alone(weights[place], of.dtypes[place], of.layouts[place], self._inverse) for place in block]
             found = list(copies)
-            chosen = [at for at, place in enumerate(block) if weights[place].requires_grad]
-            if chosen:
+            learning = [at for at, place in enumerate(block) if weights[place].requires_grad]
+            together = [at for at in learning if not weights[block[at]]._backward_hooks]
+            apart = [[at] for at in learning if weights[block[at]]._backward_hooks]
+            for chosen in (together, *apart) if together else apart:
                 layouts = [of.layouts[block[at]] for at in chosen]
                 how = Widening(room=None if of.rooms is None else of.rooms[number], least=self._least)
                 linked = _Link.apply([found[at] for at in chosen], layouts, self._check, how, *[weights[block[at]] for at in chosen])

@@ -26,6 +26,7 @@ from amprewrite.passes.lower.hoist_weight_casts import Copy
 from amprewrite.runtime.model.parts import is_sharded
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
+from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 
 Reads = Mapping[str, frozenset[Copy | None]]
@@ -34,7 +35,7 @@ Reads = Mapping[str, frozenset[Copy | None]]
 
 def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
     """The frozen weights of a model by name; one that is tied has several names."""
-    return {name: each for name, each in model.named_parameters(remove_duplicate=False) if isinstance(each, FrozenWeight)}
+    return {name: each for name, each in named_parameters_in(model, remove_duplicate=False) if isinstance(each, FrozenWeight)}
 
 
 def refuse_frozen(model: nn.Module, what: str) -> None:
@@ -52,7 +53,7 @@ def check_freezable(model: nn.Module) -> None:
         raise PolicyError(f"this {type(model).__name__} is frozen already; amp.unfreeze(state_dict) takes the fp32 weights back")
     if model.training:
         raise PolicyError("freeze() is for inference: call amp.eval() first, so that the graphs that count are captured")
-    if any(map(is_sharded, model.modules())) or any(type(each) not in (Tensor, nn.Parameter) for each in model.parameters()):
+    if any(map(is_sharded, model.modules())) or any(type(each) not in (Tensor, nn.Parameter) for each in parameters_in(model)):
         raise PolicyError(
             "freeze() takes plain parameters, and some of these belong to a tensor class such as DTensor: gather the weights of a model "
             "that FSDP shards into a plain one (get_model_state_dict with full_state_dict=True), and rewrite and freeze that"
@@ -61,7 +62,7 @@ def check_freezable(model: nn.Module) -> None:
 
 def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
     """Replace the parameters of `model` by what its graphs read of them; names of the fp32 ones that took gradients."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
+    weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
     for region in reads:
         for name, asked in region.items():
@@ -136,7 +137,7 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
         names.setdefault(id(weight), []).append(name)
     sources = {number: _source(aliases, frozen[aliases[0]], values) for number, aliases in names.items()}
     rounded = [aliases[0] for number, aliases in names.items() if _loses(frozen[aliases[0]], sources[number])]
-    others = {name: each for name, each in model.named_parameters(remove_duplicate=False) if name not in frozen}
+    others = {name: each for name, each in named_parameters_in(model, remove_duplicate=False) if name not in frozen}
     for number, aliases in names.items():
         weight, source = frozen[aliases[0]], sources[number]
         made = weight.thawed() if source is None else torch.empty_strided(weight.size(), weight.stride(), device=weight.device)
@@ -196,7 +197,7 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     """Raise PolicyError if a frozen model is called to be trained, and nothing in it or given to it takes a gradient."""
     if not (model.training and torch.is_grad_enabled()):
         return
-    given = (*model.parameters(), *tree_leaves((args, dict(kwargs))))
+    given = (*parameters_in(model), *tree_leaves((args, dict(kwargs))))
     if not any(isinstance(each, Tensor) and each.requires_grad for each in given):
         raise PolicyError(
             f"{type(model).__name__} is frozen: no parameter takes a gradient, so it cannot be trained; call amp.eval() to use it, and "
@@ -238,7 +239,7 @@ def frozen_apart(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterat
 
 def warn_of_optimizers(model: nn.Module) -> None:
     """Warn of optimizers that step the parameters that are about to be let go."""
-    own = {id(each) for each in model.parameters()}
+    own = {id(each) for each in parameters_in(model)}
     for optimizer in existing_optimizers():
         if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
             warnings.warn(
@@ -254,7 +255,7 @@ FROZEN = "frozen: "
 
 def frozen_weights_note(model: nn.Module) -> str:
     """What a plan says of a frozen model: how many of its weights are stored low, and what that holds."""
-    every = {id(each): each for each in model.parameters()}.values()
+    every = {id(each): each for each in parameters_in(model)}.values()
     frozen = [each for each in every if isinstance(each, FrozenWeight)]
     both = sum(each.exact for each in frozen)
     held, before = sum(each.nbytes for each in every), sum(each.numel() * 4 for each in every)

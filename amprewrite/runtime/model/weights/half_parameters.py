@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import LOW_DTYPES, dtype_name
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, each) for name, each in model.named_parameters() if each.requires_grad and each.dtype in LOW_DTYPES)
+    return ((name, each) for name, each in named_parameters_in(model) if each.requires_grad and each.dtype in LOW_DTYPES)
 
 
 def refuse_trainable(model: nn.Module) -> None:
@@ -30,7 +31,7 @@ def refuse_trainable(model: nn.Module) -> None:
 
 def frozen_note(model: nn.Module) -> str:
     """What a plan says of frozen parameters in half precision; "" if there are none."""
-    every = list(model.parameters())
+    every = list(parameters_in(model))
     half = [each for each in every if each.dtype in LOW_DTYPES]
     if not half:
         return ""

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.runtime.model.parts import fsdp_groups
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 
-_HOOKS = "_optimizer_step_pre_hooks"
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
 """The function that PyTorch puts around the `step` of every optimizer class, and that runs hooks."""
 _MOST_WRAPPERS = 5
@@ -26,7 +27,7 @@ _MOST_WRAPPERS = 5
 
 
 def existing_optimizers() -> list[Optimizer]:
-    """All optimizers that hooks can be put on; a wrapper around another optimizer has no hooks of its own."""
+    """All optimizers whose steps can be guarded."""
     classes = {Optimizer}
     ahead = [Optimizer]
     while ahead:
@@ -35,22 +36,54 @@ def existing_optimizers() -> list[Optimizer]:
         ahead += new
     objects = gc.get_objects()
     found: Iterator[Optimizer] = itertools.compress(objects, map(classes.__contains__, map(type, objects)))
-    return [o for o in found if _HOOKS in o.__dict__ and "param_groups" in o.__dict__]
+    return [optimizer for optimizer in found if can_be_guarded(optimizer)]
+
+
+def can_be_guarded(optimizer: Optimizer) -> bool:
+    """Whether PyTorch runs hooks at its steps, and a step may be skipped.
+
+    One that never called `Optimizer.__init__` has no hooks; if it wraps another (Lookahead), that one has. Steps of a differentiable
+    one are part of the graph of a loss, whose gradient would be cut off by a skip.
+    """
+    held = optimizer.__dict__
+    hooked = getattr(type(optimizer).step, "hooked", False) and all(name in held for name in _HOOKS) and "param_groups" in held
+    return hooked and not differentiates(optimizer)
+
+
+def differentiates(optimizer: Optimizer) -> bool:
+    """Whether its steps are themselves differentiated, as those of meta-learning are."""
+    return any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def optimizer_inside(optimizer: Any) -> Optimizer:
-    """The torch optimizer that `optimizer` is, or that it wraps as its attribute `optimizer`; PolicyError if there is none.
+    """The torch optimizer that `optimizer` is, or that it wraps; PolicyError if there is none that can be guarded.
 
     A wrapper may derive from Optimizer without having its hooks, as accelerate's does.
     """
     inner = optimizer
     for _ in range(_MOST_WRAPPERS):
-        if isinstance(inner, Optimizer) and hasattr(inner, _HOOKS):
+        if isinstance(inner, Optimizer) and can_be_guarded(inner):
             return inner
-        inner = getattr(inner, "optimizer", None)
-    raise PolicyError(
-        f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer, and only those can be guarded; attach the torch "
-        "optimizer inside it"
+        held = [each for each in getattr(inner, "__dict__", {}).values() if isinstance(each, Optimizer)]
+        inner = getattr(inner, "optimizer", held[0] if len(held) == 1 else None)
+    raise PolicyError(f"optimizer={type(optimizer).__name__} {_why_unguarded(optimizer)}")
+
+
+def _why_unguarded(optimizer: Any) -> str:
+    if not isinstance(optimizer, Optimizer):
+        return (
+            "is no torch.optim.Optimizer, and only those can be guarded; attach the torch optimizer inside it, if there is one; if "
+            "there is none, train with a torch optimizer (fastai: OptimWrapper), or rewrite with loss_scale=1024.0 or another number, "
+            "which is applied whatever steps"
+        )
+    if optimizer.__dict__.get("param_groups") and differentiates(optimizer):
+        return (
+            "has differentiable=True: its steps are part of the graph of a later loss, and none of them is skipped; attach the optimizer "
+            "that steps on that loss"
+        )
+    return (
+        "derives from torch.optim.Optimizer and never called Optimizer.__init__, so PyTorch runs no hooks at its steps; call "
+        "super().__init__(params, defaults) in it, or attach the optimizer that it wraps"
     )
 
 
@@ -58,7 +91,7 @@ def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
     """Gives the parameters as they are when it is called, and those that FSDP2's optimizers own."""
 
     def parameters() -> Iterator[Tensor]:
-        yield from root.parameters()
+        yield from parameters_in(root)
         yield from sharded_parameters(root)
 
     return parameters
@@ -85,4 +118,4 @@ def in_a_step() -> bool:
     return False
 
 
-__all__ = ["existing_optimizers", "in_a_step", "optimizer_inside", "parameters_of", "sharded_parameters"]
+__all__ = ["can_be_guarded", "existing_optimizers", "in_a_step", "optimizer_inside", "parameters_of", "sharded_parameters"]

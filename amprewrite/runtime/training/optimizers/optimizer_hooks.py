@@ -39,6 +39,7 @@ from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, 
 from amprewrite.runtime.training.optimizers.find_optimizers import in_a_step
 from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
 
+_SAVES = "_optimizer_state_dict_post_hooks"
 _FRAMES = 12
 """How far up the stack to look for who called `step`."""
 
@@ -85,12 +86,10 @@ class Guard:
         self._latest: bool | Tensor = False
         self._arrived = Arrived()
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self.before),
-            optimizer.register_step_post_hook(self.after),
-            optimizer.register_state_dict_post_hook(self._saved),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
-        ]
+        self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
+        if _SAVES in optimizer.__dict__:  # else its class has a state_dict of its own, and never called Optimizer.__init__
+            self._hooks.append(optimizer.register_state_dict_post_hook(self._saved))
+            self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def add(self, gate: Gate) -> None:
         """Guard the optimizer for `gate`, too."""

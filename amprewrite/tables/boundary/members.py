@@ -1,0 +1,57 @@
+"""Parameters and buffers of a user's module.
+
+A class may define `named_parameters` and `parameters` with other signatures, or leave some out, as loss modules that hold target
+networks do. PyTorch's own walk finds everything that is registered, whatever the class defines.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def named_parameters_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """The registered parameters, then those that only the class's own `named_parameters` gives."""
+    return _members(model, "named_parameters", remove_duplicate)
+
+
+def parameters_in(model: nn.Module) -> Iterator[nn.Parameter]:
+    """`named_parameters_in` without names."""
+    return (parameter for _, parameter in named_parameters_in(model))
+
+
+def named_buffers_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The registered buffers, then those that only the class's own `named_buffers` gives."""
+    return _members(model, "named_buffers", remove_duplicate)
+
+
+def buffers_in(model: nn.Module) -> Iterator[Tensor]:
+    """`named_buffers_in` without names."""
+    return (buffer for _, buffer in named_buffers_in(model))
+
+
+def _members(model: nn.Module, method: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    own, registered = getattr(type(model), method), getattr(nn.Module, method)
+    if own is registered:
+        yield from registered(model, remove_duplicate=remove_duplicate)
+        return
+    found = list(registered(model, remove_duplicate=remove_duplicate))
+    yield from found
+    if _takes_nothing(own):
+        known = {id(member) for _, member in found}
+        yield from ((name, member) for name, member in own(model) if id(member) not in known)
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_nothing(method: Callable[..., Any]) -> bool:
+    """Whether a method can be called without arguments."""
+    given = list(inspect.signature(method).parameters.values())[1:]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(each.default is not inspect.Parameter.empty or each.kind in variable for each in given)
+
+
+__all__ = ["buffers_in", "named_buffers_in", "named_parameters_in", "parameters_in"]
