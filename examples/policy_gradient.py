@@ -39,7 +39,7 @@ def log_probabilities(model: Model, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def sampled(model: Model, rng: torch.Generator) -> Tensor:
     """Texts of LENGTH tokens, one token after another. All calls have the same sizes: later tokens change nothing before them."""
-    tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=rng)
+    tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=rng, device=rng.device)
     for place in range(1, LENGTH + 1):
         chances = model(tokens[:, :-1])[:, place - 1].float().softmax(-1)
         tokens[:, place] = torch.multinomial(chances, 1, generator=rng).squeeze(-1)
@@ -53,7 +53,7 @@ def rewards(tokens: Tensor) -> Tensor:
 
 def under_autocast(model: nn.Module, dtype: torch.dtype) -> Model:
     def run(tokens: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(tokens.device.type, dtype):
             found: Tensor = model(tokens)
         return found
 
@@ -70,12 +70,12 @@ def gaps(plain: nn.Module, dtype: torch.dtype, tokens: Tensor, trained: Tensor, 
     return tuple(float((a - b).abs().max()) for a, b in pairs)
 
 
-def train(dtype: str, steps: int) -> None:
+def train(dtype: str, steps: int, device: str) -> None:
     torch.manual_seed(0)
-    plain = GPT(WORDS, WIDTH)
+    plain = GPT(WORDS, WIDTH).to(device)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3)
     amp = amprewrite.rewrite(plain, dtype=dtype, optimizer=optimizer)
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator(device).manual_seed(0)
     widest = [0.0] * len(WAYS)
     started = time.perf_counter()
     for step in range(steps):
@@ -104,9 +104,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--steps", type=int, default=40)
     options.add_argument("--dtype", default="bf16,fp16")
+    options.add_argument("--device", default="cpu", help="cpu, or cuda")
     asked = options.parse_args()
     for dtype in asked.dtype.split(","):
-        train(dtype, asked.steps)
+        train(dtype, asked.steps, asked.device)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,9 @@ def o2_step(model: nn.Module, masters: list[nn.Parameter], optimizer: torch.opti
     gradients = [torch.empty_like(master) for _, master in live]
     torch._foreach_copy_(gradients, [p.grad for p, _ in live])
     if scale != 1.0:
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), torch.tensor(1.0 / scale))
+        device = gradients[0].device
+        infinite, inverse = torch.zeros((), device=device), torch.tensor(1.0 / scale, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, infinite, inverse)
     for (_, master), gradient in zip(live, gradients, strict=True):
         master.grad = gradient
     optimizer.step()

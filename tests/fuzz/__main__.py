@@ -11,8 +11,12 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import torch
 
 from tests.fuzz.findings import Finding, Folder, foreign
 from tests.fuzz.kinds import KINDS, Kind
@@ -35,13 +39,20 @@ def _alarm(number: int, frame: FrameType | None) -> None:
     raise TooSlowError
 
 
-def examine(kind: Kind, seed: int, shrunk: dict[tuple[str, str], int], seconds: float = SHRINK_SECONDS) -> Finding | None:
+def placed(case: Any, device: str) -> Any:
+    """A program for a device; every fourth makes its own tensors on the CPU, so that its graphs hold two devices."""
+    return case if case is None or device == "cpu" else replace(case, device=device, everything_there=case.seed % 4 != 0)
+
+
+def examine(
+    kind: Kind, seed: int, shrunk: dict[tuple[str, str], int], seconds: float = SHRINK_SECONDS, device: str = "cpu"
+) -> Finding | None:
     """Run the case of a seed; what is wrong with it, cut down unless enough of its sort were."""
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(CASE_SECONDS)
     case = None
     try:
-        case = kind.generate(seed)
+        case = placed(kind.generate(seed), device)
         problem = None if case is None else kind.check(case)
     except TooSlowError:
         problem = Problem("slow", f"over {CASE_SECONDS} s", "the case was given up")
@@ -85,10 +96,12 @@ def work(options: argparse.Namespace, worker: int) -> int:
         at[name] += options.jobs
         progress.write_text(json.dumps(at))  # before the case: one that ends the process is not run again
         skipped = options.having and not _has(KINDS[name], seed, options.having)
-        found = None if skipped else examine(KINDS[name], seed, shrunk)
+        found = None if skipped else examine(KINDS[name], seed, shrunk, device=options.device)
         if skipped:
             continue
         done += 1
+        if options.device != "cpu":
+            _ask_device()
         if found is not None:
             found = Finding(found.kind, found.seed, found.signature, found.text, found.script, round(time.monotonic() - start, 1))
             folder.add(found)
@@ -98,6 +111,15 @@ def work(options: argparse.Namespace, worker: int) -> int:
                 break
     print(f"worker {worker}: {done} cases in {time.monotonic() - start:.0f} s, {counted} findings; next seeds {at}", flush=True)
     return counted
+
+
+def _ask_device() -> None:
+    """End the process if a case has broken the device, which answers nothing any more then. It is a finding; another process goes on."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"the device is lost: {error}", flush=True)
+        sys.exit(3)
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
@@ -115,8 +137,12 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on at the seeds where a run into the same folder stopped")
     parser.add_argument("--first", action="store_true", help="stop at the first finding")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: programs run there; their seeds make the same programs")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.device != "cpu":
+        options.kinds = ["programs"]  # the only kind that knows devices
+    return options
 
 
 def hush() -> None:
@@ -134,13 +160,13 @@ def main(argv: list[str] | None = None) -> int:
     hush()
     if options.bare:
         name, _, seed = options.bare.partition(":")
-        found = examine(KINDS[name], int(seed), {}, seconds=0)
+        found = examine(KINDS[name], int(seed), {}, seconds=0, device=options.device)
         return int(found is not None and not found.foreign)
     if options.show:
         name, _, seed = options.show.partition(":")
-        case = KINDS[name].generate(int(seed))
+        case = placed(KINDS[name].generate(int(seed)), options.device)
         print("nothing is generated" if case is None else KINDS[name].shown(case))
-        found = examine(KINDS[name], int(seed), {})
+        found = examine(KINDS[name], int(seed), {}, device=options.device)
         print("no finding" if found is None else f"\n# cut down\n{found.script}\n{found.signature}\n{found.text}")
         return int(found is not None and not found.foreign)
     if options.worker is not None:
@@ -164,7 +190,7 @@ def _supervise(options: argparse.Namespace) -> int:
         str(options.jobs),
     ]
     command += ["--kinds", ",".join(options.kinds), "--out", str(options.out)] + ["--first"] * options.first
-    command += ["--having", ";".join(options.having)]
+    command += ["--having", ";".join(options.having), "--device", options.device]
 
     def start(worker: int, resume: bool) -> subprocess.Popen[bytes]:
         minutes = max(end - time.monotonic(), 0) / 60
@@ -183,8 +209,11 @@ def _supervise(options: argparse.Namespace) -> int:
                 Folder(options.out).add(Finding("process", 0, f"died · status {status}", f"the cases before these seeds: {at}", ""))
                 if time.monotonic() < end:
                     running[worker] = start(worker, True)
-    folder = Folder(options.out)
-    print(folder.table() or "no findings")
+    folder, ran = Folder(options.out), 0
+    for worker in range(options.jobs):
+        at = json.loads((options.out / f"progress-{worker}-of-{options.jobs}-from-{options.seed}.json").read_text())
+        ran += sum((seed - options.seed - worker) // options.jobs for seed in at.values())
+    print(f"{folder.table() or 'no findings'}\n{ran} cases from seed {options.seed} on")
     return int(any(not each.foreign for each in folder.findings()))
 
 

@@ -33,7 +33,8 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
 HEAVY = frozenset([
     "mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_convolution", "convolution_overrideable",
-    "_scaled_dot_product_flash_attention_for_cpu", "linear", "matmul", "einsum", "bilinear", "conv1d", "conv2d", "conv3d",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "cudnn_convolution", "linear", "matmul", "einsum", "bilinear", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
 ])  # fmt: skip
 """Ops that do most of the work. In the bodies of loops and conditions a dispatch mode sees composite ones whole, elsewhere their parts."""
@@ -65,7 +66,8 @@ class Record:
 
     def keep(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            self.values[name] = value.detach().clone()
+            self.values[name] = value.detach().to("cpu", copy=True)
+            self.facts[f"{name} device"] = value.device.type
             self.facts[f"{name} dtype"] = str(value.dtype)
             self.facts[f"{name} shape"] = tuple(value.shape)
         else:
@@ -323,7 +325,7 @@ def _same(a: Any, b: Any) -> bool:
 def _kind(name: str) -> str:
     """ "0 gradient a1.weight dtype" is about "gradient dtype"."""
     words = name.split()
-    return " ".join([words[1], *(word for word in words[2:] if word in ("dtype", "shape", "requires_grad", "memory"))])
+    return " ".join([words[1], *(word for word in words[2:] if word in ("device", "dtype", "shape", "requires_grad", "memory"))])
 
 
 def _compare_value(

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,25 @@ REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible wit
 
 def check(program: Program) -> Problem | None:
     """What is wrong with the rewritten program; None where nothing is, or where the program does not run in fp32."""
+    if program.device != "cpu" and any(each.tag == "large_refused" for each in program.body):
+        return None  # a kernel that refuses a value on a GPU ends the process
     asked = program.traced and hasattr(torch._dynamo.config, "trace_autograd_ops")
-    with torch._dynamo.config.patch(trace_autograd_ops=True) if asked else contextlib.nullcontext():
+    with torch._dynamo.config.patch(trace_autograd_ops=True) if asked else contextlib.nullcontext(), _default_device(program):
         return _checked(program)
+
+
+@contextlib.contextmanager
+def _default_device(program: Program) -> Iterator[None]:
+    """torch's default device is the program's, if it asks for that."""
+    before = torch.get_default_device()
+    torch.backends.cudnn.allow_tf32 = False  # fp32 is the truth
+    if program.everything_there and program.device != "cpu":
+        torch.set_default_device(program.device)
+    try:
+        yield
+    finally:
+        if program.device != "cpu":
+            torch.set_default_device(None if before.type == "cpu" else before)
 
 
 def _checked(program: Program) -> Problem | None:
@@ -71,11 +88,8 @@ def _checked(program: Program) -> Problem | None:
         whole = 1 / program.factor  # without a scale a tiny loss would be lost
         rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode, scale=whole))
         exact = rounded is not None and mode.exact and not program.huge
-        autocast = (
-            None
-            if exact
-            else _tried(lambda: run(program, initialised(program, plain=True), within=lambda: torch.autocast("cpu", low), scale=whole))
-        )
+        beside = partial(torch.autocast, program.device, low)
+        autocast = None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=beside, scale=whole))
         bounds = [_spread(rounded) if lists in LOWER else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:
@@ -176,7 +190,7 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
         if asked.get("lists") in WHOLLY_LOW or "granularity" in asked:  # they have copies where autocast has none
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
         with _quiet():
-            low = _tried(lambda: run(program, initialised(program), within=lambda: torch.autocast("cpu", LOW[program.dtype])))
+            low = _tried(lambda: run(program, initialised(program), within=lambda: torch.autocast(program.device, LOW[program.dtype])))
         alike = None if low is None or got is None else judged(replace(low, facts=got.facts))
         if alike is not None and (alike.kind, alike.where) == (problem.kind, problem.where):
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
@@ -421,6 +435,9 @@ def shown(program: Program) -> str:
     )
     options = ", ".join(f"{name}={value!r}" for name, value in program.options)
     integers = "        [p.data.copy_(torch.randint(-1, 2, p.shape)) for p in model.parameters()]\n" if program.exact else ""
+    moved = f"        model, inputs = model.to({program.device!r}), [each.to({program.device!r}) for each in inputs]\n"
+    moved = "" if program.device == "cpu" else moved
+    begins = f"torch.set_default_device({program.device!r})" if program.everything_there and moved else ""
     grads = [each.grad for each in program.inputs]
     return f"""{program.source()}
 
@@ -428,12 +445,13 @@ def shown(program: Program) -> str:
 if __name__ == "__main__":
     import amprewrite
 
+    {begins}
 {"    torch._dynamo.config.trace_autograd_ops = True" if program.traced else ""}
     for low in (False, True):
         torch.manual_seed({program.seed})
         model = M()
 {integers}        inputs = [{inputs}]
-        inputs = [each.requires_grad_() + 0 if grad else each for each, grad in zip(inputs, {grads})]
+{moved}        inputs = [each.requires_grad_() + 0 if grad else each for each, grad in zip(inputs, {grads})]
         result = (amprewrite.rewrite(model, {options}) if low else model)(*inputs)
         print(result)
         found = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -90,6 +90,10 @@ class Program:
     """Whether one weight lies beyond what fp16 holds."""
     traced: bool = False
     """Whether Dynamo takes torch.autograd.grad into its graphs, as it does if asked; else it breaks them there."""
+    device: str = "cpu"
+    """Where layers and inputs are."""
+    everything_there: bool = True
+    """Whether tensors that the program makes are there, too, as torch.set_default_device has it; otherwise they are on the CPU."""
 
     @property
     def dtype(self) -> str:
@@ -174,7 +178,7 @@ def load(source: str, plain: bool = False) -> type[nn.Module]:
 def initialised(program: Program, plain: bool = False) -> nn.Module:
     """The program's model; two calls give equal ones. A `plain` one runs control flow in Python."""
     torch.manual_seed(program.seed)
-    model = load(program.source(), plain)()
+    model = load(program.source(), plain)().to(program.device)
     if program.exact:
         integers(model, program.seed)
     if program.huge:
@@ -203,7 +207,7 @@ def integers(model: nn.Module, seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=draws))
+            parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=draws, device="cpu"))
 
 
 def batch(program: Program, wide: bool = False) -> list[torch.Tensor]:
@@ -212,10 +216,11 @@ def batch(program: Program, wide: bool = False) -> list[torch.Tensor]:
     found = []
     for each in program.inputs:
         shape = (2 * each.shape[0], *each.shape[1:]) if wide else each.shape
-        value = torch.randint(-2, 3, shape, generator=draws).float() if program.exact else torch.randn(shape, generator=draws)
+        plain = {"generator": draws, "device": "cpu"}  # the same numbers on every device
+        value = torch.randint(-2, 3, shape, **plain).float() if program.exact else torch.randn(shape, **plain)
         if program.huge:
             value *= 0.1  # what the huge weight gives stays in range
-        found.append(value.requires_grad_(each.grad))
+        found.append(value.to(program.device).requires_grad_(each.grad))
     return found
 
 

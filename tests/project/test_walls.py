@@ -61,6 +61,24 @@ def test_all_of_onnxs_cases_convert_or_say_why_not(dtype: str, tmp_path: Path) -
     assert sum(row["name"].startswith("real/") and row["outcome"] == "right" for row in found) == LIGHT
 
 
+# -- real sizes ------------------------------------------------------------------------------
+@pytest.mark.long
+def test_nets_at_real_sizes_run_small(tmp_path: Path) -> None:
+    """Their results depend on positions where they take any: else they would prove nothing about these."""
+    pytest.importorskip("transformers")
+    found = rows("real_size.py", tmp_path / "rows.jsonl", "--small", "--dtype", "bf16", seconds=600)
+    assert set(outcomes(found)) == {"right"} and len(found) == 12, found
+    assert all(row["positions"] is None or row["positions"] > 0.3 for row in found)
+    assert {row["name"] for row in found if row["positions"] is not None} >= {"bert", "gpt2", "llama", "qwen", "mixtral"}
+
+
+@pytest.mark.slow
+def test_nets_at_real_sizes_are_as_exact_as_autocast(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = rows("real_size.py", tmp_path / "rows.jsonl", "--dtype", "bf16", "--seconds", "1800", seconds=6 * 3600)
+    assert set(outcomes(found)) == {"right"} and len(found) == 12, found
+
+
 # -- PyTorch's databases -----------------------------------------------------------------------
 TWICE_ROUNDED = {"module/nn.Bilinear", "op/nn.functional.bilinear"}
 """Two products one after another, each rounded in low; torch.autocast runs the first one low only. Off by 1.5e-2 at most in bf16."""

@@ -174,6 +174,34 @@ def test_inductors_own_cuda_graphs(dtype):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@FORMATS
+def test_a_graph_with_a_loss_scale_may_hold_values_on_two_devices(dtype):
+    """Layers and a factor on the CPU, beside layers on the card: each gradient is unscaled where it is."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.here, self.there, self.back = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.factor = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            before = self.here(x)
+            behind = self.there(before.to(self.there.weight.device)) * self.factor
+            return self.back(behind.to(x.device)), behind
+
+    torch.manual_seed(0)
+    model, x = Both(), torch.randn(8, 16)
+    model.there.cuda()
+    found = []
+    for each in (model, amprewrite.rewrite(copy.deepcopy(model), dtype=dtype, loss_scale=1024.0)):
+        on_host, on_card = each(x)
+        (on_host.square().sum() + on_card.square().sum().cpu()).backward()
+        assert on_host.is_cpu and on_card.is_cuda
+        found.append([p.grad for p in each.parameters()])
+    for want, got in zip(*found, strict=True):
+        assert got.device == want.device and error(got, want) < {"bf16": 3e-2, "fp16": 5e-3}[dtype]
+
+
 def test_attention_reads_grouped_heads() -> None:
     class Grouped(nn.Module):
         def __init__(self) -> None:

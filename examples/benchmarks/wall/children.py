@@ -1,7 +1,8 @@
 """What every wall shares: one process a case, with limits; one JSON line a case; and going on where an earlier run ended.
 
 A case may hang, use up memory or end its process. Each runs in a child that is forked off with all imports made, so that only
-its own line is lost. Lines are appended at once: a run that is ended goes on from the last one when it is started again.
+its own line is lost. On a GPU the child is a new process, for CUDA does not live on in a forked one. Lines are appended at once: a
+run that is ended goes on from the last one when it is started again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,9 @@ SECONDS = 60.0
 GIGABYTES = 6.0
 
 
-def in_child(work: Work, name: str, seconds: float = SECONDS, gigabytes: float = GIGABYTES) -> Row:
-    """What `work` says of a case; that it died or was late where it says nothing."""
-    context = multiprocessing.get_context("fork")
+def in_child(work: Work, name: str, seconds: float = SECONDS, gigabytes: float | None = GIGABYTES) -> Row:
+    """What `work` says of a case; that it died or was late where it says nothing. Without a limit of memory the child is a new process."""
+    context: Any = multiprocessing.get_context("spawn" if gigabytes is None else "fork")
     here, there = context.Pipe(duplex=False)
     began = time.monotonic()
     child = context.Process(target=_answer, args=(there, work, name, gigabytes), daemon=True)
@@ -51,11 +53,12 @@ def in_child(work: Work, name: str, seconds: float = SECONDS, gigabytes: float =
     return {"name": name, **row, "seconds": round(time.monotonic() - began, 2)}
 
 
-def _answer(there: Connection, work: Work, name: str, gigabytes: float) -> None:
+def _answer(there: Connection, work: Work, name: str, gigabytes: float | None) -> None:
     """Run in the child: the limits, silence, and the row."""
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
-    most = held + int(gigabytes * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if gigabytes is not None:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
+        most = held + int(gigabytes * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
@@ -66,18 +69,26 @@ def _answer(there: Connection, work: Work, name: str, gigabytes: float) -> None:
         raise
 
 
-def run_cases(names: Sequence[str], work: Work, out: Path | None, seconds: float, gigabytes: float = GIGABYTES) -> Iterator[Row]:
-    """A row for each case: those that `out` has already first, then the others, each appended to `out` as soon as it is there."""
+def run_cases(
+    names: Sequence[str], work: Work, out: Path | None, seconds: float, gigabytes: float | None = GIGABYTES, jobs: int = 1
+) -> Iterator[Row]:
+    """A row for each case: those that `out` has already first, then the others, each appended to `out` as soon as it is there.
+
+    `jobs` cases run at the same time.
+    """
     have = {row["name"]: row for row in (read_rows(out) if out is not None and out.exists() else ())}
     yield from (have[name] for name in names if name in have)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(out.open("a")) if out is not None else None
         if file is not None and file.tell() and not out.read_text().endswith("\n"):
             print(file=file)  # behind a line that was cut off
-        for name in names:
-            if name in have:
-                continue
-            row = in_child(work, name, seconds, gigabytes)
+        todo = [name for name in names if name not in have]
+        rows: Iterable[Row] = (in_child(work, name, seconds, gigabytes) for name in todo)
+        if jobs > 1:
+            pool = stack.enter_context(ThreadPoolExecutor(jobs))
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # of a run that is ended
+            rows = (done.result() for done in as_completed([pool.submit(in_child, work, name, seconds, gigabytes) for name in todo]))
+        for row in rows:
             if file is not None:
                 print(json.dumps(row), file=file, flush=True)
             yield row

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from weights import of_positions
 
 import amprewrite
 from amprewrite.tables.formats import parse_format
@@ -30,6 +31,8 @@ from amprewrite.tables.formats import parse_format
 FLOOR = {"bf16": 2e-2, "fp16": 4e-3}
 """Relative L2 errors of outputs, and of all gradients together, that are no more than a few roundings."""
 SHARE = 2.0
+LEAST = 0.05
+"""Change of results with positions in reverse, below which a model proves nothing about positions."""
 LEFT_OUT = frozenset({"fp32 fails"})
 GOOD = frozenset({"right"}) | LEFT_OUT
 SECONDS = 240.0
@@ -77,7 +80,7 @@ def step(model: nn.Module, given: dict[str, Tensor]) -> tuple[list[Tensor], list
     seeds(1)
     model.zero_grad(set_to_none=True)
     results = floats(model(**given))
-    sum((each.float() * _weights(each)).mean() for each in results if each.requires_grad).backward()
+    sum((each.float() * _weights(each)).sum() / each.numel() ** 0.5 for each in results if each.requires_grad).backward()
     return [each.detach() for each in results], [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -89,7 +92,7 @@ def floats(results: Any) -> list[Tensor]:
 
 def _weights(result: Tensor) -> Tensor:
     """Weights that vary from element to element: nearly constant ones are what a norm takes out, and leave its backward to rounding."""
-    return torch.arange(result.numel(), dtype=torch.float32).mul(1.7).sin().reshape(result.shape)
+    return torch.arange(result.numel(), dtype=torch.float32, device=result.device).mul(1.7).sin().reshape(result.shape)
 
 
 def error(exact: list[Tensor], got: list[Tensor]) -> float:
@@ -101,9 +104,10 @@ def error(exact: list[Tensor], got: list[Tensor]) -> float:
     return (lost / size) ** 0.5 if size else lost**0.5
 
 
-def judge(build: Build, dtypes: Sequence[str], name: str) -> Row:
+def judge(build: Build, dtypes: Sequence[str], name: str, device: str = "cpu") -> Row:
     """One row for a model: what the formats' rows say together, and the worst outcome. Without formats: whether fp32 runs it."""
     warnings.simplefilter("ignore")
+    torch.backends.cudnn.allow_tf32 = False  # fp32 is the truth
     try:
         model, given = build(name)
         untouched = copy.deepcopy(model)  # some models keep what a call gave, with its history
@@ -114,22 +118,23 @@ def judge(build: Build, dtypes: Sequence[str], name: str) -> Row:
     if not all(bool(each.isfinite().all()) for each in (*exact, *gradients)):
         return {"outcome": "fp32 fails", "why": "its outputs or gradients are not finite"}
     chance = error(exact, again[0]) > 1e-6
-    rows = {dtype: _judge_format(copy.deepcopy(untouched), given, exact, gradients, dtype, chance) for dtype in dtypes}
+    rows = {dtype: _judge_format(copy.deepcopy(untouched), given, exact, gradients, dtype, chance, device) for dtype in dtypes}
     bad = next((dtype for dtype in dtypes if rows[dtype]["outcome"] != "right"), "")
     why = {"why": f"{bad}: {rows[bad].get('why', '')}"} if bad else {}
     size = sum(parameter.numel() for parameter in model.parameters())
-    return {"outcome": rows[bad]["outcome"] if bad else "right", **why, "parameters": size, **rows}
+    positions = of_positions(untouched, given)
+    return {"outcome": rows[bad]["outcome"] if bad else "right", **why, "parameters": size, "positions": positions, **rows}
 
 
 def _judge_format(
-    model: nn.Module, given: dict[str, Tensor], exact: list[Tensor], gradients: list[Tensor], dtype: str, chance: bool
+    model: nn.Module, given: dict[str, Tensor], exact: list[Tensor], gradients: list[Tensor], dtype: str, chance: bool, device: str
 ) -> Row:
     low = parse_format(dtype).dtype
     rival, theirs = copy.deepcopy(model), Counted()
     try:
-        with torch.autocast("cpu", dtype=low):
+        with torch.autocast(device, dtype=low):
             other = step(rival, given)
-        with torch.autocast("cpu", dtype=low), theirs:  # a context of its own: casts of weights are kept within one
+        with torch.autocast(device, dtype=low), theirs:  # a context of its own: casts of weights are kept within one
             rival(**given)
         against = [have if have == have else float("inf") for have in (error(exact, other[0]), error(gradients, other[1]))]
     except Exception:  # autocast need not run what we run
@@ -156,7 +161,7 @@ def _judge_format(
             return {**row, "outcome": outcome, "why": f"{type(problem).__name__}: {_line(problem)}"}
     row["warnings"] = sorted({str(each.message)[:160] for each in said if issubclass(each.category, amprewrite.AmpRewriteWarning)})
     if not chance and _far(row["errors"], against, dtype) and not _drawn_otherwise(model, given, exact):
-        row["draws"] = _draws(amp, model, given, low)
+        row["draws"] = _draws(amp, model, given, low, device)
         if 2 * sum(_far(ours, other, dtype) for ours, other in row["draws"]) >= len(row["draws"]):
             return {**row, "outcome": "off", "why": f"errors of outputs, gradients {row['errors']}, autocast's {against}"}
     mine, most = row["share"], row["autocast's share"]
@@ -189,7 +194,9 @@ def _drawn_otherwise(model: nn.Module, given: Given, exact: list[Tensor]) -> boo
     return error(exact, step(torch.compile(copy.deepcopy(model), backend="eager"), given)[0]) > 1e-3
 
 
-def _draws(amp: nn.Module, exact: nn.Module, given: Given, low: torch.dtype, count: int = 4) -> list[tuple[list[float], list[float]]]:
+def _draws(
+    amp: nn.Module, exact: nn.Module, given: Given, low: torch.dtype, device: str, count: int = 4
+) -> list[tuple[list[float], list[float]]]:
     """Errors, ours and autocast's, on other inputs. A choice such as top-k flips by chance where two values differ by a rounding."""
     rows = []
     for shift in range(1, count + 1):
@@ -198,7 +205,7 @@ def _draws(amp: nn.Module, exact: nn.Module, given: Given, low: torch.dtype, cou
             for name, each in given.items()
         }
         right = step(exact, moved)
-        with torch.autocast("cpu", dtype=low):
+        with torch.autocast(device, dtype=low):
             other = step(exact, moved)
         got = step(amp, moved)
         ours, theirs = ([error(a, b) for a, b in zip(right, each, strict=True)] for each in (got, other))
@@ -235,19 +242,22 @@ def formats(asked: Namespace) -> tuple[str, ...]:
 
 
 def warm_up() -> None:
-    """Make imports before a child is forked, and start no thread: those of OpenMP do not live on in a child."""
+    """Make imports before a child is forked, and start no thread: OpenMP's do not live on in a child, nor do those of backward."""
     torch.set_num_threads(1)
-    amprewrite.rewrite(nn.Linear(2, 2), dtype="bf16")(torch.ones(1, 2)).sum().backward()
+    amprewrite.rewrite(nn.Linear(2, 2), dtype="bf16")(torch.ones(1, 2))
 
 
 def show(source: str, rows: Iterable[Row], asked: Namespace) -> None:
-    """Print how many models have each outcome; write the page if it was asked for."""
+    """Print how many models have each outcome, and of how many positions change nothing; write the page if it was asked for."""
     rows = list(rows)
     counted = [row for row in rows if row["outcome"] not in LEFT_OUT]
     table = Table("outcome", "models", title=f"{source}: {len(rows)} tried, {len(counted)} run in fp32")
     for outcome, count in tally(rows).items():
         table.add_row(outcome, str(count))
     Console().print(table)
+    flat_in_positions = [row["name"] for row in counted if row.get("positions") is not None and row["positions"] < LEAST]
+    if flat_in_positions:
+        print(f"{len(flat_in_positions)} prove nothing about positions, which change no result: {', '.join(flat_in_positions)}")
     if asked.html:
         dtypes = formats(asked)
         flat = [{**row, **{f"{d} {key}": row[d].get(key, "") for d in dtypes if d in row for key in ("share", "casts")}} for row in rows]
