@@ -33,8 +33,15 @@ class Report:
     rows: tuple[Row, ...]
     """In the order in which they ran."""
     output_error: float
-    """Relative L2 error of the model's floating outputs together, against fp32."""
+    """Relative L2 error of the model's floating outputs together, against fp32: what rounding did to what was captured."""
     notes: tuple[str, ...] = ()
+    capture_error: float | None = 0.0
+    """Relative L2 error of the captured fp32 graphs against the model as it is written: what capture did, before any rounding.
+
+    0 if it is no more than fp32 rounds; None if the model does not give the same twice.
+    """
+    parted: str = ""
+    """The first captured op whose values the model as it is written does not have."""
 
     @property
     def overflows(self) -> tuple[Row, ...]:
@@ -70,21 +77,30 @@ class Report:
         lines = [f"strict run in {self.low}: output error {self.output_error:.2e} over {len(self.rows)} results and cast copies"]
         if bad:
             lines.append(f"overflow: {bad[0].name} is the first of {len(bad)}; it reaches {bad[0].largest:.3g}")
+        if self.capture_error != 0:
+            lines.append(f"capture: {self._captured()}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, "", self.table()])
+
+    def _captured(self) -> str:
+        if self.capture_error is None:
+            return "not compared with the model as it is written, which does not give the same twice"
+        place = f", from {self.parted} on" if self.parted else ""
+        return f"changed the model by {self.capture_error:.2e} in fp32, before any rounding{place}; torch.compile alone does the same"
 
 
 def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Report:
     """What the plan of the rewritten model `amp` does to its numbers on these inputs, with true rounding.
 
-    The model is captured anew in its present mode (train or eval, with or without gradients); buffers, random state and
-    the inputs are left as they were. All results of one fp32 run are held in memory meanwhile.
+    The model is captured anew in its present mode (train or eval, with or without gradients), and run as it is written beside that: the
+    report tells what capture changed from what rounding did. Buffers, random state and the inputs are left as they were. All results of
+    one fp32 run are held in memory meanwhile.
 
     Raises PolicyError if `amp` is not rewritten, CaptureError if nothing of it can be captured.
     """
     run = StrictRun(amp, args, kwargs)
     found = run.rounded()
-    return Report(run.low, found.rows, found.error, found.notes)
+    return Report(run.low, found.rows, found.error, found.notes, *run.capture())
 
 
 # -- text -----------------------------------------------------------------------------------

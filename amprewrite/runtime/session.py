@@ -80,6 +80,8 @@ class Session:
     lock: threading.RLock = field(default_factory=threading.RLock)
     take_in: Callable[[], None] = field(default=lambda: None)
     """Rewrites the calls of modules that were put in after the rewrite."""
+    plain: Callable[[], nn.Module] = field(default=nn.Module)
+    """Makes a clone of the model as it was before the rewrite, around the same parameters."""
     gathered: GatheredLow = field(default_factory=GatheredLow)
     children: tuple[nn.Module | None, ...] | None = None
     """The root's, when new modules were looked for; None: look again after this call, which captured something."""
@@ -90,12 +92,9 @@ class Session:
         self.agreement = Agreement(self.options.parity is not None and self.options.given is None)
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
-        if self.options.keep_high is not None and self.options.keep_high.note:
-            self.note(self.options.keep_high.note)
-        if rounding := dynamo.rounding_of(self.options.backend):
-            self.note(rounding)
-        if half := frozen_note(self.root):
-            self.note(half)
+        kept = self.options.keep_high
+        for text in filter(None, (kept and kept.note, dynamo.rounding_of(self.options.backend), frozen_note(self.root))):
+            self.note(text)
         self.probe, self.schedule = OverflowProbe(self.root), Schedule()
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self.gate = StepGate(

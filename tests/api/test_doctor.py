@@ -18,7 +18,7 @@ def test_it_tells_versions_gains_kernels_and_checks(capsys: pytest.CaptureFixtur
     assert found["versions"]["amprewrite"] == VERSION and found["versions"]["torch"]
     assert {(each["device"], each["format"]) for each in found["gains"]} >= {("cpu", "bf16"), ("cpu", "fp16")}
     assert all(each["speed"] > 0 and each["note"] for each in found["gains"])
-    assert {each["what"] for each in found["checks"]} == {"results", "gradients", "overflow"}
+    assert {each["what"] for each in found["checks"]} == {"results", "capture", "gradients", "overflow"}
     assert all(each["ok"] for each in found["checks"])
 
 

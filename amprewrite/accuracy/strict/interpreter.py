@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
+from amprewrite.runtime.compiler.capture_check import Values
 from amprewrite.tables.formats import FP32, Format, is_far, saturate
 from amprewrite.tables.vocabulary import Colour, Edit
 
@@ -155,6 +156,10 @@ class Recording:
     backward: bool = False
     scale: float = 1.0
     """Loss scale: gradients are rounded times it."""
+    values: Values | None = None
+    """What the model as it is written has, to be compared with."""
+    parted: list[NodePlan] = field(default_factory=list)
+    """Ops whose results are none of `values`, in the order in which they ran."""
     rows: list[Row] = field(default_factory=list)
     gradient_rows: list[Row] = field(default_factory=list)
     """In the order in which backward came by."""
@@ -235,6 +240,8 @@ class StrictInterpreter(torch.fx.Interpreter):
     def _keep(self, planned: NodePlan, value: Any) -> None:
         if self.recording.rounding:
             return
+        if self.recording.values is not None and planned.role == "op" and not self.recording.values.had(value):
+            self.recording.parted.append(planned)
         name = self.path + planned.name
         found = floats(value)
         self.recording.reference[name] = [t.detach().clone() for t in found]

@@ -28,6 +28,7 @@ from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.passes.driver import read_parts, rewrite_graph
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.ambient.kept_state import state_kept
+from amprewrite.runtime.compiler.capture_check import TOLERANCE, Values
 from amprewrite.runtime.compiler.dynamo import compile_afresh, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
@@ -73,11 +74,12 @@ class StrictRun:
         if not isinstance(args, tuple):
             raise PolicyError(f"{asker} takes the arguments as a tuple, not {type(args).__name__}; write {asker}(amp, (x,))")
         refuse_ambient_autocast()
-        self.session = session_of(amp)
+        self.amp, self.session = amp, session_of(amp)
         self.args, self.kwargs, self.backward, self.loss = args, kwargs, backward, loss
         self.low = FP32.name
         self.regions: list[StrictRegion] = []
         self.kept: frozenset[str] = frozenset()
+        self.values: Values | None = None
         self.rounding = self.diverged = False
         self.reference: list[tuple[int, Recording]] = []
         self.runs: list[tuple[int, Recording]] = []
@@ -112,14 +114,41 @@ class StrictRun:
         self.rounding, self.kept, self.diverged, self.runs = True, kept, False, []
         outputs, gradients = self._run()
         notes = ("rounding sent the model's control flow another way: later results have no fp32 counterpart",) * self.diverged
-        comparable = [t.shape for t in self.exact] == [t.shape for t in outputs]
-        error = relative_error(outputs, self.exact) if comparable else math.inf
+        error = self._distance(outputs, self.exact)
         several = len(self.regions) > 1
         rows = [_prefixed(row, self._prefix(number), several) for number, kept in self.runs for row in kept.rows]
         # backward goes through the last region first
         back = [_prefixed(row, self._prefix(number), several) for number, kept in reversed(self.runs) for row in kept.gradient_rows]
         errors = {name: relative_error([g], [self.exact_gradients[name]]) for name, g in gradients.items() if name in self.exact_gradients}
         return Outcome(tuple(rows), error, tuple(back), errors, notes)
+
+    def capture(self) -> tuple[float | None, str]:
+        """How far the unrounded results are from those of the model as it is written, and the op from which on.
+
+        (0, "") if they are no further than fp32 rounds, (None, "") if the model does not give the same twice.
+        """
+        captured, self.model = self.model, plain_of(self.amp)
+        try:
+            wanted, _ = self._run()
+            far = self._distance(self.exact, wanted)
+            if far <= TOLERANCE:
+                return 0.0, ""
+            with Values() as values:
+                again, _ = self._run()
+        finally:
+            self.model = captured
+        if self._distance(again, wanted) > TOLERANCE:
+            return None, ""
+        values.add((self.args, dict(self.kwargs or {})))
+        self.rounding, self.values, self.runs = False, values, []
+        self._run()
+        self.values = None
+        parted = next((node for _, recording in self.runs for node in recording.parted), None)
+        return far, "" if parted is None else f"{parted.name}{f' ({parted.source})' if parted.source else ''}"
+
+    @staticmethod
+    def _distance(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+        return relative_error(got, wanted) if [t.shape for t in got] == [t.shape for t in wanted] else math.inf
 
     def _prefix(self, number: int) -> str:
         return f"{self.regions[number].plan.name}/"
@@ -147,7 +176,7 @@ class StrictRun:
 
     # -- running --------------------------------------------------------------------------------
     def _run_region(self, number: int, region: StrictRegion, inputs: tuple[Any, ...]) -> Any:
-        recording = Recording(rounding=self.rounding, kept=self.kept, backward=self.backward)
+        recording = Recording(rounding=self.rounding, kept=self.kept, backward=self.backward, values=self.values)
         if self.rounding:
             place = len(self.runs)
             self.diverged = self.diverged or place >= len(self.reference) or self.reference[place][0] != number

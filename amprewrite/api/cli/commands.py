@@ -203,7 +203,8 @@ def verify(options: Options) -> int:
             report = run_verify(amp, source.args, source.kwargs)
         error, told = report.output_error, str(report)
         rows = [asdict(row) | {"colour": row.colour.value} for row in report.worst(options.top)]
-        data = {"error": error, "low": report.low, "notes": list(report.notes), "worst": rows}
+        captured = {"capture_error": report.capture_error, "parted": report.parted}
+        data = {"error": error, **captured, "low": report.low, "notes": list(report.notes), "worst": rows}
     met = options.max_rel_err is None or (error is not None and error <= options.max_rel_err)
     if options.json:
         as_json(data | {"met": met})

@@ -3,7 +3,8 @@
 1. Versions of what amprewrite is built on and works with.
 2. For each device: the low formats that its row in the device table names, and the speed of a matrix product in each, timed here.
 3. Kernels: Triton, and optimizers whose fused steps skip by themselves.
-4. Self-check: a small model in each low format, forward, backward, and a step that overflows, against fp32. Status 1 if one fails.
+4. Self-check: a small model in each low format, forward, capture, backward, and a step that overflows, against fp32. Status 1 if one
+   fails.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amprewrite.accuracy.verify import verify
 from amprewrite.api.cli.output import as_json, say, table
 from amprewrite.api.rewrite import rewrite
 from amprewrite.tables.devices import best_format, device_row
@@ -161,6 +163,9 @@ def _checks(device: str, low: Format) -> Iterator[Check]:
         result = amp(x)
         error = _relative([result.detach()], [exact.detach()])
         yield Check(device, low.name, "results", error < room and result.dtype is FP32.dtype, f"relative error {error:.1e}")
+        report = verify(amp, (x,))
+        found = f"relative error {report.capture_error} in fp32, from {report.parted} on"
+        yield Check(device, low.name, "capture", same := report.capture_error == 0, "changes nothing in fp32" if same else found)
         result.mean().backward()
         error = _relative([p.grad for p in model.parameters() if p.grad is not None], list(wanted))
         yield Check(device, low.name, "gradients", error < room, f"relative error {error:.1e}")

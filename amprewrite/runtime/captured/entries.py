@@ -25,10 +25,11 @@ from amprewrite.runtime.captured.past import Past
 from amprewrite.runtime.captured.region import Region, Run
 from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
+from amprewrite.runtime.compiler.capture_check import CaptureCheck, can_be_checked
 from amprewrite.runtime.compiler.dynamo import parameter_names
 from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
 from amprewrite.runtime.compiler.growing_sizes import mark_growing
-from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
+from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
 from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CaptureError
 
@@ -43,6 +44,7 @@ class Owner(Run, Protocol):
 
     root: nn.Module
     options: Options
+    plain: Callable[[], nn.Module]
 
     @property
     def recurrent_apart(self) -> bool: ...
@@ -101,9 +103,28 @@ class Graphs:
         Guards against such hooks would capture anew for every `with FlopCounterMode():`.
         """
         if not any_global_hook():
-            return self._alone
+            return self._alone if self.regions else self._first_call
         self.entry.session.warn_once(unseen_hooks())
         return self._beside_hooks
+
+    def _first_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call, and compare what was captured with the model as it is written, if first calls of it are looked at."""
+        session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
+        looked_at = options.strict or options.low is None or options.low.narrow
+        alone = state.depth == 1 and not state.generating and options.frozen is None and torch._C._current_graph_task_id() < 0
+        if not (looked_at and alone and self.entry.is_own_forward and can_be_checked(session.root, args, kwargs)):
+            return self._alone(*args, **kwargs)
+        check = state.check = CaptureCheck(session.root, session.plain, args, kwargs)
+        try:
+            result = self._alone(*args, **kwargs)
+        finally:
+            state.check = None
+        whole = len(state.ran) == 1 and state.ran[0].whole and not state.failures
+        if whole and (options.strict or state.ran[0].overflow_retry is not None) and (found := check.parted()):
+            message = captured_otherwise(self.entry.place, *found)
+            session.note(message)
+            session.warn_fp32(message)
+        return result
 
     @property
     def stale(self) -> bool:
@@ -146,6 +167,8 @@ class Graphs:
         self._captures[frame] += 1
         reason = getattr(module, "compile_subgraph_reason", None)
         self.in_parts = self.in_parts or len(self._captures) > 1 or (reason is not None and reason.graph_break)
+        if (check := self.entry.session.state.check) is not None:
+            check.captures(module)
         region = self.entry.session.rewrite_region(self, module, example_inputs)
         region.whole = dynamo.is_whole(module, self.entry.function)
         forget_inputs(module.graph)
@@ -185,6 +208,11 @@ class Entry:
         self.fresh_starts = 0
         self.graphs = Graphs(self)
         self._past = Past[Graphs]()
+
+    @property
+    def is_own_forward(self) -> bool:
+        """Whether this is the forward of the whole model, as its class has it."""
+        return self.path == "" and self._home is not None
 
     @property
     def graphs_of_forward(self) -> Graphs:
@@ -240,6 +268,8 @@ class State(threading.local):
         """How many frames Dynamo had given up when it began."""
         self.failures: list[Failure] = []
         """Code of the call in flight that Dynamo failed on."""
+        self.check: CaptureCheck | None = None
+        """What the call in flight captures is compared with the model as it is written."""
 
         self.low_caches: LowCaches | None = None
         """Those of the innermost call of `generate()` in flight; None if it keeps caches as they are."""

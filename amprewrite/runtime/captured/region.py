@@ -81,6 +81,8 @@ class Region:
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
+        if self.state.check is not None:
+            self.state.check.runs(inputs)
         first = self.overflow_retry
         if first is None:
             return self._call(inputs)

@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
@@ -38,6 +39,7 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
 RECURRENT = "Attempted to wrap RNN"
 """How Dynamo's reason begins where such a module breaks a graph."""
+_WAS_THERE = (AttributeMutationExisting, ValueMutationExisting)
 COUNTS_FROM = 4
 """Calls that captured something from which on ints in attributes are no constants: those that differ from layer to layer stay ones."""
 ONE_EXPORT = threading.RLock()
@@ -259,6 +261,13 @@ def inputs_to_hook() -> set[str]:
     now = reading()
     hooks = () if now is None else now.output.side_effects.tensor_hooks.values()
     return {tensor.as_proxy().node.name for tensor, *_ in hooks}
+
+
+def changes_objects() -> bool:
+    """Whether Dynamo will replay a change of something that was there before the code that it reads, or put a hook on a tensor."""
+    effects = reading().output.side_effects
+    there = (each for each in effects.id_to_variable.values() if isinstance(each.mutation_type, _WAS_THERE))
+    return bool(effects.tensor_hooks) or any(effects.is_modified(each) for each in there)
 
 
 # -- who else is at work -----------------------------------------------------------------

@@ -100,6 +100,15 @@ def one_graph(name: str) -> str:
     )
 
 
+def captured_otherwise(place: str, far: float, op: str) -> str:
+    """The message for a model that computes other values in fp32 when it is captured: `far` is their distance, `op` where they part."""
+    return (
+        f"{place} computes other values when it is captured: {far:.1e} off in fp32, before any rounding, from {op} on. torch.compile alone "
+        "does the same: code of the model asks whether it is compiled, as by torch.compiler.is_compiling(). Give the model what that code "
+        "would make, such as a mask, as an argument, or have it make the same in both cases"
+    )
+
+
 COMPILE = "pass backend='inductor' to amprewrite.rewrite instead of wrapping it in torch.compile"
 """What to do instead of compiling a rewritten model."""
 DISABLE_REASON = "a rewritten model compiles its own graphs"
@@ -116,6 +125,6 @@ FORWARD_MODE = (
 
 
 __all__ = [
-    "DISABLE_REASON", "DOOR_REASON", "FORWARD_MODE", "FUNCTORCH", "ambient_autocast", "one_graph", "own_autocast", "plain_reason", "traced",
-    "who_switched_autocast",
+    "DISABLE_REASON", "DOOR_REASON", "FORWARD_MODE", "FUNCTORCH", "ambient_autocast", "captured_otherwise", "one_graph", "own_autocast",
+    "plain_reason", "traced", "who_switched_autocast",
 ]  # fmt: skip

@@ -352,7 +352,7 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
             module.__dict__[REPLICATE] = PartReplicas(module)
         elif not parts or _is_inside(path, parts):
             call_as_part(session, path, module)
-    session.take_in = lambda: _take_in(session, parts, known)
+    session.take_in, session.plain = lambda: _take_in(session, parts, known), lambda: plain_of(amp)
 
 
 def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
