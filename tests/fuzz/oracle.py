@@ -2,9 +2,11 @@
 
 1. Structure, dtypes, identities and shared memory of results, and what inputs and buffers hold afterwards, are fp32's.
 2. A program whose every op gives what the low format holds is *exact*: rounding changes nothing, so any difference is a wrong graph.
-3. Otherwise an error may be twice autocast's, or the format's floor; beyond that, what lies within three times the error of rounding
+3. Numbers that are made of integers alone, such as positions, counts and angles of them, are rounded in no run: a program of them has no
+   bar from autocast, which rounds them where a product stands on their way.
+4. Otherwise an error may be twice autocast's, or the format's floor; beyond that, what lies within three times the error of rounding
    every op, or twice the worst of several runs whose values are rounded up or down at random, is called rounding and told apart.
-4. What is finite under autocast is finite; where autocast cannot run the program, what is finite rounded, or, if no rounded run can
+5. What is finite under autocast is finite; where autocast cannot run the program, what is finite rounded, or, if no rounded run can
    follow it, what the format holds. If the program fixes the loss scale, so must be the rounded run with that scale: a scaled gradient
    beyond fp16 is no fault of the graph.
 """
@@ -25,6 +27,7 @@ from torch._higher_order_ops.scan import generic_scan
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import amprewrite
 
@@ -81,6 +84,7 @@ SUMS = ("add", "sub", "rsub", "add_", "sub_")
 class Rounded(TorchDispatchMode):
     """Rounds the result of every op to a low format, and the operands of products, and knows whether that ever changed anything.
 
+    What is made of integers alone is not rounded: fp32 holds it because it counts something.
     Without `operands` a weight beyond the range is read as it is. With `numbers` what a sum adds is rounded, too, as a CPU's low kernels
     do: there 1000 - 999 is 0 in bf16.
     """
@@ -88,8 +92,25 @@ class Rounded(TorchDispatchMode):
     def __init__(self, low: torch.dtype, operands: bool = True, numbers: bool = False) -> None:
         super().__init__()
         self.low, self.operands, self.numbers, self.exact = low, operands, numbers, True
+        self.counted = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._counts(func, args, kwargs):
+            result = func(*args, **(kwargs or {}))
+            self.counted.update((each, True) for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor))
+            return result
+        return self._rounding(func, args, kwargs)
+
+    def _counts(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op reads no number that is made of anything but integers; a write of such a number may reach any view."""
+        given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor) and each.dtype.is_floating_point]
+        if all(each in self.counted for each in given):
+            return True
+        if func._schema.is_mutable:
+            self.counted.clear()
+        return False
+
+    def _rounding(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.operands and func.overloadpacket.__name__ in HEAVY:
             args, kwargs = tree_map(self._rounded_if_fp32, (args, kwargs or {}))
         if self.numbers and func.overloadpacket.__name__ in SUMS:
@@ -108,7 +129,8 @@ class Rounded(TorchDispatchMode):
         return tree_map(self._rounded_if_fp32, result)
 
     def _rounded_if_fp32(self, value: Any) -> Any:
-        return self._round(value) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+        low = isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value not in self.counted
+        return self._round(value) if low else value
 
     def _round(self, value: torch.Tensor) -> torch.Tensor:
         if value._is_zerotensor() or value.is_meta:  # has no memory; the derivative of sgn gives the one, jvp makes the other
@@ -131,12 +153,12 @@ class Scattered(Rounded):
         super().__init__(low, numbers=numbers)
         self.seed, self.products = seed, products
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _rounding(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.products and func.overloadpacket.__name__ not in HEAVY:
             return func(*args, **(kwargs or {}))
         if not any(each.alias_info is not None for each in func._schema.returns):
             args, kwargs = tree_map(self._rounded_if_fp32, (args, kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super()._rounding(func, args, kwargs)
 
     def _round(self, value: torch.Tensor) -> torch.Tensor:
         if value._is_zerotensor() or value.is_meta:

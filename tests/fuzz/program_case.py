@@ -89,7 +89,8 @@ def _checked(program: Program) -> Problem | None:
         rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode, scale=whole))
         exact = rounded is not None and mode.exact and not program.huge
         beside = partial(torch.autocast, program.device, low)
-        autocast = None if exact else _tried(lambda: run(program, initialised(program, plain=True), within=beside, scale=whole))
+        counts = any(each.tag.startswith("count") for each in program.body)
+        autocast = None if exact or counts else _tried(lambda: run(program, initialised(program, plain=True), within=beside, scale=whole))
         bounds = [_spread(rounded) if lists in LOWER else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:

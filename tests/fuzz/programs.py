@@ -22,13 +22,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fuzz.vocabulary import HELPERS, MODULES, PAIRED_MODULES, THEMES, Template
+from tests.fuzz.vocabulary import COUNTED, HELPERS, MODULES, PAIRED_MODULES, THEMES, Template
 
 MOST_ENTRIES = 400
+LONG_ENTRIES = 70_000
+"""The most in a value of a program whose inputs are long or wide."""
+LONG = (255, 257, 257, 1024, 2047, 2049, 2049, 4097)
+"""Sizes on both sides of the largest whole numbers that bf16 and fp16 hold, 256 and 2048."""
 LARGEST = 256
 """The largest integer below which bf16 holds all."""
 HEADER = """\
 import collections
+import contextlib
 import dataclasses
 import functools
 
@@ -88,6 +93,8 @@ class Program:
     """What else is looked at: "heavy" ops that run, "export", "verify"."""
     huge: bool = False
     """Whether one weight lies beyond what fp16 holds."""
+    trained: bool = False
+    """Whether weights are of the size that training reaches, so that attention tells places apart."""
     traced: bool = False
     """Whether Dynamo takes torch.autograd.grad into its graphs, as it does if asked; else it breaks them there."""
     device: str = "cpu"
@@ -181,6 +188,8 @@ def initialised(program: Program, plain: bool = False) -> nn.Module:
     model = load(program.source(), plain)().to(program.device)
     if program.exact:
         integers(model, program.seed)
+    if program.trained:
+        as_trained(model)
     if program.huge:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -188,6 +197,15 @@ def initialised(program: Program, plain: bool = False) -> nn.Module:
                     parameter.flatten()[0] = 7e4  # beyond fp16, and what it gives with an input below 0.9 is not
                     break
     return model
+
+
+def as_trained(model: nn.Module) -> None:
+    """Matrices two and a half times as large as new ones; gains and biases that vary."""
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draws, device="cpu").to(parameter)
+            parameter.mul_(2.5) if parameter.dim() > 1 else parameter.mul_(1 + 0.2 * noise).add_(0.1 * noise)
 
 
 def load_unfit(model: nn.Module, large: bool) -> None:
@@ -230,6 +248,7 @@ class Builder:
 
     random: random.Random
     exact: bool
+    most: int = MOST_ENTRIES
     names: list[str] = field(default_factory=list)
     body: list[Statement] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -339,7 +358,7 @@ class Builder:
         return True
 
     def _fine(self, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or value.numel() > MOST_ENTRIES or not value.numel() or value.is_sparse:
+        if not isinstance(value, torch.Tensor) or value.numel() > self.most or not value.numel() or value.is_sparse:
             return False
         if not value.is_floating_point():
             return not value.is_complex()
@@ -373,12 +392,15 @@ def options_of(choose: random.Random, low: str) -> tuple[tuple[str, Any], ...]:
 def generate(seed: int) -> Program | None:
     """The program of a seed; None where what came out does not run in fp32 or has nothing in it."""
     choose = random.Random(seed)
-    exact = choose.random() < 0.55
+    large = random.Random(f"large {seed}")  # other draws than those of small programs
+    long = large.random() < 1 / 8
+    exact = choose.random() < 0.55 and not long
     torch.manual_seed(seed)
-    builder = Builder(choose, exact)
+    builder = Builder(choose, exact, LONG_ENTRIES if long else MOST_ENTRIES)
+    shapes = _long_shapes(large.choice(LONG)) if long else SHAPES
     inputs = []
     for name in ("x", "y", "z")[: choose.choice((1, 1, 2, 2, 3))]:
-        inputs.append(Input(name, choose.choice(SHAPES) if not inputs or choose.random() < 0.3 else inputs[0].shape, choose.random() < 0.4))
+        inputs.append(Input(name, choose.choice(shapes) if not inputs or choose.random() < 0.3 else inputs[0].shape, choose.random() < 0.4))
     low = choose.choice(("bf16", "fp16"))
     program = Program(seed, exact, tuple(inputs), (), (), "bare", "sum", ("grad",), options_of(choose, low))
     for each, value in zip(inputs, batch(program), strict=True):
@@ -395,6 +417,8 @@ def generate(seed: int) -> Program | None:
                 break
             kind = choose.choices(kinds, weights)[0]
             template = builder.module_template() if kind == "product" and choose.random() < 0.4 else choose.choice(THEMES[kind])
+            if long and large.random() < (0.3 if builder.body else 0.8):
+                template = large.choice(large.choice(COUNTED))
             if template.exact or not exact:
                 builder.add(template)
     if not builder.body:
@@ -417,8 +441,14 @@ def generate(seed: int) -> Program | None:
         checks = tuple(each for each in checks if each != "verify")  # its loss is not tiny
     return replace(
         program, body=tuple(builder.body), results=results, structure=structure, loss=loss,
-        calls=calls, checks=checks, huge=huge, traced=traced,
+        calls=calls, checks=checks, huge=huge, traced=traced, trained=not exact and large.random() < 0.5,
     )  # fmt: skip
+
+
+def _long_shapes(size: int) -> tuple[tuple[int, ...], ...]:
+    """Many places of four numbers, and, up to 2049, two rows of so many."""
+    long = ((1, size, 4), (1, size, 4), (size, 4), (1, 2, size, 4))
+    return long if size > 2049 else (*long, (2, size))
 
 
 def _parts(body: list[Statement]) -> list[str]:
@@ -490,6 +520,8 @@ def smaller(program: Program) -> Iterator[Program]:
         yield replace(program, huge=False)
     if program.traced:
         yield replace(program, traced=False)
+    if program.trained:
+        yield replace(program, trained=False)
     for index, each in enumerate(program.inputs):
         if each.grad:
             yield replace(program, inputs=(*program.inputs[:index], replace(each, grad=False), *program.inputs[index + 1 :]))

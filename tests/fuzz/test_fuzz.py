@@ -91,6 +91,29 @@ def test_programs_are_made_of_more_than_150_ops() -> None:
     assert len({template.tag for templates in vocabulary.THEMES.values() for template in templates}) >= 150
 
 
+def test_about_one_program_in_eight_is_long_or_wide_and_counts() -> None:
+    made = [each for each in map(generate, range(200)) if each is not None]
+    long = [each for each in made if max(size for given in each.inputs for size in given.shape) >= 255]
+    assert len(made) / 12 < len(long) < len(made) / 6
+    assert sum(any(tag.startswith("count") for tag in each.tags()) for each in long) > len(long) / 2
+
+
+def test_whole_numbers_and_what_is_made_of_them_are_not_rounded() -> None:
+    """Positions, counts and angles are exact until they meet other numbers; what is written into such a tensor is another number."""
+    for mode in (Rounded(torch.bfloat16), Scattered(torch.bfloat16, 3)):
+        data = torch.full((300,), 0.1) + 0
+        with mode:
+            places = torch.arange(300).float()
+            angles = torch.outer(places, 100.0 ** (-torch.arange(4) / 4)).cos()
+            counts = (data > 0).float().cumsum(0)
+            kept = torch.zeros(300)
+            kept[:] = data
+            met, written = places * data, kept * 1
+        assert places[-1] == 299 and counts[-1] == 300 and not torch.equal(angles.to(torch.bfloat16).float(), angles)
+        for each in (met, written):
+            assert torch.equal(each.to(torch.bfloat16).float(), each)
+
+
 def test_a_difference_is_seen() -> None:
     want, got = Record(), Record()
     want.keep("0 result 0", torch.ones(3))

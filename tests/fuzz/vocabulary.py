@@ -286,7 +286,48 @@ PAIRED_MODULES = (
 """Calls of modules, and the modules. What an LSTM or RNN cell gives is read once more: whether its own backward reads the very tensor, so
 that `retain_grad` sees a gradient of the second order, is the kernel's matter. A CPU's is made of ops, CUDA's LSTM is one."""
 
+_REGIONS = ("", "with maybe_autocast({x}.device.type, enabled=False):\n    ", "with torch.autocast({x}.device.type, enabled=False):\n    ")
+"""Where positions meet frequencies: as any code, where the author asks for fp32 if autocast is on, and where the author asks for it."""
+_ANGLES = (
+    "t{n}[:, None] @ f{n}[None]", "(f{n}[:, None] @ t{n}[None]).mT", "torch.einsum('i,j->ij', t{n}, f{n})", "torch.outer(t{n}, f{n})",
+    "t{n}[:, None] * f{n}", "F.linear(t{n}[:, None], f{n}[:, None])", "torch.polar(torch.ones_like(f{n}), torch.outer(t{n}, f{n})).angle()",
+)  # fmt: skip
+_TURNED = (
+    "{v} = turned({x}, a{n})", "{v} = {x} + a{n}.sin()", "{v} = {lin}({x} * a{n}.cos())",
+    "{v} = F.scaled_dot_product_attention(turned(3 * {lin}({x}), a{n}), turned(3 * {lin}({x}), a{n}), {x})",
+)  # fmt: skip
+_PLACES = "t{n} = torch.arange({x}.shape[-2], device={x}.device).float()\n"
+COUNTS = (
+    *(
+        ("count_angles", f"{_PLACES}f{{n}} = frequencies({{x}})\n{region}a{{n}} = {angles}\n{use}")
+        for region in _REGIONS for angles in _ANGLES for use in _TURNED
+    ),
+    *(("count_alibi", f"{_PLACES}{{v}} = torch.softmax({{lin}}({{x}}) @ {{x}}.mT - {slope} * ({distance}).abs(), -1) @ {{x}}")
+      for slope in (0.5, 0.01) for distance in ("t{n}[None] - t{n}[:, None]", "torch.cdist(t{n}[:, None], t{n}[:, None])")),
+    ("count_mask", "{v} = {x} * (0.37 * ({x} > 0).float().cumsum(-2)).cos()"),
+    ("count_mask", "t{n} = F.one_hot({x}.argmax(-1), {x}.shape[-1]).float()\n{v} = {x} + (0.5 * t{n}.cumsum(-2)).sin()"),
+    ("count_places", f"{_PLACES}{{v}} = {{x}} + {{lin}}(torch.log2(t{{n}}[:, None].expand(-1, {{x}}.shape[-1]) + 1))"),
+    ("count_time", "t{n} = 901.0 + torch.arange({x}.shape[0], device={x}.device)\n{v} = {x} + {lin}((t{n}.view(-1, *[1] * ({x}.dim() - 1)) * frequencies({x})).sin())"),
+    ("count_buckets", f"{_PLACES}{{u}} = torch.bucketize(t{{n}}[:, None] - t{{n}}, torch.tensor([-300.0, -20.0, 0.0, 20.0, 300.0], device={{x}}.device))\n{{v}} = torch.softmax(4 * {{x}} @ {{x}}.mT + {{u}}, -1) @ {{x}}"),
+)  # fmt: skip
+"""Whole numbers that fp32 holds, and low formats do not from 257 or 2049 on, on their way to angles, distances, counts and times."""
+
 HELPERS = {
+    "maybe_autocast": '''
+def maybe_autocast(device, enabled):
+    on = torch.is_autocast_enabled(device) or enabled
+    return torch.autocast(device, enabled=enabled) if on else contextlib.nullcontext()
+''',
+    "frequencies": '''
+def frequencies(t):
+    width = t.shape[-1]
+    return 100.0 ** (-torch.arange(width, device=t.device) / width)
+''',
+    "turned": '''
+def turned(t, angles):
+    half = t.shape[-1] // 2
+    return t * angles.cos() + torch.cat((-t[..., half:], t[..., :half]), -1) * angles.sin()
+''',
     "Square": '''
 class Square(torch.autograd.Function):
     @staticmethod
@@ -395,6 +436,8 @@ def _plain_ops() -> tuple[Template, ...]:
 
 
 PLAIN = (*_plain_ops(), *_templates(WRITTEN))
+COUNTED = tuple(tuple(each for each in _templates(COUNTS) if each.tag == tag) for tag in dict.fromkeys(row[0] for row in COUNTS))
+"""Those of each tag: no tag is likelier for having more spellings."""
 THEMES: dict[str, tuple[Template, ...]] = {
     "plain": PLAIN,
     "inplace": _templates(INPLACE),

@@ -103,18 +103,20 @@ def test_all_of_pytorchs_databases_raise_nothing_and_are_as_exact_as_autocast(dt
     assert outcomes(found)["right"] > 700
 
 
+def work(name: str) -> dict[str, Any]:
+    """A case of a wall that ends its process, one that takes for ever, one that raises, and one that is right."""
+    if name == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "hangs":
+        signal.pause()
+    if name == "fails":
+        raise ValueError("no such case")
+    return {"outcome": "right", "by": os.getpid()}
+
+
 def test_a_wall_goes_on_where_it_ended_and_outlives_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(WALL))
     import children
-
-    def work(name: str) -> dict[str, Any]:
-        if name == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if name == "hangs":
-            signal.pause()
-        if name == "fails":
-            raise ValueError("no such case")
-        return {"outcome": "right", "by": os.getpid()}
 
     names, out = ["dies", "fails", "fine", "hangs"], tmp_path / "rows.jsonl"
     found = {row["name"]: row for row in children.run_cases(names, work, out, seconds=1.0)}

@@ -1,8 +1,8 @@
 """What every wall shares: one process a case, with limits; one JSON line a case; and going on where an earlier run ended.
 
 A case may hang, use up memory or end its process. Each runs in a child that is forked off with all imports made, so that only
-its own line is lost. On a GPU the child is a new process, for CUDA does not live on in a forked one. Lines are appended at once: a
-run that is ended goes on from the last one when it is started again.
+its own line is lost. Where torch is built for CUDA the child is a new process: neither CUDA nor the threads of its autograd live on in a
+forked one. Lines are appended at once: a run that is ended goes on from the last one when it is started again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Row = dict[str, Any]
 Work = Callable[[str], Row]
 SECONDS = 60.0
@@ -30,8 +32,8 @@ GIGABYTES = 6.0
 
 
 def in_child(work: Work, name: str, seconds: float = SECONDS, gigabytes: float | None = GIGABYTES) -> Row:
-    """What `work` says of a case; that it died or was late where it says nothing. Without a limit of memory the child is a new process."""
-    context: Any = multiprocessing.get_context("spawn" if gigabytes is None else "fork")
+    """What `work` says of a case; that it died or was late where it says nothing. On a GPU there is no limit of memory."""
+    context: Any = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() else "fork")
     here, there = context.Pipe(duplex=False)
     began = time.monotonic()
     child = context.Process(target=_answer, args=(there, work, name, gigabytes), daemon=True)
