@@ -46,7 +46,7 @@ from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, lo
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
-from amprewrite.runtime.compiler.tracers import refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
+from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
 from amprewrite.runtime.model.weights.freezing import lost_values, refuse_training
@@ -300,8 +300,8 @@ class Session:
         """Say that Dynamo ran original code, and give the next call a fresh start if that may help."""
         switched_off = dynamo.why_switched_off()
         own = any(region.entry is entry for region in ran)
-        if own and not (switched_off or said):
-            return  # another thread is capturing
+        if not (switched_off or said) and (own or (not ran and entry.graphs.empty)):
+            return  # another thread is capturing, or there is no tensor op in it
         if own and self.recurrent_apart and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
@@ -488,13 +488,12 @@ class Session:
         return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
 
     def plan_of(self, regions: tuple[Region, ...]) -> ModelPlan:
-        lists = self.options.lists
         return ModelPlan(
             low=self.policy_for(self._device()).low.name,
             regions=tuple(part for index, region in enumerate(dict.fromkeys(regions)) for part in region.plan.flat(f"graph{index}")),
             skipped=self.left_out,
             notes=tuple(self.notes),
-            lists=lists if isinstance(lists, str) else lists.name,
+            lists=getattr(self.options.lists, "name", self.options.lists),
         )
 
     def _device(self) -> str:
@@ -506,6 +505,8 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     if torch.compiler.is_compiling() or dynamo.at_work():
         refuse_whole_graph(type(session.root).__name__)
         return _enter_alone(session, path, args, kwargs)
+    if asks_shapes(session.root, args, kwargs):
+        return session.entries[path].function(*args, **kwargs)
     if session.state.generating:
         return session.state.step(session.call, session.entries[path], args, kwargs)
     return session.call(session.entries[path], args, kwargs)

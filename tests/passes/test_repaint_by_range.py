@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from chains import Case, chain, letters
 
+import amprewrite
+from amprewrite.graphs.fx.read.magnitudes import largest
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, ValueRange, fingerprint
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -100,3 +104,34 @@ def test_a_graph_that_calibration_never_ran_says_so() -> None:
 def test_nothing_is_made_low_and_twice_is_once() -> None:
     case = with_ranges("exp matmul relu log matmul", matmul=seen(1e5))
     assert not case.run(RepaintByRange())[0].modified
+
+
+class Masked(torch.nn.Module):
+    """Attention of a text tower: its causal mask of -inf is a buffer."""
+
+    def __init__(self, kind: str, width: int = 64, tokens: int = 1024) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attention, self.qkv = torch.nn.MultiheadAttention(width, 4, batch_first=True), torch.nn.Linear(width, 3 * width)
+        self.register_buffer("mask", torch.full((tokens, tokens), float("-inf")).triu(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "attention module":
+            return self.attention(x, x, x, need_weights=False, attn_mask=self.mask)[0]
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return (query @ key.mT + self.mask).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("kind", ["attention module", "written out"])
+def test_an_infinite_mask_in_a_buffer_fits_fp16(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Masked(kind), torch.randn(1, 1024, 64)
+    amp = amprewrite.rewrite(model, dtype="fp16", example_inputs=(x,))
+    assert not [node.name for node in amp.plan.nodes if node.flops and node.colour is Colour.HIGH]
+    wanted = model(x)
+    assert (amp(x) - wanted).norm() < 2e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize(("values", "size"), [((-2.0, -math.inf), 2.0), ((math.inf, math.nan), 0.0), ((1e5, math.inf), 1e5)])
+def test_the_size_of_a_weight_is_that_of_its_finite_values(values: tuple[float, ...], size: float) -> None:
+    assert largest([torch.tensor([1.0]), torch.tensor(values)]) == [1.0, pytest.approx(size)]

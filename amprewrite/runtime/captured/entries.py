@@ -80,6 +80,8 @@ class Graphs:
         """Dynamo ran original code in the latest call, and may capture it in the next. A recomputation runs what its forward ran."""
         self.full = False
         """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
+        self.empty: bool | None = None
+        """Dynamo read all of the code for some kind of call and found no tensor op in it; False if it ever gave the code up."""
         self.in_parts = not entry.captured
         """Code of the model may run between its graphs."""
         self._captures: Counter[int | None] = Counter()
@@ -91,7 +93,7 @@ class Graphs:
                 dynamo.compile_afresh(
                     entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
                     recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed), beside_hooks=beside_hooks,
-                    hooks_differ=may_differ(session.root),
+                    hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph),
                 )
                 for beside_hooks in (False, True)
             )  # fmt: skip
@@ -134,6 +136,10 @@ class Graphs:
     def failed(self, failure: Failure) -> None:
         """Note a failure of Dynamo: the code runs as written from here on."""
         self.entry.session.state.failures.append(failure)
+
+    def no_graph(self, read: bool) -> None:
+        """Note that the entry's own code has no graph for a kind of call, though Dynamo `read` it, or because it gave it up."""
+        self.empty = read and self.empty is not False
 
     def leave_early_hooks(self, module: torch.fx.GraphModule) -> None:
         """Have Dynamo run the frame that it is capturing as written if it would put a hook on what the graph has written by then.

@@ -49,6 +49,7 @@ ONE_EXPORT = threading.RLock()
 def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
     recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
+    no_graph: Callable[[bool], None] = lambda _: None,
 ) -> Callable[..., Any]:  # fmt: skip
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
@@ -57,8 +58,9 @@ def compile_afresh(
     to a log breaks none: it is left out, as torch.export does, and noted. NumPy's random numbers break a graph, and NumPy draws them:
     Dynamo would draw them from PyTorch's generator. An int that a model counts up in an attribute becomes a number like others after
     COUNTS_FROM graphs.
-    Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Code captured for one module
-    runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
+    Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Where `function` itself has no
+    graph, `no_graph` hears whether Dynamo read all of it: then there is no tensor op in it, as in `nn.Identity`. Code captured for one
+    module runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
@@ -88,10 +90,15 @@ def compile_afresh(
                     undo.append(_set(name, value))
                 if calls_that_captured >= COUNTS_FROM:
                     undo.append(_set("allow_unspec_int_on_nn_module", True))
+                if own := frame[0].f_code is code:  # guards, so that another mode or argument is read anew
+                    undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # a user may want errors: Dynamo takes one of the two
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
                 with Listener(failed):
-                    return convert(*frame, **state)
+                    made = convert(*frame, **state)
+                if own and counters["stats"]["unique_graphs"] == graphs:
+                    no_graph(made.guarded_code is not None)
+                return made
             finally:
                 for restore in reversed(undo):
                     restore()
@@ -102,7 +109,9 @@ def compile_afresh(
     convert = getattr(context, "callback", None)
     if callable(convert):  # there is none where Dynamo is disabled
         context.callback = with_settings(convert)  # type: ignore[union-attr]
-    compiled: Callable[..., Any] = context(clone_code(function))
+    clone = clone_code(function)
+    code = getattr(getattr(clone, "__func__", clone), "__code__", None)
+    compiled: Callable[..., Any] = context(clone)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls_that_captured, captured

@@ -4,15 +4,20 @@
 2. Dynamo reads the model's door before it calls anything. Where it breaks its graph there, the model is called as always; where it must
    not break it, as for `fullgraph=True` and a strict `torch.export`, the door refuses it while it is read: Dynamo's own error would
    advise to take our door away.
-3. Transforms of torch.func and forward-mode derivatives go through the model as it is written, in fp32.
+3. A call on the meta device asks for shapes, as libraries do that infer them: it runs as written, and nothing is captured or told.
+4. Transforms of torch.func and forward-mode derivatives go through the model as it is written, in fp32.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.autograd.forward_ad
+from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, reading, user_modes, wants_one_graph
@@ -87,4 +92,18 @@ def transform_at_work() -> str:
     return FORWARD_MODE if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
-__all__ = ["WantsOneGraph", "refuse_tracers", "refuse_whole_graph", "transform_at_work", "undisturbed"]
+def asks_shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for shapes alone: it is given tensors on the meta device, and the weights of `root` are elsewhere."""
+    if not any(_on_meta(each) for each in (*args, *kwargs.values())):
+        return False
+    weight = next(root.parameters(), None)
+    return weight is not None and not weight.is_meta
+
+
+def _on_meta(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_meta
+    return isinstance(value, list | tuple | dict) and any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(value))
+
+
+__all__ = ["WantsOneGraph", "asks_shapes", "refuse_tracers", "refuse_whole_graph", "transform_at_work", "undisturbed"]

@@ -32,7 +32,7 @@ _FILLS, _BOUNDS, _MAKE_MASKS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), op
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Largest magnitude of each fp32 parameter and buffer of the graph, by node; {} for a wide low format."""
+    """Largest finite magnitude of each fp32 parameter and buffer of the graph, by node; {} for a wide low format."""
     found = weights_among(captured, inputs)
     return dict(zip(found, largest(list(found.values())), strict=True))
 
@@ -104,11 +104,18 @@ def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
 
 
 def largest(tensors: Sequence[Tensor]) -> list[float]:
-    """Largest magnitude of each; one read by the host for each device."""
+    """Largest finite magnitude of each; one read by the host for each device, and one more for a tensor with infinities.
+
+    Infinities are numbers of every low format that has a range to leave: a mask of -inf fits.
+    """
     if not tensors:
         return []
     with torch.no_grad(), unselected():
-        return _read(torch._foreach_norm([tensor.detach() for tensor in tensors], ord=float("inf")))
+        found: list[float] = _read(torch._foreach_norm([tensor.detach() for tensor in tensors], ord=float("inf")))
+        for place, tensor in enumerate(tensors):
+            if not math.isfinite(found[place]):
+                found[place] = float(torch.where(tensor.isfinite(), tensor.detach(), 0).abs().max())
+    return found
 
 
 def _read(numbers: Sequence[Tensor]) -> list[Any]:
