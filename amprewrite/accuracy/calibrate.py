@@ -8,12 +8,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from amprewrite.accuracy.trial import Batches, Forward, Trial
@@ -21,6 +18,7 @@ from amprewrite.graphs.fx.run.observer import Observer
 from amprewrite.ir.evidence.ranges import Calibration, parameters_fingerprint
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
+from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import LOW_FORMATS
@@ -47,7 +45,7 @@ def calibrate(
         loss: from the model's result a scalar tensor, e.g. `lambda out: out.loss`. Given, backward runs too and the
             calibration has the ranges of all gradients.
         forward: how to call the model on a batch, where that is not the above: `lambda model, batch: model(batch[0])`.
-        progress: show a progress bar where the output is a terminal.
+        progress: show a progress bar on a terminal or in a notebook.
 
     Raises:
         CalibrationError: no batch, batches of differing structure or that the model cannot be called on, NaN or infinities in a
@@ -58,11 +56,7 @@ def calibrate(
     watch = Observer(gradients=loss is not None)
     checked = Batches(batches, module, forward is not None)
     count = 0
-    console = Console(stderr=True)
-    columns = TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task("", total=len(checked) or None)
-    with bar if progress and console.is_terminal else nullcontext():  # a disabled one prints an empty line with rich 13
+    with bar("calibrating", len(checked) or None, progress) as advance:
         for batch in checked:
             with torch.set_grad_enabled(loss is not None):
                 try:
@@ -73,7 +67,7 @@ def calibrate(
                 if loss is not None:
                     _backward(loss, result, module)
             count += 1
-            bar.advance(task)
+            advance()
     trial.check_captured()
     return Calibration(trial.name, parameters_fingerprint(module), count, tuple(watch.regions.values()))
 

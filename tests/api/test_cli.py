@@ -297,3 +297,63 @@ def test_the_html_report_holds_errors_where_asked(folder: Path, capsys: pytest.C
     assert ask(capsys, *arguments)[0] == 0
     data: Any = (folder / "r.html").read_text().split('type="application/json">')[1].split("</script>")[0]
     assert all("e" in node for node in json.loads(data)["nodes"] if node.get("p") == "op")
+
+
+# devices ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_a_gpu_needs_no_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--device` means what `device=` does in Python."""
+    module = next(folder.glob("models_*.py")).stem
+    assert main(["plan", f"{module}:good", "--dtype", "bf16", "--device", "H100", "--json"]) == 0
+    there = CastPlan.from_json(capsys.readouterr().out)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(2, 16)
+    with torch.no_grad():
+        assert not there.diff(amprewrite.plan(model.eval(), (x,), dtype="bf16", device="h100"))
+    assert main(["plan", f"{module}:good", "--dtype", "bf16", "--json"]) == 0
+    here = CastPlan.from_json(capsys.readouterr().out)
+    assert {region.priced_on for region in there.regions} == {"h100 (modelled)"} != {region.priced_on for region in here.regions}
+
+
+@pytest.mark.parametrize("command", [["plan", "m:f"], ["explain", "m:f", "0"], ["diff", "m:f", "m:f"], ["lists"], ["doctor"]])
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (["--device", "h1000"], "h1000 is no device that is planned for; known are cpu, cpu-bf16, v100"),
+        (["--device", "cuda:0"], "The device that a model runs on is --run-on."),
+    ],
+)
+def test_a_device_that_is_not_planned_for(command: list[str], option: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, *option])
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["plan", "{}:good"], ["explain", "{}:good", "0"], ["diff", "{}:good", "{}:good"], ["doctor"]])
+def test_a_device_that_is_not_here(command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = next(folder.glob("models_*.py")).stem
+    assert main([*(word.format(module) for word in command), "--run-on", "h100"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("amprewrite: --run-on h100: ") and len(said.splitlines()) == 1
+    assert main([*(word.format(module) for word in command), "--run-on", "cpu", *["--json"] * (command[0] == "doctor")]) in (0, 1)
+
+
+def test_what_is_decided_or_any_devices_takes_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = next(folder.glob("models_*.py")).stem
+    assert main(["plan", f"{module}:good", "--dtype", "bf16", "-o", "saved.json"]) == 0
+    assert main(["plan", "saved.json", "--device", "h100"]) == 2 and "a saved plan is decided already" in capsys.readouterr().err
+    Path("some.onnx").write_bytes(b"")
+    assert main(["plan", "some.onnx", "--device", "h100"]) == 2 and "--device is for PyTorch models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["nothere:x:", "no[red]where:y", "[/]:z", "models_:smile:x"])
+def test_messages_show_what_was_typed(word: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No name becomes a picture, and no bracket a style."""
+    assert main(["plan", word]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    output.say([("", "layers[0]:x: [bold]"), ("bad", "[red]")])
+    output.text("a :smile: [b]")
+    assert capsys.readouterr().out == "layers[0]:x: [bold]\n[red]\na :smile: [b]\n"

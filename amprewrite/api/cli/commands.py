@@ -33,7 +33,7 @@ from amprewrite.report.questions.explain import region_of
 from amprewrite.report.questions.what_if import WhatIf
 from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import resolved, write_text
-from amprewrite.tables.devices import DEVICES, device_row
+from amprewrite.tables.devices import DEVICES, device_row, named_device
 from amprewrite.tables.errors import AccuracyError
 from amprewrite.tables.formats import DEFAULT_LOW, parse_format
 from amprewrite.tables.ops.op_lists import OPS, find_op, op_lists
@@ -253,8 +253,8 @@ def calibrate(options: Options) -> int:
     def on_inputs(model: Any, batch: Any) -> Any:
         return model(*source.args, **source.kwargs)
 
-    if options.device and options.batches:
-        batches = (tree_map(lambda leaf: leaf.to(options.device) if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches)
+    if options.run_on and options.batches:
+        batches = (tree_map(lambda leaf: leaf.to(options.run_on) if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches)
     found = run_calibrate(_set(source.model, options), batches, forward=None if options.batches else on_inputs)
     if options.output:
         write_text(options.output, found.to_json())
@@ -270,7 +270,7 @@ def calibrate(options: Options) -> int:
 # -- lists, passes, devices --------------------------------------------------------------------------
 def lists(options: Options) -> int:
     fmt = parse_format(options.dtype or DEFAULT_LOW)
-    held = op_lists(options.lists, fmt, options.device or "cuda")
+    held = op_lists(options.lists, fmt, named_device(options.device).type if options.device else options.run_on or "cuda")
     if options.op and find_op(options.op) is None:
         raise UsageError(f"there is no op {options.op!r}{did_you_mean(options.op, sorted(OPS), likeness=0.5)}")
     rows = [OPS[find_op(options.op).name]] if options.op else [OPS[name] for name in sorted(OPS)]  # type: ignore[union-attr]
@@ -313,6 +313,8 @@ def devices(options: Options) -> int:
 # -- shared --------------------------------------------------------------------------------------------
 def _plan_of(source: Source, options: Options) -> CastPlan:
     if isinstance(source, CastPlan):
+        if options.device and options.command != "diff":
+            raise UsageError(f"--device {options.device} plans a model, and a saved plan is decided already: name the model")
         return source
     if isinstance(source, OnnxModel):
         with working("reading"):
@@ -330,7 +332,7 @@ def _rewritten(source: TorchModel, options: Options) -> Any:
 
 
 def _on_device(source: TorchModel, options: Options) -> TorchModel:
-    return source.to(options.device) if options.device else source
+    return source.to(options.run_on) if options.run_on else source
 
 
 def _set(model: Any, options: Options) -> Any:
@@ -343,7 +345,9 @@ def _mode(options: Options) -> Any:
 
 
 def _rewrite_options(options: Options) -> dict[str, Any]:
-    found: dict[str, Any] = {"dtype": options.dtype, "lists": options.lists, "overrides": _overrides(options)}
+    found: dict[str, Any] = {
+        "dtype": options.dtype, "lists": options.lists, "overrides": _overrides(options), "device": options.device,
+    }  # fmt: skip
     if getattr(options, "plan", None):
         source = load(options.plan)
         if not isinstance(source, CastPlan):
@@ -355,6 +359,9 @@ def _rewrite_options(options: Options) -> dict[str, Any]:
 
 
 def _onnx_options(options: Options) -> dict[str, Any]:
+    if options.device or options.run_on:
+        asked = "--device" if options.device else "--run-on"
+        raise UsageError(f"{asked} is for PyTorch models: an ONNX file is planned for any device, and runs where you load it")
     found = {"lists": options.lists, "overrides": _overrides(options), "calibration": options.calibration, "time_limit": options.time_limit}
     return found | ({"dtype": options.dtype} if options.dtype else {})
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from amprewrite.accuracy.verify import verify
+from amprewrite.api.cli.models import UsageError
 from amprewrite.api.cli.output import as_json, say, table
 from amprewrite.api.rewrite import rewrite
 from amprewrite.tables.devices import best_format, device_row
@@ -60,9 +61,10 @@ class Check:
 def doctor(options: argparse.Namespace) -> int:
     """Print what was found; status 1 if a check failed."""
     began = time.perf_counter()
-    versions, kernels = dict(_versions()), dict(_kernels())
-    gains = [gain for device in _devices() for gain in _gains(device)]
-    checks = [check for device in _devices() for row in LOW_FORMATS for check in _checks(device, row)]
+    devices = [_at_hand(options.run_on)] if options.run_on else _devices()
+    versions, kernels = dict(_versions()), dict(_kernels(devices))
+    gains = [gain for device in devices for gain in _gains(device)]
+    checks = [check for device in devices for row in LOW_FORMATS for check in _checks(device, row, options.device)]
     failed = not all(check.ok for check in checks)
     if options.json:
         as_json({"versions": versions, "gains": [asdict(g) for g in gains], "kernels": kernels, "checks": [asdict(c) for c in checks]})
@@ -94,12 +96,19 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "CUDA", str(torch.version.cuda or torch.version.hip or "none in this build of torch")
 
 
-def _kernels() -> Iterator[tuple[str, str]]:
+def _at_hand(device: str) -> str:
+    """The device that the checks run on, if they can."""
+    if device not in ("cuda", *_devices()):
+        raise UsageError(f"--run-on {device}: doctor checks {', '.join(_devices())} here")
+    return device
+
+
+def _kernels(devices: list[str]) -> Iterator[tuple[str, str]]:
     if not torch.cuda.is_available():
         yield "Triton", "not used: it serves CUDA devices, and there is none"
     else:
         yield "Triton", "used for casts and pads" if find_spec("triton") is not None else "missing: torch does its work in more passes"
-    for device in _devices():
+    for device in devices:
         weight = nn.Parameter(torch.zeros(2, device=device))
         try:
             torch.optim.AdamW([weight], fused=True)
@@ -149,8 +158,8 @@ class _Small(nn.Module):
         return torch.logsumexp(nn.functional.gelu(x), -1)
 
 
-def _checks(device: str, low: Format) -> Iterator[Check]:
-    """Results, gradients, and a step that overflows. An error of any kind is an answer, too."""
+def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check]:
+    """Results, gradients, and a step that overflows, on the plan for a device. An error of any kind is an answer, too."""
     with torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
         torch.manual_seed(0)
         model, x = _Small().to(device), torch.randn(4, 16, 32, device=device)
@@ -159,7 +168,7 @@ def _checks(device: str, low: Format) -> Iterator[Check]:
         exact = model(x)
         wanted = torch.autograd.grad(exact.mean(), list(model.parameters()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        amp: Any = rewrite(model, dtype=low, loss_scale=2.0**10, optimizer=optimizer, strict=True)
+        amp: Any = rewrite(model, dtype=low, loss_scale=2.0**10, optimizer=optimizer, strict=True, device=planned_for)
         result = amp(x)
         error = _relative([result.detach()], [exact.detach()])
         yield Check(device, low.name, "results", error < room and result.dtype is FP32.dtype, f"relative error {error:.1e}")

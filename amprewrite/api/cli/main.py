@@ -15,6 +15,7 @@ from amprewrite.api.cli.doctor import doctor
 from amprewrite.api.cli.models import HOW, first_line
 from amprewrite.api.cli.output import ERR
 from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.devices import NAMED
 from amprewrite.tables.errors import AmpRewriteError
 from amprewrite.tables.version import VERSION
 
@@ -37,6 +38,7 @@ EXAMPLES = {
     "plan": [
         "amprewrite plan zoo:bert --dtype bf16",
         "amprewrite plan zoo:bert --html bert.html --errors",
+        "amprewrite plan zoo:bert --device h100",
         "amprewrite plan model.onnx --json > plan.json",
     ],
     "explain": ["amprewrite explain zoo:bert encoder.layer.0", "amprewrite explain plan.json linear_3", "amprewrite explain zoo:bert"],
@@ -51,7 +53,7 @@ EXAMPLES = {
     "lists": ["amprewrite lists softmax --dtype fp16", "amprewrite lists --lists tf | grep deny"],
     "passes": ["amprewrite passes"],
     "devices": ["amprewrite devices --json"],
-    "doctor": ["amprewrite doctor", "amprewrite doctor --json > report.json"],
+    "doctor": ["amprewrite doctor", "amprewrite doctor --run-on cuda:0", "amprewrite doctor --json > report.json"],
 }
 
 
@@ -112,13 +114,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-o", "--output", metavar="PATH", help="write the ranges, for --calibration and rewrite(calibration=...)")
     made.add_argument("--top", type=int, default=20, metavar="N", help="how many values to show, those most at risk first")
     made.add_argument("--train", action="store_true", help="training mode")
-    made.add_argument("--device", metavar="DEVICE", help="move model and inputs there first, such as cuda")
+    _runs_on(made)
     made = command("lists", "print the op lists", model=False)
     made.add_argument("op", metavar="OP", nargs="?", default="")
     _policy(made)
     command("passes", "print the passes in their order", model=False)
     command("devices", "print the device table, and what this machine has", model=False)
-    command("doctor", "print what this machine has and gains, and check numbers; status 1 if a check fails", model=False)
+    _devices(command("doctor", "print what this machine has and gains, and check numbers; status 1 if a check fails", model=False))
     return top
 
 
@@ -160,7 +162,25 @@ def _policy(made: argparse.ArgumentParser) -> None:
     limit = "seconds that one sample run of an ONNX file may take, 'none' for any; 5 and more by its size if left out"
     group.add_argument("--time-limit", type=_seconds, default="auto", metavar="X", help=limit)
     group.add_argument("--train", action="store_true", help="training mode, with gradients")
-    group.add_argument("--device", metavar="DEVICE", help="move model and inputs there first, such as cuda")
+    _devices(group)
+
+
+def _devices(made: argparse._ActionsContainer) -> None:
+    """Two options that any command gives the same meaning."""
+    named = "plan for this device of `amprewrite devices`, such as h100, at hand or not; for the one it runs on if left out"
+    made.add_argument("--device", metavar="NAME", type=_planned_for, help=named)
+    _runs_on(made)
+
+
+def _runs_on(made: argparse._ActionsContainer) -> None:
+    made.add_argument("--run-on", metavar="DEVICE", help="move model and inputs to this device of PyTorch first, such as cuda or cuda:1")
+
+
+def _planned_for(word: str) -> str:
+    if word.lower() not in NAMED:
+        here = " The device that a model runs on is --run-on." if word.lower().partition(":")[0] in ("cuda", "mps", "xpu", "meta") else ""
+        raise argparse.ArgumentTypeError(f"{word} is no device that is planned for; known are {', '.join(NAMED)}.{here}")
+    return word.lower()
 
 
 def _positive(word: str) -> float:

@@ -51,11 +51,11 @@ class TorchModel:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
         if not isinstance(self.model, nn.Module):
-            raise UsageError(f"{self.name} was exported for its device; --device moves models made by a callable")
+            raise UsageError(f"{self.name} was exported for its device; --run-on moves models made by a callable")
         try:
             return TorchModel(self.name, self.model.to(device), tree_map(move, self.args), tree_map(move, self.kwargs))
         except (RuntimeError, AssertionError) as error:
-            raise UsageError(f"--device {device}: {first_line(error)}") from error
+            raise UsageError(f"--run-on {device}: {first_line(error)}; name a device that is here, such as cpu or cuda:0") from error
 
 
 @dataclass(frozen=True)

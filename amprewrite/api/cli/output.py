@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
+from amprewrite.tables.boundary.consoles import console
 from amprewrite.tables.boundary.printable import printable
 
 STYLES = {
     "low": "cyan", "high": "yellow", "cast": "magenta", "plain": "dim", "module": "bold", "graph": "bold underline",
     "title": "bold", "note": "dim", "bad": "bold red", "good": "green", "": "",
 }  # fmt: skip
-OUT = Console(highlight=False, soft_wrap=True)
-ERR = Console(stderr=True, highlight=False, soft_wrap=True)
+OUT = console(soft_wrap=True)
+ERR = console(stderr=True, soft_wrap=True)
 
 
 def say(lines: Iterable[tuple[str, str]]) -> None:

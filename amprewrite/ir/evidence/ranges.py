@@ -20,6 +20,7 @@ import torch
 
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.consoles import console
 from amprewrite.tables.boundary.files import read_text, write_text
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.members import named_parameters_in
@@ -303,11 +304,9 @@ def parameters_fingerprint(model: torch.nn.Module) -> str:
 
 def as_text(table: Table, width: int = 110) -> str:
     """A rich table as plain text."""
-    from rich.console import Console
-
-    console = Console(width=width, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
+    screen = console(width=width, no_color=True)
+    with screen.capture() as capture:
+        screen.print(table)
     return capture.get()
 
 

@@ -24,6 +24,7 @@ from amprewrite.graphs.fx.node_facts import example_value, hint
 from amprewrite.graphs.fx.run.price_cache import Prices, cache_file, read_prices, write_prices
 from amprewrite.ir.cost import moves_nothing
 from amprewrite.ir.op_graph import OpNode
+from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.formats import FP32, Format
 
 RUN = 2e-3
@@ -53,16 +54,12 @@ class Measured:
 
 def measure(captured: Captured) -> Measured:
     """Time the ops and casts of a graph, or read what was timed before."""
-    from rich.console import Console  # draws from Python's random numbers as it is imported, which a rewrite must not
-    from rich.progress import Progress
-
     known, new = read_prices(), Prices()
     problem = captured.problem
     found, place = Measured(), _place(problem.device)
     tasks = list(_tasks(captured))
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for where, key, make in progress.track(tasks, description=f"timing {problem.name}"):
+    with bar(f"timing {problem.name}", len(tasks)) as advance:
+        for where, key, make in tasks:
             whole = f"{place}|{key}"
             if whole not in known:
                 known[whole] = new[whole] = _seconds(make, problem.device)
@@ -72,6 +69,7 @@ def measure(captured: Captured) -> Measured:
                 found.ops[where] = seconds
             elif seconds is not None and isinstance(where, int):
                 found.casts[where] = seconds
+            advance()
     found.fresh = len(new)
     if new:
         write_prices(new)
