@@ -49,6 +49,7 @@ from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
+from amprewrite.passes.repaint.repaint_counts import RepaintCounts
 from amprewrite.passes.repaint.repaint_read_by_many import RepaintReadByMany
 from amprewrite.passes.repaint.repaint_shares import RepaintShares
 from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
@@ -84,7 +85,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
-KEEP = (RepaintSmallSteps(), RepaintUnrounded(), RepaintShares(), RepaintReadByMany())
+KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintUnrounded(), RepaintShares(), RepaintReadByMany())
 """What torch.autocast would not round, and a price would."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
@@ -93,7 +94,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "cost": (*BY_COST, *PLAN),
     "tf": (PaintLists(), PaintAgreed(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
     "autocast": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, PaintAutocast(), *PLAN),
-    "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
+    "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintCounts(), RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
 """The deciding passes by the rule of the op lists; "given" follows a plan that was made before."""

@@ -21,6 +21,7 @@ from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, 
 from amprewrite.graphs.fx.ops.attention_masks import MASK, argument, read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
+from amprewrite.graphs.fx.read.counts import read_counts
 from amprewrite.graphs.fx.read.magnitudes import factors, magnitudes, offsets
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
@@ -97,6 +98,7 @@ def read_problem(
         trained=trained, read_by_many=read_by_many(graph, nodes, trained),
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
+    read_counts(captured, inputs)
     captured.know(magnitudes=magnitudes(captured, inputs), offsets=offsets(captured, inputs), **_read_attention(captured))
     captured.factors = factors(captured, inputs)
     captured.know(small_steps=read_small_steps(graph, nodes, captured.factors))
@@ -251,6 +253,8 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     inside, outside = part.names, captured.names
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), part.module.graph.find_nodes(op="placeholder"), strict=True))
     pairs = [(inside[copies[inner]], outside.get(outer, "")) for inner, outer in given]
+    handed = {copies[inner]: captured.counts[outer] for inner, outer in given if outer in captured.counts}
+    read_counts(part, (), handed)
     known = {**part.problem.magnitudes, **_handed_on(around.magnitudes, pairs)}
     part.factors = {**part.factors, **_handed_on(captured.factors, pairs)}
     steps = read_small_steps(part.problem.graph, part.nodes, part.factors, repeated=True)

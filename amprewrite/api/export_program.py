@@ -25,6 +25,7 @@ from amprewrite.passes.normalise.strip_checks import strip_checks
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.captured.overflow_retry import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
+from amprewrite.runtime.compiler.heard import autocast_for_fp32
 from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_of
 from amprewrite.tables.boundary.members import named_buffers_in
@@ -85,7 +86,8 @@ def capture(
     Raises CaptureError, with what export said, where it cannot.
     """
     refuse_ambient_autocast()
-    module = _export(model, model, args, dict(kwargs or {}), options).module(check_guards=False)
+    with autocast_for_fp32(model, (args, kwargs)):
+        module = _export(model, model, args, dict(kwargs or {}), options).module(check_guards=False)
     assert isinstance(module, CapturedGraph)
     clean_exported(module)
     return module

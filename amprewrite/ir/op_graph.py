@@ -78,6 +78,8 @@ class OpNode:
     """A cast to a dtype that the model computes from another tensor: it may go low even behind a denied op."""
     may_saturate: bool = False
     """Holds finite constants beyond the low format's range, such as a finite-minimum mask."""
+    counted: str = ""
+    """The value that counts something and would be rounded, if the op is a product of such (`ir/evidence/counts.py`)."""
 
     @property
     def carries_fp32(self) -> bool:

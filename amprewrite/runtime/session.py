@@ -45,6 +45,7 @@ from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
+from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
@@ -107,6 +108,9 @@ class Session:
         """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
         state, alone = self.state, undisturbed()
         nested = state.depth > 0
+        if nested and regions_around() > state.around:
+            self.note(f"{entry.place} is called inside an autocast region of the model's own: there it runs as written, as the region says")
+            return entry.function(*args, **kwargs)
         if not alone:
             dynamo.refuse_ambient_autocast()
             refuse_tracers()
@@ -128,6 +132,7 @@ class Session:
             self.cache.look(self.weight_names)
             self._look_for_new_modules()
             state.entry, state.forwards, state.given_up = entry, state.forwards + (not recomputes), given_up
+            state.around = regions_around()
             if torch.is_grad_enabled() and self.loss_scale.enabled:
                 self.gate.forward_began()
         if torch.is_grad_enabled() and self.options.cache_weights != "step":

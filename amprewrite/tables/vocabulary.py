@@ -107,6 +107,7 @@ class Reason(Enum):
     CONSTANT = "a constant it uses does not fit the low format"
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
+    COUNTS = "it multiplies numbers that count something, which the low format does not hold"
     UNROUNDED = "no product has rounded it yet, and what it leads to needs all of its bits"
     PARTLY_ROUNDED = "products have rounded a part of it alone, and what it leads to needs all of its bits"
     AVERAGED = "torch.autocast holds a mean of many in fp32, and what it leads to needs all of its bits"

@@ -24,6 +24,7 @@ from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT
+from amprewrite.runtime.compiler.heard import autocast_for_fp32
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, face_of, plain_of, session_of, wrap
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
@@ -134,7 +135,7 @@ def _export(
     optimize: bool = True,
 ) -> ir.Model:
     try:
-        with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad():
+        with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
             program = torch.onnx.export(
                 plain,
                 args if kwargs else (*args, {}),  # without keyword arguments it takes a dict at the end for them, the model's own, too

@@ -23,6 +23,7 @@ from amprewrite.api.onnx.plans import REGION, carry_over, given_region, keep_out
 from amprewrite.graphs.onnx.check import invalid, same_complaint
 from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
+from amprewrite.graphs.onnx.read.counts import with_counts
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.offsets import read_offsets
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
@@ -190,6 +191,7 @@ class Job:
             self.take_invalid(samples, "" if feeds is not None else ", or pass verify=False to have it neither run nor checked")
         asked = frozenset(o.pattern for o in self.policy.overrides if o.scope == "op")
         reading = read_onnx(self.model, self.low, self.lists, samples, asked, self.keep_io)
+        reading.graph = with_counts(reading, self.model, self.low)
         if self.torch_plan is not None:
             self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]).note())
         self.notes += keep_out(self.kept_out, reading)

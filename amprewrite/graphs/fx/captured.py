@@ -11,6 +11,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from amprewrite.graphs.fx.node_facts import kept_meta
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.ir.evidence.counts import Count
 from amprewrite.ir.op_calls import Call
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.ir.plans.plan import RegionPlan
@@ -37,6 +38,8 @@ class Captured:
     """The bodies of activation checkpoints, for a caller that runs them one by one."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """The sizes of learnt numbers that may scale something, by vertex."""
+    counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
+    """Which values count something."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
     """Graphs inside this one that stay as they are, and why; "": all of them."""
     by_autocast: Captured | None = None

@@ -27,7 +27,7 @@ def held_wide(graph: OpGraph, device: str) -> set[str]:
 
 
 def _is_wide(node: OpNode, kind: OpKind | None, wide: set[str]) -> bool:
-    if node.role != "op" or kind is OpKind.DENY:
+    if node.role != "op" or kind is OpKind.DENY or node.counted:
         return True
     if kind is OpKind.ALLOW or is_product(node):
         return False

@@ -36,7 +36,9 @@ LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 
 def is_product(node: OpNode) -> bool:
-    """Whether an op is one that torch.autocast runs low, or that may hold such ops."""
+    """Whether an op is one that torch.autocast runs low, or that may hold such ops. A product of counts stays fp32 here."""
+    if node.counted:
+        return False
     return node.kind is OpKind.ALLOW or node.flops > 0 or (node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY))
 
 

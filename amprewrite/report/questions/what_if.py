@@ -227,6 +227,7 @@ _CONDITIONS = {
     Reason.DRAWN: "if no logarithm read the draw",
     Reason.SMALL_STEPS: "with fewer or larger steps, or with overrides={{'{op}': 'low'}}",
     Reason.RUNNING_SUM: "with fewer sums, or with overrides={{'{op}': 'low'}}",
+    Reason.COUNTS: "if its whole numbers were small, or with overrides={{'{op}': 'low'}}",
     Reason.READ_BY_MANY: "if eight or fewer read it, or with overrides={{'{op}': 'low'}}",
     Reason.SENSITIVE: "with a looser tolerance ({detail})",
     Reason.RETURNED: "if it were returned only, or read only",

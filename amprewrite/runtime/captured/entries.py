@@ -93,7 +93,7 @@ class Graphs:
                 dynamo.compile_afresh(
                     entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
                     recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed), beside_hooks=beside_hooks,
-                    hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph),
+                    hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph), around=_weakly(session.state.regions_around),
                 )
                 for beside_hooks in (False, True)
             )  # fmt: skip
@@ -276,9 +276,15 @@ class State(threading.local):
         """Code of the call in flight that Dynamo failed on."""
         self.check: CaptureCheck | None = None
         """What the call in flight captures is compared with the model as it is written."""
+        self.around = 0
+        """How many regions of torch.autocast there were around the outermost call."""
 
         self.low_caches: LowCaches | None = None
         """Those of the innermost call of `generate()` in flight; None if it keeps caches as they are."""
+
+    def regions_around(self) -> int:
+        """How many regions of torch.autocast there are around the outermost call."""
+        return self.around
 
     @contextlib.contextmanager
     def generates(self, low_caches: LowCaches | None) -> Iterator[None]:

@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
+from amprewrite.runtime.compiler.heard import regions_around, told_of_autocast
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
 from amprewrite.tables.boundary.members import parameters_in
@@ -49,7 +50,7 @@ ONE_EXPORT = threading.RLock()
 def compile_afresh(
     function: Callable[..., Any], backend: Callable[..., Any], whole: bool, root: nn.Module, note: Callable[[str], None] | None = None,
     recurrent: bool = True, failed: Callable[[Failure], None] = lambda _: None, beside_hooks: bool = False, hooks_differ: bool = True,
-    no_graph: Callable[[bool], None] = lambda _: None,
+    no_graph: Callable[[bool], None] = lambda _: None, around: Callable[[], int] = regions_around,
 ) -> Callable[..., Any]:  # fmt: skip
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
@@ -61,6 +62,7 @@ def compile_afresh(
     Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Where `function` itself has no
     graph, `no_graph` hears whether Dynamo read all of it: then there is no tensor op in it, as in `nn.Identity`. Code captured for one
     module runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
+    The model is told that autocast is on (`heard.py`) outside of its own regions; `around` gives how many others are around the call.
     Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
@@ -94,7 +96,7 @@ def compile_afresh(
                     undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # a user may want errors: Dynamo takes one of the two
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
-                with Listener(failed):
+                with Listener(failed), told_of_autocast(root, frame[0].f_locals, around()):
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)

@@ -75,6 +75,11 @@ TRAITS: dict[Trait, str] = {
     "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
+    # whole numbers
+    Trait.NUMBERS: "arange linspace",
+    Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
+    Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
+    Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
     # how a factor of an operand comes out
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",

@@ -1,0 +1,108 @@
+"""Which products of a captured graph multiply numbers that count something (`ir/evidence/counts.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.node_facts import example_value, held_value, is_held, is_opaque, tensors, value_dtype
+from amprewrite.graphs.fx.uncaptured import unselected
+from amprewrite.ir.evidence.counts import Count, keep_counts, made_of, most_exact
+from amprewrite.ir.op_graph import OpNode
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import op_name
+
+Counts = Mapping[torch.fx.Node, Count]
+
+
+def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None = None) -> None:
+    """Note in the graph of `captured` which products of counts there are, and in `captured.counts` what every value counts.
+
+    `inputs` are the real inputs of the graph, if they are at hand; `around` are the counts of its inputs, if another graph hands them on.
+    The host looks at constants only if a product depends on what they hold, and once a device.
+    """
+    low, nodes = captured.problem.policy.low, captured.module.graph.nodes
+    if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):
+        return
+    held = _held(captured.module.graph, inputs)
+    supposed = _propagate(nodes, {**dict.fromkeys(held, Count.LARGE), **(around or {})}, low)
+    graph = _kept(captured, supposed)
+    if any(node.counted for node in graph):
+        supposed = _propagate(nodes, {**_look(held, low), **(around or {})}, low)
+        graph = _kept(captured, supposed)
+    captured.counts = supposed
+    captured.know(graph=graph)
+
+
+def _kept(captured: Captured, counts: Counts) -> Any:
+    by_name = {name: counts[node] for name, node in captured.nodes.items() if node in counts}
+    return keep_counts(captured.problem.graph, by_name, _summed)
+
+
+def _summed(node: OpNode) -> int:
+    return node.flops // (2 * max(node.numel, 1))
+
+
+def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:
+    """The floating tensors that the model holds and does not learn, by node, with what is known of each."""
+    places = [*zip(graph.find_nodes(op="placeholder"), [*inputs, *[None] * len(graph.nodes)], strict=False)]
+    places += [(node, held_value(node)) for node in graph.find_nodes(op="get_attr")]
+    found = {}
+    for node, value in places:
+        example = example_value(node)
+        example = value if example is None else example
+        if is_held(node) and isinstance(example, Tensor) and example.is_floating_point() and not _learns(example, value):
+            found[node] = value
+    return found
+
+
+def _learns(*values: Any) -> bool:
+    return any(isinstance(each, torch.nn.Parameter) or (isinstance(each, Tensor) and each.requires_grad) for each in values)
+
+
+def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
+    """Which constants hold whole numbers beyond those that the low format holds. One that cannot be looked at holds none."""
+    found, asked = dict.fromkeys(held, Count.SMALL), list[tuple[torch.fx.Node, Tensor]]()
+    with torch.no_grad(), unselected():
+        for node, value in held.items():
+            plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor) and value.layout == torch.strided
+            if plain and value.device.type != "meta" and value.numel():
+                beyond = value.abs().amax() > most_exact(low)
+                asked.append((node, beyond & (value == value.round()).all()))
+        for device in {flag.device for _, flag in asked}:
+            there = [(node, flag) for node, flag in asked if flag.device == device]
+            flags = torch.stack([flag for _, flag in there]).tolist()
+            found |= {node: Count.LARGE for (node, _), flag in zip(there, flags, strict=True) if flag}
+    return found
+
+
+def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Count]:
+    """The counts of all values of a graph, from those of its inputs and constants that are `known`."""
+    found = dict[torch.fx.Node, Count]()
+    for node in nodes:
+        value = example_value(node)
+        if node in known:
+            found[node] = known[node]
+        elif node.op in ("call_function", "call_method") and not isinstance(node.target, torch._ops.HigherOrderOperator):
+            given = [found[each] for each in node.all_input_nodes]
+            numbers = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if type(leaf) in (int, float)]
+            found[node] = made_of(op_name(node.target), _dtype(value), given, numbers, low)
+        else:
+            floating = any(each.is_floating_point() or each.is_complex() for each in tensors(value))
+            found[node] = Count.NOT if floating or node.op == "output" else made_of("", _dtype(value), (), (), low)
+    return found
+
+
+def _dtype(value: Any) -> str:
+    """The dtype of a value; that of a number is the one that it becomes."""
+    return "fp32" if isinstance(value, float | torch.SymFloat) else value_dtype(value)
+
+
+__all__ = ["Counts", "read_counts"]

@@ -1,0 +1,74 @@
+"""Which products of a file multiply numbers that count something (`ir/evidence/counts.py`).
+
+The constants of a file count as its numbers, weights as well: a file does not say which of them were learnt. By name this file knows
+`OneHot`, which the vocabulary takes for a scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of
+from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.onnx.run.samples import elements
+from amprewrite.ir.evidence.counts import FRACTIONS, Count, keep_counts, made_of, most_exact
+from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.tables.formats import Format
+
+
+def with_counts(reading: Reading, model: ir.Model, low: Format) -> OpGraph:
+    """The graph that was read, with a word on every product that would round what counts something."""
+    if not any(node.flops for node in reading.graph):
+        return reading.graph
+    found = dict[ir.Value, Count]()
+    for value in model.graph.inputs:
+        found[value] = _entering(value, low)
+    for node in _nodes(model.graph):
+        given = [_read(value, found, low) for value in node.inputs if value is not None]
+        numbers = [number for value in node.inputs if value is not None for number in _number(value)]
+        op = "one_hot" if node.op_type == "OneHot" else op_of(node)
+        for body in bodies(node):
+            found |= {value: _entering(value, low) for value in body.inputs}
+        found |= {value: made_of(op, format_of(value), given, numbers, low) for value in node.outputs}
+    counts = {name: _read(value, found, low) for name, value in reading.values.items()}
+
+    def summed(node: OpNode) -> int:
+        return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
+
+    return keep_counts(reading.graph, counts, summed)
+
+
+def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    """The nodes of a graph; those of a body come after the node that runs it."""
+    for node in graph:
+        yield node
+        for body in bodies(node):
+            yield from _nodes(body)
+
+
+def _entering(value: ir.Value, low: Format) -> Count:
+    """The count of what enters a graph from outside."""
+    dtype = format_of(value)
+    return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
+
+
+def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
+    """The count of a value that a node reads: of a constant, whether it holds whole numbers that the low format does not."""
+    if value not in found:
+        held = constant_tensor(value)
+        numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)
+        beyond = numbers.size > 0 and np.abs(numbers).max() > most_exact(low) and np.array_equal(numbers, np.round(numbers))
+        found[value] = Count.NOT if held is None else Count.LARGE if beyond else Count.SMALL
+    return found[value]
+
+
+def _number(value: ir.Value) -> Iterator[float]:
+    held = constant_tensor(value)
+    if held is not None and held.size == 1 and not held.dtype.is_string():
+        yield float(held.numpy().reshape(-1)[0])
+
+
+__all__ = ["with_counts"]

@@ -1,0 +1,96 @@
+"""Numbers that count something, and the products that a low format would round them in.
+
+Positions, distances, lengths, indices and time steps are whole numbers. fp32 holds them exactly up to 2**24, bf16 up to 256, fp16 up to
+2048. torch.autocast rounds them at the first product: two positions become one, and angles made of them are wrong by whole turns.
+
+1. A value is *counted* if whole numbers, numbers in the code and constants of the model are all that it is made of. Random draws and rows
+   that are looked up are not counted, nor is anything that an fp32 input or a parameter is upstream of.
+2. It is LARGE if it may exceed what the low format holds exactly: what is made of wide integers by moves, sums and factors, sums over
+   many elements, positions. It is SMALL if it cannot: booleans and bytes, sines, shares, remainders.
+3. A product keeps its operands in fp32 if one of its factors is LARGE. So does one that sums over at most `FEW` elements if all of its
+   factors are counted, as angles of positions and frequencies are: its result needs the bits of its operands, and it has next to no FLOPs.
+
+Attention and recurrent layers are no such products, and summands, such as masks, are no factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+
+from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
+from amprewrite.tables.vocabulary import OpKind
+
+FEW = 16
+"""Elements: coordinates have two or three, frequencies one."""
+RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
+NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
+PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
+MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
+GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
+"""Ops whose result may be as large as a number among their arguments."""
+BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
+FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
+"""How the names of dtypes begin whose values may be no whole numbers."""
+
+
+class Count(IntEnum):
+    """What is known of a value: the larger decides for what is made of several, unless one is not counted."""
+
+    NOT = 0
+    SMALL = 1
+    LARGE = 2
+
+
+def most_exact(low: Format) -> int:
+    """The number up to which a format holds all whole numbers: 256 for bf16, 2048 for fp16."""
+    return int(2 / low.eps)
+
+
+def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Iterable[float], low: Format) -> Count:
+    """The count of the result of an op.
+
+    `op` is its ATen base name, `dtype` the name of the result's dtype ("" if it is no tensor), `given` the counts of its operands, and
+    `numbers` are the numbers among its arguments.
+    """
+    whole = not dtype.startswith(FRACTIONS)
+    row, sizes, limit = find_op(op), [abs(number) for number in numbers], most_exact(low)
+    if dtype in BYTES:
+        return Count.SMALL
+    if not whole and (row is None or op in RANDOM | LOOKS_UP or Count.NOT in given):
+        return Count.NOT
+    if op in WITHIN_ONE or (op in BELOW and sizes and max(sizes) <= limit):
+        return Count.SMALL
+    if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
+        return Count.LARGE
+    if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
+        return Count.LARGE  # indices, sizes, and what enters the graph
+    return Count.LARGE if op in GROWS and max(sizes, default=0) > limit else Count.SMALL
+
+
+def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
+    """The graph with a word on every product that would round what counts something.
+
+    `counts` are those of the values that ops read, by vertex; absent ones are not counted. `summed` gives over how many elements a
+    product sums.
+    """
+    found = {node.name: replace(node, counted=text) for node in graph if (text := _counted(node, counts, summed)) != node.counted}
+    return graph.exchanged(found) if found else graph
+
+
+def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
+    """Why a product must not round its factors; "" for any other op, and for one that may."""
+    if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
+        return ""
+    factors = [operand.value for operand in node.operands if not operand.summand]
+    large = next((each for each in factors if counts.get(each) is Count.LARGE), None)
+    if large is not None:
+        return large
+    few = factors and all(counts.get(each, Count.NOT) for each in factors) and summed(node) <= FEW
+    return factors[0] if few else ""
+
+
+__all__ = ["FRACTIONS", "Count", "keep_counts", "made_of", "most_exact"]

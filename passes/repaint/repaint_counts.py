@@ -1,0 +1,30 @@
+"""Keep high the products of numbers that count something: positions, distances, indices, time steps.
+
+torch.autocast rounds them unless the model switches it off there. bf16 holds whole numbers up to 256, fp16 up to 2048: beyond, two
+positions become one, and rotary angles are wrong by whole turns. Which products these are is a fact of the graph
+(`ir/evidence/counts.py`). An override may ask for another colour.
+"""
+
+from __future__ import annotations
+
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.problem import Problem
+from amprewrite.passes.paint.paint_ties import paint_ties
+from amprewrite.tables.vocabulary import Reason
+
+
+class RepaintCounts(Pass[Problem, Decisions]):
+    name = "repaint-counts"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        before = dict(decisions.paints)
+        for node in problem.graph:
+            if node.counted:
+                decisions.keep_high(problem, node.name, Reason.COUNTS, because_of=node.counted)
+        if decisions.paints != before:
+            paint_ties(problem, decisions)
+        return decisions.paints != before
+
+
+__all__ = ["RepaintCounts"]

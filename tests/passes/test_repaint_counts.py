@@ -1,0 +1,211 @@
+"""Whole numbers that count something are not rounded on their way into a product, at the lengths at which people work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amprewrite
+from amprewrite.tables.vocabulary import Colour, Reason
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Angles = Callable[[Tensor, Tensor], Tensor]
+SCALE = 2.0**12
+"""Of the loss: fp16 flushes the gradients of a mean of thousands, under torch.autocast as well."""
+
+
+def maybe_autocast(device: str, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """A region that transformers opens only if autocast is on."""
+    on = torch.is_autocast_enabled(device) or enabled
+    return torch.autocast(device, enabled=enabled) if on else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def full_precision(x: Tensor) -> Iterator[None]:
+    """A helper as libraries write it: a generator that asks first."""
+    if not torch.is_autocast_enabled(x.device.type):
+        yield
+        return
+    with torch.autocast(x.device.type, enabled=False):
+        yield
+
+
+def product(inv_freq: Tensor, positions: Tensor) -> Tensor:
+    return (inv_freq[None, :, None].float() @ positions[:, None, :].float()).transpose(1, 2)
+
+
+def in_maybe_region(inv_freq: Tensor, positions: Tensor) -> Tensor:
+    with maybe_autocast("cpu", enabled=False):
+        return product(inv_freq, positions)
+
+
+def in_region(inv_freq: Tensor, positions: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return product(inv_freq, positions)
+
+
+def in_helper(inv_freq: Tensor, positions: Tensor) -> Tensor:
+    with full_precision(positions):
+        return product(inv_freq, positions)
+
+
+ANGLES: dict[str, Angles] = {
+    "matmul": product,
+    "asked": in_maybe_region,
+    "region": in_region,
+    "decorator": torch.autocast("cpu", enabled=False)(product),
+    "helper": in_helper,
+    "einsum": lambda f, p: torch.einsum("bs,d->bsd", p.float(), f),
+    "einsum of one": lambda f, p: torch.einsum("bsk,kd->bsd", p.float()[..., None], f[None]),
+    "outer": lambda f, p: torch.outer(p[0].float(), f)[None],
+    "linear": lambda f, p: F.linear(p[..., None].float(), f[:, None]),
+    "half way": lambda f, p: (p[..., None].float() + 0.5) @ (f / 2)[None],
+}
+
+
+class Rotary(nn.Module):
+    """Attention whose scores depend on the distance of positions, with angles of a spelling."""
+
+    def __init__(self, angles: Angles, width: int = 256, heads: int = 4, turn: str = "cos and sin") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.angles, self.turn, dim = heads, angles, turn, width // heads
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.register_buffer("inv_freq", 10000.0 ** (-torch.arange(0, dim, 2).float() / dim), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        angles = self.angles(self.inv_freq, torch.arange(length, device=x.device)[None])
+        q, k, v = (f(x).view(batch, length, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = (4 * getattr(self, "_by_complex" if self.turn == "complex" else "_by_halves")(t, angles) for t in (q, k))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+
+    def _by_halves(self, t: Tensor, angles: Tensor) -> Tensor:
+        angles = torch.cat((angles, angles), -1)[:, None]
+        first, second = t.chunk(2, -1)
+        return t * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+    def _by_complex(self, t: Tensor, angles: Tensor) -> Tensor:
+        turned = torch.view_as_complex(t.float().unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.view_as_real(turned).flatten(-2).type_as(t)
+
+
+def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    model.zero_grad()
+    (run(x).float().square().mean() * SCALE).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def ratio_to_autocast(model: nn.Module, x: Tensor, low: str) -> float:
+    """The error of the gradients of a rewritten model, divided by torch.autocast's."""
+    want = gradients(model, model, x)
+    with torch.autocast("cpu", LOW[low]):
+        auto = gradients(model, model, x)
+    ours = gradients(model, amprewrite.rewrite(model, dtype=low, device="h100"), x)
+    return float((ours - want).norm() / (auto - want).norm())
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("turn", ["cos and sin", "complex"])
+@pytest.mark.parametrize("spelling", ANGLES)
+def test_angles_of_a_thousand_positions_are_exact(spelling: str, turn: str, low: str) -> None:
+    """With bare products torch.autocast rounds the angles itself, so that any ratio below one is right."""
+    assert ratio_to_autocast(Rotary(ANGLES[spelling], turn=turn), torch.randn(1, 1024, 256), low) < 1.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("length", [128, 4096])
+@pytest.mark.parametrize("spelling", ANGLES)
+def test_angles_are_exact_at_every_length(spelling: str, length: int, low: str) -> None:
+    assert ratio_to_autocast(Rotary(ANGLES[spelling]), torch.randn(1, length, 256), low) < 1.5
+
+
+class Function(nn.Module):
+    """A function of an input, and of a weight and buffers of the module."""
+
+    def __init__(self, function: Callable[..., Tensor], **buffers: Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.weight = function, nn.Parameter(torch.randn(64, 64) / 8)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def colours(function: Callable[..., Tensor], x: Tensor, low: str = "bf16", **buffers: Tensor) -> list[tuple[Colour, Reason]]:
+    """Colour and reason of each product."""
+    amp = amprewrite.rewrite(Function(function, **buffers), dtype=low, device="h100", example_inputs=(x,))
+    return [(node.colour, node.reason) for node in amp.plan.nodes if node.flops]
+
+
+KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
+    "Fourier features": (
+        lambda m, x: x @ m.weight + (torch.arange(64.0)[:, None].expand(64, 2) @ m.freq).sin(), {"freq": torch.randn(2, 64)}),
+    "a learnt linear map of indices": (lambda m, x: torch.arange(4096.0).view(64, 64) @ m.weight + x, {}),
+    "whole numbers in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": torch.arange(4096.0).view(64, 64)}),
+    "a running count": (lambda m, x: (x > 0).float().cumsum(1) @ m.weight, {}),
+    "distances": (lambda m, x: (torch.arange(64)[:, None] * 64 - torch.arange(64)).float() @ m.weight + x, {}),
+    "places that data choose": (lambda m, x: x.topk(64, -1).indices.float() @ m.weight, {}),
+    "scaled positions": (lambda m, x: (torch.arange(4096).view(64, 64).float() / 3) @ m.weight + x, {}),
+}  # fmt: skip
+FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
+    "a product": (lambda m, x: x @ m.weight, {}),
+    "one-hot rows": (lambda m, x: F.one_hot(x.argmax(-1), 64).float() @ m.weight, {}),
+    "a mask": (lambda m, x: (x > 0).float() @ m.weight, {}),
+    "bytes": (lambda m, x: (x.abs() * 9).to(torch.uint8).float() / 255 @ m.weight, {}),
+    "sines of positions": (lambda m, x: (torch.arange(4096.0).view(64, 64) / 99).sin() @ m.weight + x, {}),
+    "weights that were packed": (
+        lambda m, x: x @ (torch.bitwise_and(m.packed >> 4, 15).float() * 0.1), {"packed": torch.randint(0, 99999, (64, 64))}),
+    "small whole numbers in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": torch.arange(64.0).expand(64, 64).clone()}),
+    "fractions in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": 999 * torch.rand(64, 64)}),
+    "an average by a mask": (lambda m, x: torch.tril(torch.ones(64, 64)) @ (x @ m.weight), {}),
+    "attention with a mask of counts": (
+        lambda m, x: F.scaled_dot_product_attention(*(3 * [(x @ m.weight)[None]]), attn_mask=-torch.arange(4096.0).view(64, 64)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_product_of_counts_stays_high(case: str) -> None:
+    function, buffers = KEPT[case]
+    assert (Colour.HIGH, Reason.COUNTS) in colours(function, torch.randn(64, 64), **buffers)
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("case", FREE)
+def test_what_the_format_holds_does_not_keep_a_product_high(case: str, low: str) -> None:
+    function, buffers = FREE[case]
+    assert {colour for colour, _ in colours(function, torch.randn(64, 64), low, **buffers)} == {Colour.LOW}
+
+
+def test_what_fp16_holds_is_low_there() -> None:
+    """1024 positions: fp16 holds whole numbers up to 2048."""
+    assert colours(lambda m, x: torch.arange(1024.0).view(16, 64) @ m.weight, torch.randn(64, 64), "fp16")[0][0] is Colour.LOW
+    assert colours(lambda m, x: torch.arange(1024.0).view(16, 64) @ m.weight, torch.randn(64, 64), "bf16")[0][0] is Colour.HIGH
+
+
+def test_an_override_has_the_last_word() -> None:
+    model = Function(lambda m, x: x.topk(64, -1).indices.float() @ m.weight)
+    amp = amprewrite.rewrite(model, dtype="bf16", device="h100", overrides={"op:matmul": "allow"}, example_inputs=(torch.randn(64, 64),))
+    assert [node.colour for node in amp.plan.nodes if node.flops] == [Colour.LOW]
+
+
+def test_counts_reach_the_body_of_a_checkpoint() -> None:
+    def forward(m: Function, x: Tensor) -> Tensor:
+        places = torch.arange(4096.0).view(64, 64)
+        return torch.utils.checkpoint.checkpoint(lambda x, p: p @ m.weight + x, x, places, use_reentrant=False)
+
+    assert (Colour.HIGH, Reason.COUNTS) in colours(forward, torch.randn(64, 64, requires_grad=True))
+
+
+def test_lists_that_stand_for_others_round_as_those_do() -> None:
+    model = Rotary(product)
+    amp = amprewrite.rewrite(model, dtype="bf16", lists="autocast", example_inputs=(torch.randn(1, 1024, 256),))
+    assert {node.colour for node in amp.plan.nodes if node.op == "matmul"} == {Colour.LOW}

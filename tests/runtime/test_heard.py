@@ -1,0 +1,198 @@
+"""What a model says about precision under torch.autocast it says here: it is told, while it is captured, that autocast is on, for fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.variables import torch as torch_functions
+from torch.nn import functional as F
+
+import amprewrite
+from amprewrite.runtime.compiler.heard import regions_around
+from amprewrite.tables.vocabulary import Colour, Reason
+
+OFF = (Colour.HIGH, Reason.INSIDE_AUTOCAST)
+
+
+@contextlib.contextmanager
+def maybe_autocast(device: str, enabled: bool) -> Iterator[None]:
+    if torch.is_autocast_enabled(device) or enabled:
+        with torch.autocast(device, enabled=enabled):
+            yield
+    else:
+        yield
+
+
+class Asks(nn.Module):
+    """A product in fp32 on the model's own word, and one that says nothing."""
+
+    def __init__(self, region: Callable[[], Any], width: int = 64) -> None:
+        super().__init__()
+        self.region, self.inside, self.outside = region, nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.region():
+            x = self.inside(x)
+        return self.outside(x)
+
+
+class Answers(nn.Module):
+    """Returns what a question gives, as a number beside a product."""
+
+    def __init__(self, question: Callable[[], Any], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.question, self.linear = question, nn.Linear(64, 64, dtype=dtype)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.linear(x), self.question()
+
+
+def products(amp: Any) -> dict[str, tuple[Colour, Reason]]:
+    return {node.module: (node.colour, node.reason) for node in amp.plan.nodes if node.flops}
+
+
+REGIONS: dict[str, Callable[[], Any]] = {
+    "switched off": lambda: torch.autocast("cpu", enabled=False),
+    "switched off if on": lambda: maybe_autocast("cpu", enabled=False),
+    "cpu.amp": lambda: torch.amp.autocast("cpu", enabled=not torch.is_autocast_enabled("cpu")),
+}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_region_of_the_model_is_heard(region: str, low: str) -> None:
+    amp = amprewrite.rewrite(Asks(REGIONS[region]), dtype=low, device="h100")
+    x = torch.randn(1024, 64)
+    for _ in range(2):
+        amp(x)
+    assert products(amp)["inside"] == OFF and products(amp)["outside"][0] is Colour.LOW
+    assert len(amp.plan.regions) == 1
+
+
+QUESTIONS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "on here": (lambda: torch.is_autocast_enabled("cpu"), True),
+    "on for a device without the model": (lambda: torch.is_autocast_enabled("cuda"), False),
+    "on for CUDA, by default": (lambda: torch.is_autocast_enabled(), False),
+    "on for a CPU, as it was spelled": (lambda: torch.is_autocast_cpu_enabled(), True),
+    "the dtype": (lambda: torch.get_autocast_dtype("cpu"), torch.float32),
+    "anywhere": (lambda: torch._C._is_any_autocast_enabled(), True),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_questions_are_answered_as_under_autocast_for_fp32(question: str) -> None:
+    ask, told = QUESTIONS[question]
+    amp, x = amprewrite.rewrite(Answers(ask), dtype="bf16", device="h100"), torch.randn(4, 64)
+    assert amp(x)[1] == told and amp(x)[1] == told
+
+
+def test_inside_a_region_the_answer_is_true() -> None:
+    def inside() -> tuple[bool, bool]:
+        with torch.autocast("cpu", enabled=False):
+            off = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return off, torch.is_autocast_enabled("cpu")
+
+    assert amprewrite.rewrite(Answers(inside), dtype="bf16", device="h100")(torch.randn(4, 64))[1] == (False, True)
+
+
+def test_a_model_that_holds_half_values_is_told_the_truth() -> None:
+    """It asks whether autocast would make dtypes agree."""
+    half = Answers(lambda: torch.is_autocast_enabled("cpu"), torch.bfloat16).requires_grad_(False).eval()
+    amp = amprewrite.rewrite(half, dtype="bf16", device="h100")
+    assert amp(torch.randn(4, 64, dtype=torch.bfloat16))[1] is False
+
+
+def test_a_call_with_half_values_is_told_the_truth() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x if torch.is_autocast_enabled("cpu") else x.float())
+
+    amp = amprewrite.rewrite(Casts(), dtype="bf16", device="h100")
+    amp(torch.randn(4, 64))
+    assert amp(torch.randn(4, 64, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+def test_code_of_pytorch_is_told_the_truth() -> None:
+    """It asks to choose kernels: an encoder keeps its fused one."""
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    amp, x = amprewrite.rewrite(encoder, dtype="bf16", device="h100"), torch.randn(2, 8, 64)
+    with torch.no_grad():
+        amp(x)
+    assert "_transformer_encoder_layer_fwd" in {node.op for node in amp.plan.nodes}
+
+
+def test_an_op_that_autocast_refuses_runs() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.binary_cross_entropy(self.linear(x).sigmoid(), y)
+
+    amp = amprewrite.rewrite(Loss(), dtype="bf16", device="h100")
+    assert torch.isfinite(amp(torch.randn(8, 64), torch.rand(8, 1)))
+
+
+def test_nothing_is_left_behind() -> None:
+    """Dynamo's tables are put back, also after an error, and other compiled functions hear the truth."""
+
+    def fails() -> bool:
+        raise ValueError(torch.is_autocast_enabled("cpu"))
+
+    folded, handlers = dict(torch_functions.constant_fold_functions), torch_functions.TorchInGraphFunctionVariable._get_handlers()
+    names = set(handlers)
+    with pytest.raises(ValueError):
+        amprewrite.rewrite(Answers(fails), dtype="bf16", device="h100")(torch.randn(4, 64))
+    amprewrite.rewrite(Answers(lambda: torch.is_autocast_enabled("cpu")), dtype="bf16", device="h100")(torch.randn(4, 64))
+    assert dict(torch_functions.constant_fold_functions) == folded and set(handlers) == names
+    assert not torch.is_autocast_enabled("cpu") and not regions_around()
+    told = torch.compile(lambda x: x + torch.is_autocast_enabled("cpu"), backend="eager")
+    assert float(told(torch.zeros(1))) == 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["off", "bf16"])
+def test_a_part_that_is_called_inside_a_region_runs_as_the_region_says(dtype: torch.dtype | None) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(64, 64))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", enabled=dtype is not None, dtype=dtype or torch.bfloat16):
+                inside = self.part(x)
+            return inside, self.part(x)
+
+    torch.manual_seed(0)
+    model, x = Parts(), torch.randn(64, 64)
+    amp = amprewrite.rewrite(model, dtype="fp16", device="h100", granularity=("part",))
+    (inside, outside), (want, full) = amp(x), model(x)
+    assert torch.equal(inside, want) and inside.dtype is want.dtype
+    assert not torch.equal(outside, full) and outside.dtype is torch.float32
+    assert any("autocast region of the model's own" in note for note in amp.plan.notes)
+
+
+def test_exports_hear_regions() -> None:
+    amp, x = amprewrite.rewrite(Asks(REGIONS["switched off if on"]).eval(), dtype="bf16", device="h100"), torch.randn(64, 64)
+    program = amp.export_program((x,))
+    low = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("aten.linear")]
+    assert len(low) == 1 and any("wrap_with_autocast" in str(node.target) for node in program.graph.nodes)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_onnx_exports_hear_regions(tmp_path: Any) -> None:
+    pytest.importorskip("onnxscript", reason="the onnx extra is not installed")
+    amp, x = amprewrite.rewrite(Asks(REGIONS["switched off if on"]).eval(), dtype="fp16", device="h100"), torch.randn(64, 64)
+    report = amp.export_onnx(tmp_path / "model.onnx", (x,))
+    assert next(node.reason for node in report.plan.nodes if node.flops) is Reason.INSIDE_AUTOCAST
