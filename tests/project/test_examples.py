@@ -96,7 +96,7 @@ def run(*command: str) -> str:
 
 
 def test_every_example_is_listed_here():
-    imported = ("children", "dividing", "feeding", "judging", "shrinking", "stand_ins", "weights")  # by the scripts beside them
+    imported = ("children", "dividing", "feeding", "judging", "shrinking", "sizes", "stand_ins", "weights")  # by the scripts beside them
     shared = {f"benchmarks/wall/{name}.py" for name in imported}
     scripts = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")} - shared
     assert scripts == set(FAST), "give a new example a fast variant here"

@@ -72,6 +72,15 @@ def test_nets_at_real_sizes_run_small(tmp_path: Path) -> None:
     assert {row["name"] for row in found if row["positions"] is not None} >= {"bert", "gpt2", "llama", "qwen", "mixtral"}
 
 
+@pytest.mark.long
+def test_a_long_wall_depends_on_positions_and_a_tiny_one_says_that_it_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    long = rows("models.py", tmp_path / "long.jsonl", "--only", "ministral,stablelm", "--length", "1024", "--dtype", "bf16", seconds=900)
+    tiny = rows("models.py", tmp_path / "tiny.jsonl", "--only", "stablelm", "--dtype", "bf16")
+    assert set(outcomes(long)) == {"right"} and all(row["positions"] > 0.3 for row in long), long
+    assert all(row["positions"] < 0.05 for row in tiny), tiny
+
+
 @pytest.mark.slow
 def test_nets_at_real_sizes_are_as_exact_as_autocast(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

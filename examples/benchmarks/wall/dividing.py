@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from shrinking import DEPTH, HEADS, WORDS
+from sizes import DEPTH, EXPERTS, SIZES, WORDS
 
 LARGEST_IMAGE = 256
 """Pixels of a side above which an image is halved: attention over all patches of a larger one takes too much memory."""
@@ -89,7 +89,7 @@ class Division:
             if any(word in name for word in words):
                 return min(value, most)
         if _IMAGES.search(name):
-            while value > LARGEST_IMAGE and value % 2 == 0:
+            while value > max(LARGEST_IMAGE, SIZES.image) and value % 2 == 0:
                 value //= 2
             return value
         if _DEPTHS.search(name) and not _OF_KERNELS.search(name):
@@ -122,7 +122,7 @@ _MOST: tuple[tuple[tuple[str, ...], int], ...] = (
     (("shared_layers",), 0),
     (("n_group", "topk_group", "num_expert_group"), 1),
     (("experts_per_tok", "num_experts_per", "top_k", "topk", "moe_k"), 2),
-    (("num_experts", "n_routed", "num_local_experts"), HEADS),
+    (("num_experts", "n_routed", "num_local_experts"), EXPERTS),
     (("max_position_embeddings", "n_positions"), 1024),
 )
 
@@ -141,7 +141,7 @@ def _fill(config: Any, depth: int) -> None:
         "layer_types": ["full_attention"] * depth, "mlp_layer_types": (["dense", "sparse"] * depth)[:depth],
         "head_dim": wide // heads if many else None, "num_key_value_heads": heads, "vocab_size": WORDS, "vocabulary_map": {},
         "image_token_id": WORDS - 1, "image_token_index": WORDS - 1, "pad_token_id": 1, "architectures": [],
-        "num_experts": HEADS, "n_routed_experts": HEADS, "num_experts_per_tok": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1,
+        "num_experts": EXPERTS, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1,
         "n_shared_experts": 1, "moe_intermediate_size": wide, "sliding_window": SHORT, "prediction_length": SHORT, "context_length": SHORT,
     }  # fmt: skip
     for name, value in values.items():

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 import transformers
 from judging import seeds
-from shrinking import IMAGE, LENGTH, PATCH, WIDTH, WORDS
+from sizes import SIZES, WORDS
 from torch import Tensor, nn
-
-BATCH = 2
 
 
 def inputs(model: nn.Module) -> dict[str, Tensor]:
@@ -103,9 +101,9 @@ def _with_width(given: dict[str, Tensor], had: int, asked: int) -> dict[str, Ten
 def _with_image_tokens(model: nn.Module, given: dict[str, Tensor], features: int) -> dict[str, Tensor] | None:
     """The words with as many image tokens in front of each row as its error asks for."""
     token = _first(model.config, ("image_token_id", "image_token_index"), -1)
-    if token < 0 or "input_ids" not in given or features % BATCH:
+    if token < 0 or "input_ids" not in given or features % SIZES.batch:
         return None
-    marks = torch.full((BATCH, features // BATCH), token)
+    marks = torch.full((SIZES.batch, features // SIZES.batch), token)
     ids = torch.cat([given["input_ids"][:, :1], marks, given["input_ids"][:, 1:]], 1)
     masks = {"attention_mask": torch.ones_like(ids)} if "attention_mask" in given else {}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters and "image_grid_thw" in given:
@@ -140,51 +138,53 @@ def _together(config: Any, words: bool) -> Iterator[dict[str, Tensor]]:
 
 def _pictures(config: Any) -> Iterator[dict[str, Tensor]]:
     """Images: as rows of patches one behind the other, as padded rows of patches, and as videos."""
-    size = _whole(config, ("image_size", "img_size", "input_size"), IMAGE)
-    channels, patch = _whole(config, ("num_channels", "in_channels", "in_chans"), 3), _whole(config, ("patch_size",), PATCH)
+    batch, length = SIZES.batch, SIZES.length
+    size = _whole(config, ("image_size", "img_size", "input_size"), SIZES.image)
+    channels, patch = _whole(config, ("num_channels", "in_channels", "in_chans"), 3), _whole(config, ("patch_size",), SIZES.patch)
     depth, side = _whole(config, ("temporal_patch_size",), 1), 4
-    grid = torch.tensor([[1, side, side]] * BATCH)
+    grid = torch.tensor([[1, side, side]] * batch)
     values = channels * patch**2
-    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(BATCH, -1, -1)
-    packed = {"grid_thw": grid, "image_grid_thw": grid, "merge_sizes": torch.tensor([_whole(config, ("spatial_merge_size",), 2)] * BATCH)}
-    yield {"pixel_values": torch.randn(BATCH * side**2, depth * values), **packed}
-    yield {"pixel_values": torch.randn(BATCH * side**2, channels, patch, patch), **packed}
-    yield {"pixel_values": torch.randn(BATCH * side**2, channels, depth, patch, patch), **packed}
-    yield {"pixel_values": torch.randn(BATCH * side**2, depth, channels, patch, patch), **packed}
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(batch, -1, -1)
+    packed = {"grid_thw": grid, "image_grid_thw": grid, "merge_sizes": torch.tensor([_whole(config, ("spatial_merge_size",), 2)] * batch)}
+    yield {"pixel_values": torch.randn(batch * side**2, depth * values), **packed}
+    yield {"pixel_values": torch.randn(batch * side**2, channels, patch, patch), **packed}
+    yield {"pixel_values": torch.randn(batch * side**2, channels, depth, patch, patch), **packed}
+    yield {"pixel_values": torch.randn(batch * side**2, depth, channels, patch, patch), **packed}
     yield {
-        "pixel_values": torch.randn(BATCH, side**2, values),
-        "pixel_attention_mask": torch.ones(BATCH, side**2, dtype=torch.long),
-        "spatial_shapes": torch.tensor([[side, side]] * BATCH),
+        "pixel_values": torch.randn(batch, side**2, values),
+        "pixel_attention_mask": torch.ones(batch, side**2, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[side, side]] * batch),
         "pixel_position_ids": places,
     }
-    yield {"pixel_values": torch.randn(BATCH, channels, patch, side**2 * patch), "target_sizes": torch.tensor([[side, side]] * BATCH)}
+    yield {"pixel_values": torch.randn(batch, channels, patch, side**2 * patch), "target_sizes": torch.tensor([[side, side]] * batch)}
     frames = _whole(config, ("num_frames", "num_frame"), 4)
-    video = torch.randn(BATCH, frames, channels, size, size)
-    seen = torch.ones(BATCH, frames, dtype=torch.bool)
+    video = torch.randn(batch, frames, channels, size, size)
+    seen = torch.ones(batch, frames, dtype=torch.bool)
     yield {"pixel_values": video, "pixel_values_videos": video, "pixel_attention_mask": seen}
-    yield {"pixel_values": video[:, :2], "image_attention_mask": torch.ones(BATCH, LENGTH, 2, dtype=torch.long)}
-    yield {"pixel_values": torch.randn(1, BATCH * side**2, channels, patch, patch), **packed}
-    yield {"pixel_values": torch.randn(BATCH, channels, 4 * IMAGE, 4 * IMAGE)}
-    yield {"pixel_values": torch.randn(BATCH, channels, size, size), "pixel_values_videos": video}
+    yield {"pixel_values": video[:, :2], "image_attention_mask": torch.ones(batch, length, 2, dtype=torch.long)}
+    yield {"pixel_values": torch.randn(1, batch * side**2, channels, patch, patch), **packed}
+    yield {"pixel_values": torch.randn(batch, channels, 4 * SIZES.image, 4 * SIZES.image)}
+    yield {"pixel_values": torch.randn(batch, channels, size, size), "pixel_values_videos": video}
 
 
 def _sounds(config: Any) -> Iterator[dict[str, Tensor]]:
     """Sounds: spectra with time last and with time first, and waves."""
+    batch, length = SIZES.batch, SIZES.length
     bins = _whole(config, ("num_mel_bins", "input_feat_size", "feature_size", "mel_bins", "input_dim", "feature_projection_input_dim"), 80)
-    frames, wide = 2 * _whole(config, ("max_source_positions",), 32), _whole(config, ("hidden_size", "d_model"), WIDTH)
-    mask = torch.ones(BATCH, frames, dtype=torch.long)
-    wave = torch.randn(BATCH, 1, 3840)  # many strides divide it
-    yield {"input_features": torch.randn(BATCH, bins, frames), "input_features_mask": mask, "input_values": wave, "hidden_states": wave}
-    yield {"input_features": torch.randn(BATCH, 1, frames, bins), "is_longer": torch.zeros(BATCH, 1, dtype=torch.bool)}
-    turned = {"input_features": torch.randn(BATCH, frames, bins), "input_features_mask": mask, "input_values": wave}
+    frames, wide = 2 * _whole(config, ("max_source_positions",), 32), _whole(config, ("hidden_size", "d_model"), SIZES.width)
+    mask = torch.ones(batch, frames, dtype=torch.long)
+    wave = torch.randn(batch, 1, SIZES.sound // 1920 * 1920)  # many strides divide it
+    yield {"input_features": torch.randn(batch, bins, frames), "input_features_mask": mask, "input_values": wave, "hidden_states": wave}
+    yield {"input_features": torch.randn(batch, 1, frames, bins), "is_longer": torch.zeros(batch, 1, dtype=torch.bool)}
+    turned = {"input_features": torch.randn(batch, frames, bins), "input_features_mask": mask, "input_values": wave}
     yield turned
-    yield {**turned, "attention_mask": mask.bool(), "latents": torch.randn(BATCH, 12, wide)}
+    yield {**turned, "attention_mask": mask.bool(), "latents": torch.randn(batch, 12, wide)}
     yield {"audio_mel": turned["input_features"], "audio_mel_mask": mask == 0}
     long = _whole(config, ("max_length",), frames)
-    yield {"input_values": torch.randn(BATCH, long, bins), "attention_mask": mask, "latents": torch.randn(BATCH, wide, 12)}
-    yield {"input_values": wave[:, 0], "decoder_input_values": torch.randn(BATCH, 6, bins)}
+    yield {"input_values": torch.randn(batch, long, bins), "attention_mask": mask, "latents": torch.randn(batch, wide, 12)}
+    yield {"input_values": wave[:, 0], "decoder_input_values": torch.randn(batch, 6, bins)}
     books = _whole(config, ("num_codebooks", "num_channels"), 9)
-    codes = torch.randint(3, WORDS - 1, (BATCH, LENGTH, books + 1))
+    codes = torch.randint(3, WORDS - 1, (batch, length, books + 1))
     yield {"input_ids": codes}
     yield {"input_ids": codes[..., :-1]}
     yield {"decoder_input_ids": codes[..., :-1]}
@@ -192,43 +192,44 @@ def _sounds(config: Any) -> Iterator[dict[str, Tensor]]:
 
 def _needs(config: Any) -> dict[str, Tensor]:
     """What some forwards ask for beside their main input, by name."""
-    size = _whole(config, ("image_size", "img_size", "input_size"), IMAGE)
-    wide = _whole(config, ("hidden_size", "d_model"), WIDTH)
+    batch, length = SIZES.batch, SIZES.length
+    size = _whole(config, ("image_size", "img_size", "input_size"), SIZES.image)
+    wide = _whole(config, ("hidden_size", "d_model"), SIZES.width)
     past = _whole(config, ("context_length", "prediction_length"), 32) + max([0, *(_first(config, ("lags_sequence",), [0]))])
-    ids = torch.randint(3, max(4, _first(config, ("vocab_size",), WORDS) - 1), (BATCH, LENGTH))
-    image = torch.randn(BATCH, 3, size, size)
+    ids = torch.randint(3, max(4, _first(config, ("vocab_size",), WORDS) - 1), (batch, length))
+    image = torch.randn(batch, 3, size, size)
     coming = _whole(config, ("prediction_length",), 8)
     marks = _whole(config, ("num_time_features",), 1)
     return {
         "input_ids": ids,
         "qformer_input_ids": ids,
         "mm_token_type_ids": torch.zeros_like(ids),
-        "lang_ids": torch.zeros(BATCH, dtype=torch.long),
+        "lang_ids": torch.zeros(batch, dtype=torch.long),
         "duration_labels": torch.ones_like(ids),
-        "pitch_labels": torch.randn(BATCH, LENGTH, 1),
-        "energy_labels": torch.randn(BATCH, LENGTH, 1),
-        "spectrogram_labels": torch.randn(BATCH, LENGTH, _whole(config, ("num_mel_bins",), 80)),
-        "task_inputs": torch.randint(3, WORDS - 1, (BATCH, _whole(config, ("task_seq_len",), LENGTH))),
+        "pitch_labels": torch.randn(batch, length, 1),
+        "energy_labels": torch.randn(batch, length, 1),
+        "spectrogram_labels": torch.randn(batch, length, _whole(config, ("num_mel_bins",), 80)),
+        "task_inputs": torch.randint(3, WORDS - 1, (batch, _whole(config, ("task_seq_len",), length))),
         "prompt_pixel_values": image,
-        "prompt_masks": torch.randn(BATCH, 3, size, size),
-        "action_embeds": torch.randn(BATCH, 4, wide),
-        "noise_embeds": torch.randn(BATCH, 4, wide),
-        "context_hidden_states": torch.randn(BATCH, LENGTH, wide),
-        "inputs": torch.randn(BATCH, LENGTH, wide),
-        "past_values": torch.randn(BATCH, past),
-        "past_values_padding": torch.zeros(BATCH, past, dtype=torch.long),
-        "freq": torch.zeros(BATCH, 1, dtype=torch.long),
-        "past_time_features": torch.randn(BATCH, past, marks),
-        "past_observed_mask": torch.ones(BATCH, past),
-        "future_values": torch.randn(BATCH, coming),
-        "future_time_features": torch.randn(BATCH, coming, marks),
-        "states": torch.randn(BATCH, LENGTH, _whole(config, ("state_dim",), 17)),
-        "actions": torch.randn(BATCH, LENGTH, _whole(config, ("act_dim",), 4)),
-        "rewards": torch.randn(BATCH, LENGTH, 1),
-        "returns_to_go": torch.randn(BATCH, LENGTH, 1),
-        "timesteps": torch.arange(LENGTH).expand(BATCH, -1),
-        "visual_feats": torch.randn(BATCH, 5, _whole(config, ("visual_feat_dim",), wide)),
-        "visual_pos": torch.rand(BATCH, 5, _whole(config, ("visual_pos_dim",), 4)),
+        "prompt_masks": torch.randn(batch, 3, size, size),
+        "action_embeds": torch.randn(batch, 4, wide),
+        "noise_embeds": torch.randn(batch, 4, wide),
+        "context_hidden_states": torch.randn(batch, length, wide),
+        "inputs": torch.randn(batch, length, wide),
+        "past_values": torch.randn(batch, past),
+        "past_values_padding": torch.zeros(batch, past, dtype=torch.long),
+        "freq": torch.zeros(batch, 1, dtype=torch.long),
+        "past_time_features": torch.randn(batch, past, marks),
+        "past_observed_mask": torch.ones(batch, past),
+        "future_values": torch.randn(batch, coming),
+        "future_time_features": torch.randn(batch, coming, marks),
+        "states": torch.randn(batch, length, _whole(config, ("state_dim",), 17)),
+        "actions": torch.randn(batch, length, _whole(config, ("act_dim",), 4)),
+        "rewards": torch.randn(batch, length, 1),
+        "returns_to_go": torch.randn(batch, length, 1),
+        "timesteps": torch.arange(length).expand(batch, -1),
+        "visual_feats": torch.randn(batch, 5, _whole(config, ("visual_feat_dim",), wide)),
+        "visual_pos": torch.rand(batch, 5, _whole(config, ("visual_pos_dim",), 4)),
     }
 
 
@@ -241,38 +242,39 @@ def _whole(config: Any, names: tuple[str, ...], default: int) -> int:
 
 def _known(config: Any, words: bool) -> dict[str, list[Tensor]]:
     """The inputs a forward may ask for by name, each in the shapes that are common."""
-    size = _first(config, ("image_size", "img_size"), IMAGE)
-    size = size if isinstance(size, int) else IMAGE
+    batch, length = SIZES.batch, SIZES.length
+    size = _first(config, ("image_size", "img_size"), SIZES.image)
+    size = size if isinstance(size, int) else SIZES.image
     channels = _first(config, ("num_channels", "in_channels"), 3)
     channels = channels if isinstance(channels, int) else 3
-    width = _first(config, ("hidden_size", "d_model"), WIDTH)
+    width = _first(config, ("hidden_size", "d_model"), SIZES.width)
     bins = _first(config, ("num_mel_bins", "input_channels", "feature_size", "mel_bins"), 80)
     bins = bins if isinstance(bins, int) else 80
     frames = 2 * _first(config, ("max_source_positions",), 32)
-    ids = torch.randint(3, max(4, _first(config, ("vocab_size",), WORDS) - 1), (BATCH, LENGTH))
-    grid = torch.tensor([[1, 4, 4]] * BATCH)
-    patch = _first(config, ("patch_size",), PATCH)
-    patch = patch if isinstance(patch, int) else PATCH
-    patches = torch.randn(BATCH * 16, channels * _first(config, ("temporal_patch_size",), 1) * patch**2)
+    ids = torch.randint(3, max(4, _first(config, ("vocab_size",), WORDS) - 1), (batch, length))
+    grid = torch.tensor([[1, 4, 4]] * batch)
+    patch = _first(config, ("patch_size",), SIZES.patch)
+    patch = patch if isinstance(patch, int) else SIZES.patch
+    patches = torch.randn(batch * 16, channels * _first(config, ("temporal_patch_size",), 1) * patch**2)
     known: dict[str, list[Tensor]] = {
         "input_ids": [ids],
         "attention_mask": [torch.ones_like(ids)] if words else [],
-        "bbox": [torch.randint(0, 20, (BATCH, LENGTH, _first(config, ("dim_bbox",), 4))).sort(-1)[0]],
-        "pixel_values": [torch.randn(BATCH, channels, size, size), torch.randn(BATCH, 2, channels, size, size)],
-        "pixel_values_videos": [] if words else [torch.randn(BATCH, 4, channels, size, size)],
+        "bbox": [torch.randint(0, 20, (batch, length, _first(config, ("dim_bbox",), 4))).sort(-1)[0]],
+        "pixel_values": [torch.randn(batch, channels, size, size), torch.randn(batch, 2, channels, size, size)],
+        "pixel_values_videos": [] if words else [torch.randn(batch, 4, channels, size, size)],
         "past_values": [
-            torch.randn(BATCH, _first(config, ("context_length", "prediction_length"), 32), _first(config, ("num_input_channels",), 1))
+            torch.randn(batch, _first(config, ("context_length", "prediction_length"), 32), _first(config, ("num_input_channels",), 1))
         ],
-        "query_embeds": [torch.randn(BATCH, 8, width)],
-        "encoder_hidden_states": [torch.randn(BATCH, 5, _first(config, ("encoder_hidden_size",), width))],
-        "decoder_input_ids": [ids[:, : LENGTH // 2]],
+        "query_embeds": [torch.randn(batch, 8, width)],
+        "encoder_hidden_states": [torch.randn(batch, 5, _first(config, ("encoder_hidden_size",), width))],
+        "decoder_input_ids": [ids[:, : length // 2]],
     }
     if not words:
-        known["input_values"] = [torch.randn(BATCH, 4000), torch.randn(BATCH, 1, 4000), torch.randn(BATCH, frames, bins)]
-        known["input_features"] = [torch.randn(BATCH, bins, frames), torch.randn(BATCH, frames, bins), torch.randn(BATCH, 1, frames, bins)]
-        known["hidden_states"] = [patches, torch.randn(BATCH, LENGTH, width)]
+        known["input_values"] = [torch.randn(batch, SIZES.sound), torch.randn(batch, 1, SIZES.sound), torch.randn(batch, frames, bins)]
+        known["input_features"] = [torch.randn(batch, bins, frames), torch.randn(batch, frames, bins), torch.randn(batch, 1, frames, bins)]
+        known["hidden_states"] = [patches, torch.randn(batch, length, width)]
         known["grid_thw"] = [grid]
-        known["inputs_embeds"] = [torch.randn(BATCH, LENGTH, width)]
+        known["inputs_embeds"] = [torch.randn(batch, length, width)]
     return {name: shapes for name, shapes in known.items() if shapes}
 
 

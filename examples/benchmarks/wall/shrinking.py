@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-
-WIDTH, DEPTH, HEADS, WORDS, IMAGE, PATCH, LENGTH = 64, 2, 4, 96, 32, 8, 12
+from sizes import DEPTH, EXPERTS, SIZES, WORDS
 
 
 # -- sizes -----------------------------------------------------------------------------------
@@ -56,23 +55,23 @@ def _small_list(name: str, value: Any, depth: int) -> Any:
     if name.endswith(("indices", "idxs", "index", "layer_ids", "only_layers", "indexes")) and "out_" not in name:
         return kind([each for each in value if each < depth] or [depth - 1])
     if name == "mrope_section":
-        half = WIDTH // HEADS // 2
+        half = SIZES.width // SIZES.heads // 2
         return kind([half - 2 * (half // 3), *[half // 3] * (len(value) - 1)])
     if "depth" in name or name.endswith(("layers", "layer_repeats", "num_blocks")):
         return kind([1] * len(value))
     if "heads" in name:
-        return kind([min(each, HEADS) for each in value])
+        return kind([min(each, SIZES.heads) for each in value])
     if any(word in name for word in ("hidden_sizes", "embed_dim", "channels", "dims", "widths", "conv_dim")):
         return kind([min(each, size) if each <= 4 else size for each, size in zip(value, _widths(value), strict=True)])
     if "image_size" in name:
-        return kind([IMAGE] * len(value))
+        return kind([SIZES.image] * len(value))
     return None
 
 
 def _widths(value: Any) -> list[int]:
     if len(set(value)) == 1:
-        return [WIDTH] * len(value)
-    return [WIDTH * 2 ** min(index, 2) for index in range(len(value))]
+        return [SIZES.width] * len(value)
+    return [SIZES.width * 2 ** min(index, 2) for index in range(len(value))]
 
 
 def _small_number(name: str, value: int, depth: int) -> int | None:
@@ -84,24 +83,26 @@ def _small_number(name: str, value: int, depth: int) -> int | None:
     if name in ("n_group", "topk_group", "num_expert_group"):
         return 1
     if name == "num_groups":
-        return min(value, HEADS)
-    for words, small in _RULES:
+        return min(value, SIZES.heads)
+    for words, small in _rules():
         if any(word in name for word in words) and "group" not in name:
             return min(value, depth if small == DEPTH and "layers" in name else small)
     return None
 
 
-_RULES: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("image_size", "img_size", "input_size"), IMAGE),
-    (("patch_size",), PATCH),
-    (("experts_per_tok", "num_experts_per", "top_k", "topk", "moe_k"), 2),
-    (("num_experts", "n_routed", "num_local_experts"), 4),
-    (("head_dim", "rotary_dim", "qk_nope", "qk_rope", "v_head", "kv_channels", "d_kv", "head_size"), WIDTH // HEADS),
-    (("num_key_value", "num_kv", "kv_heads", "multi_query"), HEADS),
-    (("heads", "n_head", "num_head"), HEADS),
-    (("layers", "n_layer", "num_blocks", "num_hidden", "depth"), DEPTH),
-    (("intermediate", "ffn", "d_ff", "mlp_dim", "n_inner", "feedforward"), 2 * WIDTH),
-    (("lora_rank", "rank"), WIDTH // 2),
-    (("hidden", "d_model", "n_embd", "embed_dim", "embedding_size", "width", "projection_dim", "d_embed", "dim"), WIDTH),
-    (("num_queries", "max_position", "n_positions", "max_source", "max_target", "max_length"), 128),
-)
+def _rules() -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Words in the name of a field, and its small value: the first that fits counts."""
+    return (
+        (("image_size", "img_size", "input_size"), SIZES.image),
+        (("patch_size",), SIZES.patch),
+        (("experts_per_tok", "num_experts_per", "top_k", "topk", "moe_k"), 2),
+        (("num_experts", "n_routed", "num_local_experts"), EXPERTS),
+        (("head_dim", "rotary_dim", "qk_nope", "qk_rope", "v_head", "kv_channels", "d_kv", "head_size"), SIZES.width // SIZES.heads),
+        (("num_key_value", "num_kv", "kv_heads", "multi_query"), SIZES.heads),
+        (("heads", "n_head", "num_head"), SIZES.heads),
+        (("layers", "n_layer", "num_blocks", "num_hidden", "depth"), DEPTH),
+        (("intermediate", "ffn", "d_ff", "mlp_dim", "n_inner", "feedforward"), 2 * SIZES.width),
+        (("lora_rank", "rank"), SIZES.width // 2),
+        (("hidden", "d_model", "n_embd", "embed_dim", "embedding_size", "width", "projection_dim", "d_embed", "dim"), SIZES.width),
+        (("num_queries", "max_position", "n_positions", "max_source", "max_target", "max_length"), 128),
+    )

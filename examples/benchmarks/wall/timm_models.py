@@ -50,14 +50,14 @@ def _check_size(model: nn.Module) -> None:
         raise TooLarge(f"it has {size:.2g} parameters")
 
 
-def built(name: str) -> tuple[nn.Module, Given]:
+def built(sides: tuple[int, ...], name: str) -> tuple[nn.Module, Given]:
     """A registered model without weights, in train mode, and two images."""
     import timm
 
     with contextlib.suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some read values when they are made
         _check_size(timm.create_model(name))
     problems: list[Exception] = []
-    for side in SIDES:
+    for side in sides:
         for options in ({"img_size": side}, {}):
             seeds(0)
             try:
@@ -78,6 +78,7 @@ def built(name: str) -> tuple[nn.Module, Given]:
 def main() -> None:
     options = parser(__doc__, SECONDS)
     asks_formats(options)
+    options.add_argument("--side", type=int, help=f"pixels of a side of an image; else the first of {SIDES} that a model takes")
     options.add_argument("--all", action="store_true", help="every registered name")
     asked = options.parse_args()
     stand_ins.install()
@@ -86,7 +87,8 @@ def main() -> None:
     names = timm.list_models()
     kept = chosen(names if asked.all else kinds(names), asked)
     warm_up()
-    rows = follow(run_cases(kept, functools.partial(judge, built, formats(asked)), asked.out, asked.seconds), len(kept), GOOD)
+    work = functools.partial(judge, functools.partial(built, (asked.side,) if asked.side else SIDES), formats(asked))
+    rows = follow(run_cases(kept, work, asked.out, asked.seconds), len(kept), GOOD)
     show(f"timm {timm.__version__}", rows, asked)
 
 
