@@ -116,7 +116,7 @@ TIDY: tuple[Applying, ...] = (
 )
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
-    HoistWeightCasts(),  # with a weight cache, low copies of weights become inputs
+    HoistWeightCasts(),  # with a weight cache, one launch casts many weights
     ReadFrozenWeights(),  # frozen weights come in as they are stored
     NameSources(),  # for a compiler, inputs say where they come from
     KeepConstants(),  # without a compiler, integers and booleans that no input changes are computed once

@@ -101,13 +101,13 @@ def rewrite(
             gradients, state_dict and results keep their sizes.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its
             kernels, so its numbers differ from those of "eager" by the rounding; "inductor-exact" fuses less and gives the same numbers.
-        cache_weights: True: a call copies all weights of its graph in one launch, and in training a few launches bring their
-            gradients back; copies serve that call alone, so no write is missed. `amp.frozen_weights()` keeps them for a block,
-            and `generate()` for itself. "step": copies are kept until any optimizer steps, the mode changes or weights are
-            loaded, in training too, so gradient accumulation casts nothing twice; copies of weights that take no gradient
-            outlive the step. Call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack,
-            collectives): most are found at a later call, with a warning, but not all. False: every weight is cast where it is
-            read, and no memory is kept.
+        cache_weights: True: eager graphs on a GPU cast many weights in one launch, and in training few launches bring their
+            gradients back; a compiler and a CPU cast each weight where it is read. Copies serve one call alone, so no write is
+            missed. `amp.frozen_weights()` keeps those of calls without gradients for a block, and `generate()` for itself.
+            "step": copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager training too, so
+            gradient accumulation casts nothing twice; copies of weights that take no gradient outlive the step. Call
+            `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives): most are found
+            at a later call, with a warning, but not all. False: every weight is cast where it is read, everywhere.
         strict: whatever cannot be captured raises CaptureError instead of running in fp32 with a warning.
         inplace: turn `model` itself into the rewritten model and return it, for code that goes on with the object it has, as
             many trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model is as it was.

@@ -135,8 +135,6 @@ class Session:
             state.around = regions_around()
             if torch.is_grad_enabled() and self.loss_scale.enabled:
                 self.gate.forward_began()
-        if torch.is_grad_enabled() and self.options.cache_weights != "step":
-            self.cache.clear_idle(padded=False)
         state.ran, state.depth = [], state.depth + 1
         failures = state.failures = []
         captured = entry.captured
@@ -373,7 +371,7 @@ class Session:
         if captured.problem.scale_loss and takes_gradients(module.graph):
             captured.know(scale_loss=False)
             captured.note("its gradients are not scaled: it takes gradients itself")
-        if captured.problem.training and self._cache_of(entry, True) is not None:
+        if captured.problem.training and self._casts_at_once(entry, True, captured.problem.device):
             captured.know(block_size=block_size())
         return captured
 
@@ -416,12 +414,13 @@ class Session:
             unedited = emit(module, example_inputs, backend, None)
             return Region(entry, plan, unedited.run, None, self._reads(entry, unedited, example_inputs))
         problem, grad = captured.problem, captured.problem.training
-        cache = self._cache_of(entry, grad)
+        at_once = self._casts_at_once(entry, grad, problem.device)
+        cache = self.cache if at_once or (not grad and not compiled and self.options.cache_weights and not self._sharded()) else None
 
         def emitted(rewritten: torch.fx.GraphModule, inputs: Sequence[Any], plan: RegionPlan) -> Running:
             device = scale_device(rewritten.graph) if problem.scale_loss else None
             scales = () if device is None else self.forward_scale(device).on(device)
-            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks)
+            made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks, at_once)
             return made.run, rewritten if scales else None, self._reads(entry, made, inputs)
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
@@ -451,9 +450,10 @@ class Session:
             self.calibration, self.overflowed = old | Calibration("", old.parameters, 1, regions), True
             return self.calibration
 
-    def _cache_of(self, entry: Entry, training: bool) -> WeightCache | None:
-        """The cache that makes low copies of weights for an entry's graphs; None if the graphs cast them themselves."""
-        return self.cache if self.options.casts_outside(entry.compiles, training) and not self._sharded() else None
+    def _casts_at_once(self, entry: Entry, training: bool, device: str) -> bool:
+        """Whether one launch casts many weights of an entry's graphs; if not, the graphs cast each where they read it."""
+        kept = self.cache.block() is not None
+        return self.options.casts_at_once(entry.compiles, training, device, kept) and not self._sharded()
 
     def _sharded(self) -> bool:
         """Whether FSDP2 gathers the weights anew for every forward, which their versions do not tell."""

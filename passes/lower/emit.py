@@ -1,6 +1,6 @@
 """Emission: an edited fx graph becomes the callable that Dynamo runs in place of the captured one.
 
-With a weight cache the weight casts move out of the graph, and one launch makes all copies (see `hoist_weight_casts`).
+With a weight cache one launch casts many weights (see `hoist_weight_casts`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from amprewrite.passes import LOWER
 from amprewrite.passes.lower.hoist_weight_casts import (
     Copy,
     copies_read,
-    link_copies,
     read_low_alone,
     with_cached_weights,
-    with_linked_weights,
+    with_kept_weights,
 )  # fmt: skip
 from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
 from amprewrite.tables.formats import Format
@@ -56,15 +55,16 @@ def emit(
     low: Format | None = None,
     training: bool = False,
     blocks: Sequence[Sequence[str]] = (),
+    outside: bool = True,
 ) -> Emitted:
     """Make an edited graph callable: by its own generated code, or by what `backend` makes of it.
 
-    `example_inputs` are those of the captured graph and of what passes added to it. Copies from `cache` replace the weight
-    casts; `low` is the format of those casts, None if there are none; `training` says that the graph was captured with gradients,
-    `blocks` which weights share an autograd node then.
+    `example_inputs` are those of the captured graph and of what passes added to it. Copies from `cache` replace the weight casts, in
+    calls that keep copies if not `outside`, else in every call; `low` is the format of those casts, None if there are none; `training`
+    says that the graph was captured with gradients, `blocks` which weights share an autograd node then.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
-    return Emitted(_lower(module, example_inputs, backend, cache, training, blocks), copies, low_alone)
+    return Emitted(_lower(module, example_inputs, backend, cache, training, blocks, outside), copies, low_alone)
 
 
 def _lower(
@@ -74,31 +74,25 @@ def _lower(
     cache: WeightCache | None,
     training: bool,
     blocks: Sequence[Sequence[str]],
+    outside: bool,
 ) -> CompiledFn:
     """Run the lowering passes on `module`, in place, and wrap what it has become so that it takes the captured inputs."""
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
-    target = Target(eager=backend is None, training=training, weight_cache=cache is not None, frozen=frozen)
+    target = Target(backend is None, training, cache if outside else None, blocks, frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
-    linking = link_copies(module, hoisted, blocks, eager=backend is None) if training and hoisted else None
     _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
     if backend is None:
-        run: CompiledFn = module.forward
+        run: CompiledFn = module.forward if cache is None or outside else with_kept_weights(module, cache)
     else:
         copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]
-        for (index, _, _), copy in zip(hoisted, copies, strict=True):
-            copy.requires_grad_(training and example_inputs[index].requires_grad)
         copies += [stored_copy(frozen[index], dtype, layout, training) for index, dtype, layout in edited.stored]
         _fix_sizes(copies)
         run = backend(module, [*example_inputs_of(example_inputs, frozen, edited), *copies])
     if frozen:
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
-    if cache is None or not hoisted:
-        return run
-    if linking is not None:
-        return with_linked_weights(run, cache, linking)
-    return with_cached_weights(run, hoisted, cache)
+    return with_cached_weights(run, hoisted, cache) if cache is not None and hoisted else run
 
 
 def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

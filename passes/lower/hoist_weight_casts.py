@@ -1,19 +1,18 @@
-"""Weight casts leave the graph: their copies come from the weight cache, and the graph takes them as further inputs.
+"""Weight casts are made many at once, by the weight cache.
 
-Without gradients that is all. With them each copy is linked to its weight outside the graph, a block of them by one autograd node
-(`graphs/fx/weights/linked_copies.py`): gradients come back in fp32 and unscaled, in a few launches. So do those of weights that a
-graph with a loss scale reads in fp32.
+1. A graph without gradients takes its copies as further inputs. On a CPU that holds for calls in a block that keeps copies, and the
+   graph casts each weight where it is read in any other call.
+2. A graph with gradients makes and links them itself, a block of weights by one autograd node (`graphs/fx/weights/linked_copies.py`):
+   gradients come back in fp32 and unscaled, in a few launches. So do those of weights that a graph with a loss scale reads in fp32.
 
-Copies are made before the graph runs. So the casts of a parameter that the graph itself writes, through whatever alias, stay.
+Copies are made before the first of them is read. So the casts of a parameter that the graph itself writes, through whatever alias, stay.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +24,6 @@ from amprewrite.graphs.fx.node_facts import (
     NODE,
     bodies,
     example_value,
-    hint,
     is_checkpoint,
     memory_of,
     outside,
@@ -36,19 +34,22 @@ from amprewrite.graphs.fx.node_facts import (
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import unselected
-from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies, link_block, ranks_train
+from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block, marked
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import INVERSE
 from amprewrite.tables.formats import Format
+from amprewrite.tables.ops.op_lists import op_name
 
 CompiledFn = Callable[..., Any]
 Copy = tuple[torch.dtype, Layout]
 """The dtype of a copy of a weight, and its padded layout."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
 """What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
+_FOLDS = ("linear", "matmul")
+"""Products that fold the dims of a batch into one if the other operand takes gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
 """Packages whose functions in a graph write no weight but those that they are seen to write."""
 
@@ -57,49 +58,117 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
     name = "hoist-weight-casts"
 
     def call(self, target: Target, edited: EditedGraph) -> bool:
-        if target.weight_cache:
-            if target.training:
-                edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
-            edited.hoisted = hoist_weight_casts(edited.module, target.training, lambda place: place not in target.frozen)
+        cache = target.weight_cache
+        if cache is None:
+            return target.eager and not target.training and mark_copies(edited.module)
+
+        def chosen(place: int) -> bool:
+            return place not in target.frozen
+
+        if target.training:
+            edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
+            return cast_in_blocks(edited.module, cache, target.blocks, chosen)
+        edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)
         return bool(edited.hoisted)
+
+
+def mark_copies(module: torch.fx.GraphModule) -> bool:
+    """Let a product of many dims see whether the weight behind a copy takes gradients, if it chooses its kernel by that (see `marked`)."""
+    found = [
+        (node, cast)
+        for node, cast in weight_casts(module, training=False)
+        if any(op_name(user.target) in _FOLDS and user.args[1:2] == (node,) and _folds_perhaps(user.args[0]) for user in node.users)
+    ]
+    inputs = module.graph.find_nodes(op="placeholder")
+    for node, (place, *_) in found:
+        with module.graph.inserting_after(node):
+            copy = module.graph.call_function(marked, (node, inputs[place]))
+        copy.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
+        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+    return bool(found)
+
+
+def _folds_perhaps(operand: Any) -> bool:
+    """Whether a product may, or may not, fold the first dims of this operand into one."""
+    value = example_value(operand) if isinstance(operand, torch.fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dim() > 2 and not value.is_contiguous()
+
+
+def weight_casts(
+    module: torch.fx.GraphModule, training: bool, chosen: Callable[[int], bool] = lambda _: True
+) -> Iterator[tuple[torch.fx.Node, Hoisted]]:
+    """The casts of weights that may be made elsewhere, in training what unscales a gradient as well, and the copy that each makes.
+
+    `chosen` says whether to look at the input at a place.
+    """
+    inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+    changing = written_storages(module)
+    for node in list(module.graph.nodes):
+        source = _cast_weight(node, training)
+        if source is not None and chosen(inputs[source]) and changing.isdisjoint(memory_of(source)) and not _goes_elsewhere(source):
+            yield node, (inputs[source], *_made(node, source))
 
 
 def hoist_weight_casts(
     module: torch.fx.GraphModule, training: bool = False, chosen: Callable[[int], bool] = lambda _: True
 ) -> list[Hoisted]:
-    """Turn casts of parameters into trailing inputs; in training what unscales the gradient of one goes with them.
-
-    `chosen` says whether to do so with the input at a place.
-    """
+    """Turn casts of parameters into trailing inputs; in training what unscales the gradient of one goes with them."""
     graph = module.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    hoisted: list[Hoisted] = []
+    inputs = graph.find_nodes(op="placeholder")
     last = inputs[-1] if inputs else None
-    changing = written_storages(module)
     made: dict[Hoisted, torch.fx.Node] = {}
     names = {node.target for node in inputs}
-    for node in list(graph.nodes):
-        source = _cast_weight(node, training)
-        if source is None or not chosen(inputs.index(source)) or not changing.isdisjoint(memory_of(source)) or _goes_elsewhere(source):
-            continue
-        assert last is not None
-        cast = (inputs.index(source), *_made(node, source))
-        if cast in made:
-            node.replace_all_uses_with(made[cast])
-            graph.erase_node(node)
-            continue
-        with graph.inserting_after(last):
-            name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
-            last = graph.placeholder(name if name not in names else f"{name}_{len(hoisted)}")  # a weight padded in two ways has two copies
-        names.add(last.target)
-        last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
-        hoisted.append(cast)
-        made[cast] = last
-        node.replace_all_uses_with(last)
+    for node, cast in weight_casts(module, training, chosen):
+        if cast not in made:
+            source = inputs[cast[0]]
+            with graph.inserting_after(last):
+                name = f"{source.name}_{node.meta.get(CAST, 'unscaled')}"
+                last = graph.placeholder(name if name not in names else f"{name}_{len(made)}")  # a weight padded in two ways has two copies
+            names.add(last.target)
+            last.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")} | {"tensor_dict": _STAYS}
+            made[cast] = last
+        node.replace_all_uses_with(made[cast])
         graph.erase_node(node)
-    if hoisted:
+    if made:
         module.recompile()
-    return hoisted
+    return list(made)
+
+
+def cast_in_blocks(
+    module: torch.fx.GraphModule, cache: WeightCache, blocks: Sequence[Sequence[str]], chosen: Callable[[int], bool] = lambda _: True
+) -> bool:
+    """Let one node cast a block of weights, in front of the op that first reads one of them and of the transform that this is in.
+
+    `blocks` are the weights that share a node, by their names in the plan; any other weight has a node of its own, and so has each
+    device: autograd runs a node on one.
+    """
+    graph, openings = module.graph, transform_openings(module.graph)
+    inputs = graph.find_nodes(op="placeholder")
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    of = {name: number for number, block in enumerate(blocks) for name in block}
+    shared: dict[Any, dict[Hoisted, list[torch.fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    for node, cast in weight_casts(module, True, chosen):
+        weight = inputs[cast[0]]
+        shared[of.get(weight.meta.get(NODE), cast), example_value(weight).device][cast].append(node)
+    inverse = next((node for node in inputs if node.target == INVERSE), None)
+    for number, block in enumerate(shared.values()):
+        readers = [user for nodes in block.values() for node in nodes for user in node.users]
+        if not readers:
+            continue
+        first = min(readers, key=order.__getitem__)
+        (place, dtypes, layouts), name = zip(*block, strict=True), f"amprewrite_block_{number}"
+        setattr(module, name, CastBlock(dtypes, layouts, cache))
+        with graph.inserting_before(outside(openings, inputs[place[0]], first)):
+            made = graph.call_function(cast_block, (graph.create_node("get_attr", name), inverse, *(inputs[at] for at in place)))
+            for at, nodes in enumerate(block.values()):
+                item = graph.call_function(operator.getitem, (made, at))
+                item.meta = dict(nodes[0].meta)
+                for node in nodes:
+                    node.replace_all_uses_with(item)
+                    graph.erase_node(node)
+    if shared:
+        module.recompile()
+    return bool(shared)
 
 
 def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
@@ -178,143 +247,36 @@ def _goes_elsewhere(source: torch.fx.Node) -> bool:
     return any(isinstance(user.target, FunctionType) and user.target.__module__.partition(".")[0] not in _READ for user in source.users)
 
 
-class _Graph:
-    """Stands for a graph in the weight cache, for as long as the graph lives."""
-
-
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
     """`run` with the copies that it takes beside its inputs, for calls without gradients."""
     places, dtypes, layouts = zip(*hoisted, strict=True)
-    chosen = operator.itemgetter(*places, places[0])  # one more, so that it gives a tuple
-    graph = _Graph()
 
     def call(*inputs: Any) -> Any:
         with unselected():
-            copies = cache.take(chosen(inputs)[:-1], dtypes, layouts, graph)
+            copies = cache.take([inputs[place] for place in places], dtypes, layouts)
         return run(*inputs, *copies)
 
     return call
 
 
-@dataclass(frozen=True)
-class Linking:
-    """How the copies of a training graph are linked to their weights."""
+def with_kept_weights(module: torch.fx.GraphModule, cache: WeightCache) -> CompiledFn:
+    """What calls a graph that casts its weights where it reads them; in a block that keeps copies, one that takes those."""
+    cast_where_read: CompiledFn = module.forward
+    takes_kept: list[CompiledFn] = []
 
-    hoisted: Sequence[Hoisted]
-    blocks: Sequence[Sequence[int]]
-    """The places of the copies that share an autograd node."""
-    inverse: int | None
-    """The place of the input that gradients are multiplied by."""
-    saved: int
-    """Bytes that forward keeps for backward at least, beside copies."""
-    saved_at_capture: int
-    """The same with the sizes of capture, where they may vary."""
-    inside: bool
-    """Whether the graph links them itself: then it takes what links them as one more input."""
-    lets_go: bool
-    """Whether low gradients may be let go as they are cast: a compiler may keep their memory."""
+    def call(*inputs: Any) -> Any:
+        if cache.block() is None:
+            return cast_where_read(*inputs)
+        if not takes_kept:
+            other, _ = copy_graph(module)
+            hoisted = hoist_weight_casts(other)
+            takes_kept.append(with_cached_weights(other.forward, hoisted, cache) if hoisted else cast_where_read)
+        return takes_kept[0](*inputs)
 
-
-def link_copies(module: torch.fx.GraphModule, hoisted: Sequence[Hoisted], blocks: Sequence[Sequence[str]], eager: bool) -> Linking:
-    """Say how the copies of a training graph are linked, and have the graph do it, if it is `eager` and ranks train.
-
-    `blocks` are the weights that share an autograd node, by their names in the plan; any other weight has one of its own, and so has
-    each device: autograd runs a node on one. What a compiler makes has one autograd node for all of the graph, and needs no links inside
-    it.
-    """
-    inside = eager and ranks_train()
-    inputs = module.graph.find_nodes(op="placeholder")
-    names = [node.target for node in inputs]
-    of = {name: number for number, block in enumerate(blocks) for name in block}
-    shared: dict[Any, list[int]] = defaultdict(list)
-    for at, (place, _, _) in enumerate(hoisted):
-        weight = inputs[place]
-        shared[of.get(weight.meta.get(NODE), (at,)), example_value(weight).device].append(at)
-    inverse = names.index(INVERSE) if INVERSE in names else None
-    least, likely = _saved(inputs, lambda size: size if type(size) is int else 0), _saved(inputs, hint)
-    found = Linking(hoisted, tuple(shared.values()), inverse, least, likely, inside, lets_go=eager)
-    if inside:
-        copies = [node for node in inputs if node.meta.get("tensor_dict") is _STAYS]  # those of frozen weights come last
-        _link_where_read(module, copies[: len(hoisted)], found.blocks)
-    return found
-
-
-def _link_where_read(module: torch.fx.GraphModule, copies: Sequence[torch.fx.Node], blocks: Sequence[Sequence[int]]) -> None:
-    """Link each block of copies in front of the op that first reads one of them, and of the transform that this is in."""
-    graph, openings = module.graph, transform_openings(module.graph)
-    order = {node: at for at, node in enumerate(graph.nodes)}
-    with graph.inserting_after(copies[-1]):
-        links = graph.placeholder("amprewrite_links")
-    for number, block in enumerate(blocks):
-        chosen = [copies[at] for at in block]
-        first = min((user for copy in chosen for user in copy.users), key=order.__getitem__)
-        with graph.inserting_before(outside(openings, chosen[0], first)):
-            linked = graph.call_function(link_block, (links, number, *chosen))
-            for at, copy in enumerate(chosen):
-                item = graph.call_function(operator.getitem, (linked, at))
-                item.meta = dict(copy.meta)
-                for user in [user for user in copy.users if user is not linked]:
-                    user.replace_input_with(copy, item)
-    module.recompile()
-
-
-def with_linked_weights(run: CompiledFn, cache: WeightCache, linking: Linking) -> CompiledFn:
-    """`run` with the copies that it takes beside its inputs, each linked to its weight if that takes a gradient."""
-    places, dtypes, layouts = zip(*linking.hoisted, strict=True)
-    linked = LinkedCopies(dtypes, layouts, cache, linking.blocks)
-
-    def operands(inputs: Sequence[Any]) -> tuple[list[Any], Any]:
-        return [inputs[place] for place in places], None if linking.inverse is None else inputs[linking.inverse]
-
-    def linked_inside(*inputs: Any) -> Any:
-        if linked.rooms is None:
-            linked.rooms = [sum(inputs[places[at]].nbytes for at in block) for block in linking.blocks]  # one launch: blocks are small
-        with unselected():
-            copies, links = linked.begin(*operands(inputs))
-        return run(*inputs, *copies, links)
-
-    def linked_before(*inputs: Any) -> Any:
-        if linking.lets_go and linked.rooms is None:
-            linked.early, linked.rooms = _schedule(inputs, linking)
-        with unselected():
-            copies = linked.take(*operands(inputs))
-        return run(*inputs, *copies)
-
-    return linked_inside if linking.inside else linked_before
-
-
-def _saved(inputs: Sequence[torch.fx.Node], known: Callable[[Any], int]) -> int:
-    """Bytes that forward keeps for backward at least: what ops read beside low copies of weights. `known` gives each size."""
-    beside: dict[torch.fx.Node, int] = {}
-    for copy in inputs:
-        if copy.meta.get("tensor_dict") is _STAYS:
-            for operand in (operand for user in copy.users for operand in user.all_input_nodes if operand.op != "placeholder"):
-                value = example_value(operand)
-                beside[operand] = math.prod(map(known, value.shape)) * value.itemsize if isinstance(value, torch.Tensor) else 0
-    return sum(beside.values())
-
-
-def _schedule(inputs: Sequence[Any], linking: Linking) -> tuple[bool, list[int]]:
-    """Whether gradients are cast as soon as all are there, and the bytes that a backward adds after each block at least.
-
-    A gradient takes four bytes an element, and a low copy that is not needed any more gives two back. If forward ends with more than
-    backward does, for all that is saved, a block waits for the end of the backward and the difference may be had as well; so may what
-    blocks before it add, which come after it. Else gradients make the peak: a single block is cast before the backward goes on to
-    the weights that forward reads in front of it, such as embeddings.
-    """
-    low = {place for place, dtype, _ in linking.hoisted if dtype.itemsize == 2}
-    adds: dict[int, int] = {}
-    for place, each in enumerate(inputs):
-        if isinstance(each, torch.nn.Parameter):
-            adds[place] = ((4 if each.requires_grad else 0) - (2 if place in low else 0)) * each.numel()
-    spare = max(0, linking.saved - sum(adds.values()))
-    early = len(linking.blocks) == 1 and linking.saved_at_capture <= sum(adds.values())
-    adding = adds if early else {place: adds[place] for place, _, _ in linking.hoisted if place in adds}
-    firsts = [min(linking.hoisted[at][0] for at in block) for block in linking.blocks]
-    return early, [spare + max(0, sum(size for place, size in adding.items() if place < first)) for first in firsts]
+    return call
 
 
 __all__ = [
-    "Copy", "HoistWeightCasts", "Linking", "copies_read", "hoist_weight_casts", "link_copies", "read_low_alone",
-    "with_cached_weights", "with_linked_weights",
+    "Copy", "HoistWeightCasts", "cast_in_blocks", "copies_read", "hoist_weight_casts", "read_low_alone", "with_cached_weights",
+    "with_kept_weights",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ class ReadFrozenWeights(Pass[Target, EditedGraph]):
         if not target.frozen:
             return False
         _refuse_writes(edited.module, target.frozen)
-        if target.training and not target.weight_cache:
+        if target.training and target.weight_cache is None:
             edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
         edited.stored = hoist_weight_casts(edited.module, target.training, target.frozen.__contains__)
         edited.cast_up = cast_up(edited.module, target.frozen)

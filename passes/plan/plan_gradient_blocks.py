@@ -5,7 +5,6 @@
 2. They are taken in the order of the graph. A block ends at MOST weights, or before it exceeds the elements that the problem allows: a
    gradient waits for the others of its block.
 3. A weight of so many elements is a block by itself.
-4. If blocks are full, the first one is not: it comes last in backward, where memory is scarce and large blocks are cast in parts.
 
 A given plan says so itself; one without blocks has them decided.
 """
@@ -56,14 +55,13 @@ def blocks(numels: Sequence[int], elements: int) -> tuple[tuple[int, ...], ...]:
     made: list[tuple[int, ...]] = []
     run: list[int] = []
     size = 0
-    most = sum(numel < elements for numel in numels) % MOST or MOST
     for index, numel in enumerate(numels):
         if numel >= elements:
             made.append((index,))
             continue
-        if run and (len(run) == most or size + numel > elements):
+        if run and (len(run) == MOST or size + numel > elements):
             made.append(tuple(run))
-            run, size, most = [], 0, MOST
+            run, size = [], 0
         run.append(index)
         size += numel
     if run:

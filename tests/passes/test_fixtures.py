@@ -42,6 +42,7 @@ from versions import differs_in_2_11
 from amprewrite import passes
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, Target
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
@@ -209,7 +210,8 @@ def edited(name: str, words: list[str], module: torch.fx.GraphModule) -> str:
     run_passes(passes.TIDY, plan, graph)
     places = enumerate(graph.module.graph.find_nodes(op="placeholder")) if "frozen" in words else ()
     frozen = {place: FrozenWeight(torch.zeros(8, 8, dtype=low.dtype), (8, 8), (8, 1)) for place, node in places if node.name == "l_w_"}
-    return _before_and_after(name, passes.LOWER, Target("compiled" not in words, training, "cached" in words, frozen), graph)
+    target = Target("compiled" not in words, training, WeightCache() if "cached" in words else None, plan.gradient_blocks, frozen)
+    return _before_and_after(name, passes.LOWER, target, graph)
 
 
 def _before_and_after(name: str, members: tuple[Any, ...], read: Any, graph: EditedGraph) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from amprewrite.graphs.fx.node_facts import kept_meta
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.counts import Count
 from amprewrite.ir.op_calls import Call
 from amprewrite.ir.plans.pad_plan import Layout
@@ -95,8 +96,10 @@ class Target:
     """Runs as it is, not through a compiler."""
     training: bool
     """Was captured with gradients."""
-    weight_cache: bool
-    """Takes its low copies of weights from a cache."""
+    weight_cache: WeightCache | None
+    """What makes its low copies of weights; None: the graph casts each weight where it reads it."""
+    blocks: Sequence[Sequence[str]] = ()
+    """Which weights share an autograd node in training, by their names in the plan."""
     frozen: Mapping[int, FrozenWeight] = field(default_factory=dict)
     """The frozen weights among its inputs, by place."""
 

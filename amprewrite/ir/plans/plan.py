@@ -154,8 +154,8 @@ class RegionPlan:
     scales_loss: bool = False
     """Whether gradients are multiplied by the loss scale inside this region."""
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
-    """Weights that share an autograd node: their copies are made before the graph runs, and their gradients come back together. If the
-    graph may write a weight, its cast stays in the graph all the same."""
+    """Weights that share an autograd node: one launch casts them, and their gradients come back together. If the graph may write a
+    weight, that is cast where it is read all the same."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
         """The ops to which one of these edits is done, and which; switched off ones are left out."""

@@ -77,8 +77,10 @@ class Graphs(Protocol):
     outdated: bool
 
 
-def look(every: Iterable[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
+def look(every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
     """Mark graphs whose weights changed sides as outdated and note it; a warning if a weight does not fit any more, else ""."""
+    if not any(graphs.weights for graphs in every):
+        return ""
     worse: list[str] = []
     weights: dict[str, Tensor] = _weights(root)
     for graphs in every:

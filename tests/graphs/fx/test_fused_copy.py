@@ -20,7 +20,7 @@ import amprewrite
 from amprewrite.graphs.fx.ops import finite_flags, fused_copy
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
-from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
+from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.runtime.training.nonfinite import find_nonfinite, found_after_backward
 from amprewrite.tables.errors import AmpRewriteWarning
@@ -356,7 +356,7 @@ def test_training_is_the_same_with_the_kernel(kernels: ModuleType, monkeypatch: 
 def test_padded_weights_are_written_in_one_launch(kernels: ModuleType) -> None:
     weights = [whole(5, 11).requires_grad_(), whole(7).requires_grad_(), whole(7, 5).requires_grad_()]
     layouts = [((0, ((5, 8),)), (1, ((11, 16),))), ((0, ((7, 8),)),), ((0, ((7, 8),)), (1, ((5, 8),)))]
-    made = LinkedCopies([torch.float16] * 3, layouts, WeightCache()).take(weights, torch.tensor(0.25))
+    made = cast_block(CastBlock([torch.float16] * 3, layouts, WeightCache()), torch.tensor(0.25), *weights)
     assert kernels.launches == [(2, 2, False)], "the one in a row is torch's"
     for w, copy, layout in zip(weights, made, layouts, strict=True):
         assert torch.equal(copy, pad_cast(w, torch.float16, layout))

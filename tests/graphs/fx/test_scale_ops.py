@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from amprewrite.graphs.fx.ops import scale_ops
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient, unscale_gradient
-from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
+from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 
 LOW = [torch.float16, torch.bfloat16]
@@ -39,7 +39,7 @@ def net(x: Tensor, w1: Tensor, w2: Tensor, scale: Tensor | None, inverse: Tensor
 
 def linked(weights: list[Tensor], dtype: torch.dtype, inverse: Tensor) -> list[Tensor]:
     """Copies of weights through one autograd node."""
-    return LinkedCopies([dtype] * len(weights), [()] * len(weights), WeightCache()).take(weights, inverse)
+    return cast_block(CastBlock([dtype] * len(weights), [()] * len(weights), WeightCache()), inverse, *weights)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
 from amprewrite.graphs.fx.ops.scale_ops import cast_in, scale_gradient
-from amprewrite.graphs.fx.weights.linked_copies import LinkedCopies
+from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScale, LossScaleError, NoLossScale, StaticLossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite
@@ -49,8 +49,8 @@ class Tiny(nn.Module):
         if self.gate is None:
             return self.layers(x.to(LOW), *(w.to(LOW) for w in weights))
         scale, inverse = self.gate.snapshot(x.device)
-        linked = LinkedCopies([LOW] * 4, [()] * 4, WeightCache())
-        low = linked.take(weights, inverse) if self.many else [cast_in(w, LOW, inverse) for w in weights]
+        block = CastBlock([LOW] * 4, [()] * 4, WeightCache())
+        low = cast_block(block, inverse, *weights) if self.many else [cast_in(w, LOW, inverse) for w in weights]
         return scale_gradient(self.layers(cast_in(x, LOW, inverse), *low), scale)
 
     @staticmethod

@@ -82,15 +82,6 @@ def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     return torch.zeros(physical(tuple(like.shape), layout), dtype=dtype, device=like.device).contiguous(memory_format=memory_format)
 
 
-def fits(copy: Tensor, like: Tensor, layout: Layout) -> bool:
-    """Whether `copy` has the device, sizes and strides of a new copy of `like` that is padded as `layout`."""
-    if copy.get_device() != like.get_device():
-        return False
-    if not layout:
-        return copy.shape == like.shape and copy.stride() == like.stride()
-    return tuple(copy.shape) == physical(tuple(like.shape), layout) and _channels_last(copy) == _channels_last(like)
-
-
 def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """(source, target) of a plain copy of `w` into `copy`, which is padded as `layout`."""
     return (_opened(w, layout, 0)[0], logical_part(copy, layout)) if layout else (w, copy)
@@ -149,5 +140,5 @@ def batch_norm_padded(
 
 
 __all__ = [
-    "batch_norm_padded", "copy_ends", "empty_padded", "fits", "logical_part", "pad_cast", "pad_dims", "resize", "slice_dims",
+    "batch_norm_padded", "copy_ends", "empty_padded", "logical_part", "pad_cast", "pad_dims", "resize", "slice_dims",
 ]  # fmt: skip

@@ -25,8 +25,7 @@ Old-style `forward(ctx, ...)` functions, on purpose: measured on CPU a cast of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,92 +93,39 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return _times(gradient, factor, dtype)
 
 
-@dataclass(frozen=True)
-class Widening:
-    """How the gradients of a block may be brought to fp32."""
-
-    alone: Set[int] = frozenset()
-    """Places of those that nothing else refers to: fp32 ones may be multiplied where they lie, low ones let go as soon as they are cast."""
-    room: int | None = None
-    """Bytes that a backward adds after this; None: the low gradients are cast at once."""
-    least: int = 0
-    """Bytes of low gradients that may be cast at once anyhow."""
-
-    def pieces(self, sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Which low gradients of so many bytes to cast at once, so that these and their copies stay below what backward ends with.
-
-        With b bytes to cast, r left, and a room of s, memory grows by 2b before b are let go, and by r + s until the end. Large ones
-        come first: in the end small ones are left, many at once.
-        """
-        order = range(len(sizes)) if self.room is None else sorted(range(len(sizes)), key=lambda place: -sizes[place])
-        start, left = 0, sum(sizes)
-        while start < len(order):
-            most = left if self.room is None else (left + self.room + self.least) // 2
-            end = start + 1
-            taken = sizes[order[start]]
-            while end < len(order) and taken + sizes[order[end]] <= most:
-                taken += sizes[order[end]]
-                end += 1
-            yield order[start:end]
-            start, left = end, left - taken
-
-
-AT_ONCE = Widening()
-
-
 def leaving_many(
-    gradients: Sequence[Tensor | None],
-    factor: Tensor | None,
-    dtypes: Sequence[torch.dtype],
-    needs: Sequence[bool],
-    flag: Tensor | None = None,
-    how: Widening = AT_ONCE,
+    gradients: Sequence[Tensor | None], factor: Tensor | None, dtypes: Sequence[torch.dtype], needs: Sequence[bool]
 ) -> Iterator[Tensor | None]:
     """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts.
 
-    Where it can, it checks them while it multiplies: `flag`, a 0-dim fp32 tensor, or one of its own, becomes 1 if one is not finite, and
-    they are vouched for (`finite_flags.py`). The gradients, `factor` and `flag` lie on one device.
+    Where it can, it checks them while it multiplies, and they are vouched for (`finite_flags.py`). All lie on one device, and so does
+    `factor`.
     """
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
     if torch.is_grad_enabled():
         products = [g.to(dtype) if factor is None else _applied(_Times, g, factor, dtype) for g, dtype in present]
     elif all(dtype == torch.float32 and is_plain(g) for g, dtype in present):
-        free = [place in how.alone for place, (g, _, need) in enumerate(wanted) if need and g is not None]
-        products = _leaving_plain([g for g, _ in present], factor, flag, free, how)
+        products = _leaving_plain([g for g, _ in present], factor)
     else:
         products = [g.to(dtype) if factor is None else _times(g, factor, dtype) for g, dtype in present]
     rest = iter(products)
     return (next(rest) if need and g is not None else None for g, _, need in wanted)
 
 
-def _leaving_plain(
-    gradients: Sequence[Tensor], factor: Tensor | None, flag: Tensor | None, free: Sequence[bool], how: Widening
-) -> list[Tensor]:
-    """`gradients` in fp32, times `factor`: a launch casts those that are low, and one multiplies and checks all.
-
-    What is fp32 already is copied first, unless it is `free` to be written.
-    """
+def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[Tensor]:
+    """`gradients` in fp32, times `factor`: a launch casts them, and one multiplies and checks all. What they were stays as it is."""
     low = [place for place, gradient in enumerate(gradients) if gradient.dtype != torch.float32]
-    if factor is not None and flag is None and gradients:
-        flag = torch.zeros_like(factor)
-    made, left = list(gradients), set(range(len(gradients)))
-    for piece in how.pieces([gradients[place].nbytes for place in low]):
-        places = [low[at] for at in piece]
-        members = [gradients[place] for place in places]
-        fused = unscale_many(members, factor, flag) if factor is not None and flag is not None else None
-        for place, widened in zip(places, fused or _copies(members), strict=True):
+    made, left = list(gradients), low if factor is None else list(range(len(gradients)))
+    flag = None if factor is None else torch.zeros_like(factor)
+    if factor is not None and low and (fused := unscale_many([gradients[place] for place in low], factor, flag)) is not None:
+        for place, widened in zip(low, fused, strict=True):
             made[place] = widened
-            if free[place] and how.room is not None:
-                gradients[place].untyped_storage().resize_(0)
-        left -= set(places) if fused else set()
-    if factor is None or flag is None:
-        return made
-    shared = [place for place in sorted(left.difference(low)) if not free[place]]
-    for place, copy in zip(shared, _copies([gradients[place] for place in shared]), strict=True):
+        left = [place for place in left if place not in set(low)]
+    for place, copy in zip(left, _copies([gradients[place] for place in left]), strict=True):
         made[place] = copy
-    if left:
-        unscaled = [made[place] for place in sorted(left)]
+    if factor is not None and flag is not None and left:
+        unscaled = [made[place] for place in left]
         torch._amp_foreach_non_finite_check_and_unscale_(unscaled, flag, factor)
         record_finite_flag(unscaled, flag)
     return made
@@ -188,7 +134,8 @@ def _leaving_plain(
 def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Each in fp32, in memory of its own."""
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    copy_many(gradients, made)
+    if made:
+        copy_many(gradients, made)
     return made
 
 

@@ -1,13 +1,12 @@
-"""Low copies of weights: for one call, for a block of calls, or until an optimizer steps.
+"""Low copies of weights that outlive a call: for a block of calls, or until an optimizer steps.
 
-PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` as it was. So by
-default a copy serves one call of one graph:
+PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default
+a copy serves one call of one graph, and nothing is kept.
 
-1. A call makes all its copies in one multi-tensor launch; one without gradients over the memory of the last ones.
-2. Memory is written over only while nothing else refers to it: no other call, no view, no autograd graph.
-3. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; `cache_weights="step"` has one for good.
-4. A kept copy ends if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
-5. Other writes are looked for: a few rows at every call, and the copies once more at the end of a block.
+1. Outside of a block every call makes new copies, all in one multi-tensor launch.
+2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; `cache_weights="step"` has one that never closes.
+3. A kept copy ends if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
+4. Other writes are looked for: a few rows at every call, and the copies once more at the end of a block.
 
 One file because copies, the blocks that keep them and what ends them share one lock.
 """
@@ -18,7 +17,6 @@ import contextlib
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,10 +26,9 @@ from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain
-from amprewrite.graphs.fx.ops.pad_ops import copy_ends, fits, pad_cast
+from amprewrite.graphs.fx.ops.pad_ops import copy_ends, empty_padded, pad_cast
 from amprewrite.graphs.fx.uncaptured import GradMode, unselected
 from amprewrite.graphs.fx.weights.compare import differs, same, sample
-from amprewrite.graphs.fx.weights.copy_memory import Memory, Place, Prepared, all_alone, fill, stream_of, streams_of
 from amprewrite.graphs.fx.weights.step_listeners import add_listener, drop_listener
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
@@ -51,13 +48,9 @@ class _Copy:
     """A copy that is kept, and the weight as it was when the copy was made."""
 
     weight: Tensor
-    memory: Memory
+    copy: Tensor
     version: int
     address: int
-
-    @property
-    def copy(self) -> Tensor:
-        return self.memory.copy
 
     def counted_fresh(self, weight: Tensor) -> bool:
         """Whether PyTorch counts no write to `weight` since."""
@@ -91,16 +84,9 @@ class _Own(threading.local):
 
 
 class WeightCache:
-    """Copies by (weight, dtype, padded layout, stream) of one rewritten model.
-
-    A copy has its weight's `requires_grad`, though no graph is recorded: `matmul` looks at the flag to choose between one mm
-    and an expanded bmm (should_fold in ATen/native/LinearAlgebra.cpp).
-    """
+    """Copies by (weight, dtype, padded layout, stream) of one rewritten model."""
 
     def __init__(self, until_step: bool = False) -> None:
-        self._idle: dict[Place, Memory] = {}
-        """Memory of copies that served one call, to be written over."""
-        self._prepared: weakref.WeakKeyDictionary[object, Prepared] = weakref.WeakKeyDictionary()
         self._until_step = Block("cache_weights='step'", lasting=True) if until_step else None
         self._shared: Block | None = None
         self._own = _Own()
@@ -112,20 +98,14 @@ class WeightCache:
             add_listener(self)
 
     # -- copies --------------------------------------------------------------------------
-    def take(
-        self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], graph: object | None = None
-    ) -> list[Tensor]:
-        """A copy of each weight as it is now, or as it was when an open block copied it.
-
-        A `graph` that always asks for the same dtypes and layouts is prepared for once.
-        """
+    def take(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
+        """A copy of each weight as it is now, or as it was when an open block copied it."""
         streams = streams_of(weights)
         if streams and recording(_CUDA):
             self._replayed = True  # a replay steps weights and calls no hook
-            return [_made_alone(*each) for each in zip(weights, dtypes, layouts, strict=True)]
-        block = self.block()
+        block = self.block() if not self._replayed else None
         if block is None:
-            return self._make(weights, dtypes, layouts, streams, graph)
+            return make_copies(weights, dtypes, layouts)
         keys = [
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
@@ -134,7 +114,7 @@ class WeightCache:
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)
-            taken.append(found.memory.copy if found is not None and found.counted_fresh(weight) else None)
+            taken.append(found.copy if found is not None and found.counted_fresh(weight) else None)
         stale = [place for place, copy in enumerate(taken) if copy is None]
         if stale:
             made = self._make_kept([weights[place] for place in stale], [keys[place] for place in stale], copies)
@@ -142,124 +122,18 @@ class WeightCache:
                 taken[place] = copy
         return taken  # type: ignore[return-value]
 
-    def _make(
-        self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], streams: dict[int, int],
-        graph: object | None,
-    ) -> list[Tensor]:  # fmt: skip
-        """New copies for one call, in one launch, over the memory of the last ones if nothing else refers to it."""
-        with self._lock:
-            prepared = self._prepared.get(graph) if graph is not None else None
-            if prepared is None or not prepared.serves(weights, streams):
-                plain = [is_plain(weight) for weight in weights]
-                if not all(plain):
-                    return self._make_some(weights, dtypes, layouts, streams, plain)
-                on = [stream_of(weight, streams) for weight in weights]
-                wanted = list(zip(dtypes, layouts, on, strict=True))
-                prepared = Prepared(weights, streams, self._memories(weights, wanted))
-                if graph is not None:
-                    self._prepared[graph] = prepared
-            memories = prepared.memories
-            copies = self._free(memories, weights)
-        fill(weights, memories, copies)
-        return copies
-
-    def _free(self, memories: list[Memory], weights: Sequence[Tensor]) -> list[Tensor]:
-        """The copies in `memories`, of which what something else holds is exchanged for new memory."""
-        copies = [memory.copy for memory in memories]
-        if not all_alone(memories, copies):
-            copies = []  # what nothing else held is free again
-            for place, memory in enumerate(memories):
-                if not all_alone([memory], [memory.copy]):
-                    memories[place] = self._idle[memory.place] = Memory(memory.place, weights[place], memory.layout)
-            copies = [memory.copy for memory in memories]
-        return copies
-
-    def take_with_gradients(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-        """A copy of each plain weight as it is now, or as it was when an open block copied it.
-
-        The autograd graph owns their memory, and gives it back as backward goes. That of padded copies is kept and lent: the padding
-        in it is zero already.
-        """
-        if self.block() is not None or recording(_CUDA):
-            return self.take(weights, dtypes, layouts)
-        if not any(layouts):
-            copies = [torch.empty_like(weight, dtype=dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
-            copy_many(weights, copies)
-            return copies
-        wanted = list(zip(weights, dtypes, layouts, strict=True))
-        lent = iter(self._lend([each for each in wanted if each[2]]))
-        copies = [next(lent) if layout else torch.empty_like(weight, dtype=dtype) for weight, dtype, layout in wanted]
-        ends = [copy_ends(weight, copy, layout) for weight, copy, layout in zip(weights, copies, layouts, strict=True)]
-        copy_many([source for source, _ in ends], [target for _, target in ends])
-        return copies
-
-    def _lend(self, wanted: Sequence[tuple[Tensor, torch.dtype, Layout]]) -> list[Tensor]:
-        """Memory for padded copies, not lent again while anything refers to it."""
-        weights = [weight for weight, _, _ in wanted]
-        streams = streams_of(weights)
-        with self._lock:
-            memories = self._memories(weights, [(dtype, layout, stream_of(weight, streams)) for weight, dtype, layout in wanted])
-            return [copy.detach() for copy in self._free(memories, weights)]
-
-    def _make_some(
-        self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout], streams: dict[int, int],
-        plain: Sequence[bool],
-    ) -> list[Tensor]:  # fmt: skip
-        """Copies of weights some of which are more than dense memory: those are made one by one."""
-        places = [place for place, is_plain in enumerate(plain) if is_plain]
-        together: list[Tensor] = []
-        if places:
-            asked = [dtypes[place] for place in places], [layouts[place] for place in places]
-            together = self._make([weights[place] for place in places], *asked, streams, None)
-        made = dict(zip(places, together, strict=True))
-        return [
-            made[place] if place in made else _made_alone(weight, dtypes[place], layouts[place]) for place, weight in enumerate(weights)
-        ]
-
     def _make_kept(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies) -> list[Tensor]:
-        """New copies; those of plain weights in one launch, and kept in `keep`."""
-        plain = [place for place, weight in enumerate(weights) if is_plain(weight)]
-        states = [_state(weights[place]) for place in plain]
+        """New copies; those of plain weights are kept in `keep`."""
+        states = [_state(weight) if is_plain(weight) else None for weight in weights]
         with self._lock:
             _drop_dead(keep)
-            wanted = [keys[place][1:] for place in plain]
-            memories = self._memories([weights[place] for place in plain], wanted)
-            for at, memory in enumerate(memories):
-                self._idle.pop(memory.place, None)
-                if not all_alone([memory], [memory.copy]):
-                    memories[at] = Memory(memory.place, weights[plain[at]], memory.layout)
-            self._prepared.clear()  # it refers to the memory that is kept now
-        copies = [memory.copy for memory in memories]
-        if copies:
-            fill([weights[place] for place in plain], memories, copies)
+        with torch.inference_mode(False):  # a call outside of inference mode may read them, too
+            made = make_copies(weights, [key[1] for key in keys], [key[2] for key in keys])
         with self._lock:
-            for place, memory, state in zip(plain, memories, states, strict=True):
+            for weight, key, state, copy in zip(weights, keys, states, made, strict=True):
                 if state is not None:
-                    keep[keys[place]] = _Copy(weights[place], memory, *state)
-        made = dict(zip(plain, copies, strict=True))
-        return [
-            made[place] if place in made else _made_alone(weight, key[1], key[2])
-            for place, (weight, key) in enumerate(zip(weights, keys, strict=True))
-        ]
-
-    def _memories(self, weights: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, Layout, int]]) -> list[Memory]:
-        """Memory for copies of `weights`, each another: that of the last ones if it fits, or new."""
-        for place, memory in list(self._idle.items()):
-            if memory.owner.expired():
-                del self._idle[place]
-        for graph, prepared in list(self._prepared.items()):
-            if any(memory.owner.expired() for memory in prepared.memories):
-                del self._prepared[graph]
-        memories: dict[Place, Memory] = {}
-        for weight, (dtype, layout, stream) in zip(weights, wanted, strict=True):
-            at, copies = (weight.untyped_storage()._cdata, int(weight.storage_offset())), 0
-            while (place := (*at, dtype, layout, stream, copies)) in memories:
-                copies += 1
-            found = self._idle.get(place)
-            if found is None or not fits(found.copy, weight, layout):
-                found = self._idle[place] = Memory(place, weight, layout)
-            memories[place] = found
-        return list(memories.values())
+                    keep[key] = _Copy(weight, copy, *state)
+        return made
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
@@ -316,35 +190,21 @@ class WeightCache:
                 drop_listener(self)
         stale = _stale(copies, whole)
         if stale or not block.lasting:
-            self._end(block, idle=True)
+            self._end(block)
         return stale
 
-    def _end(self, block: Block, idle: bool, which: Callable[[Tensor], bool] = lambda weight: True) -> None:
-        """Forget the copies in `block` of the weights for `which` that holds; their memory may be written over if `idle`."""
+    def _end(self, block: Block, which: Callable[[Tensor], bool] = lambda weight: True) -> None:
+        """Forget the copies in `block` of the weights for `which` that holds."""
         with self._lock:
-            kept: Copies = {}
-            ended, block.copies, block.asked = block.copies, kept, None
-            _drop_dead(ended)
-            for key, found in ended.items():
-                if not which(found.weight):
-                    kept[key] = found
-                elif idle:
-                    self._idle.setdefault(found.memory.place, found.memory)
+            _drop_dead(block.copies)
+            block.copies, block.asked = {key: found for key, found in block.copies.items() if not which(found.weight)}, None
 
     # -- the end of copies ---------------------------------------------------------------
     def clear(self) -> None:
-        """Forget all copies, kept ones too, and give their memory back."""
+        """Forget all copies that are kept."""
         with self._lock:
             for block in self._blocks():
-                self._end(block, idle=False)
-            self.clear_idle()
-
-    def clear_idle(self, padded: bool = True) -> None:
-        """Give back the memory of copies that no block keeps; that of padded ones only if `padded`."""
-        if self._idle or self._prepared:
-            with self._lock:
-                self._prepared.clear()
-                self._idle = {} if padded else {place: memory for place, memory in self._idle.items() if memory.layout}
+                self._end(block)
 
     def _blocks(self) -> list[Block]:
         lasting = [self._until_step] if self._until_step is not None and self._until_step not in self._open else []
@@ -370,7 +230,7 @@ class WeightCache:
 
         with self._lock:
             for block in self._blocks():
-                self._end(block, idle=True, which=ends_too if block.lasting else ends)
+                self._end(block, which=ends_too if block.lasting else ends)
 
     # -- writes that no version counts -------------------------------------------------------
     def look(self, names: Names) -> None:
@@ -391,7 +251,7 @@ class WeightCache:
             stale += self._look_now(block) if not stale else []
         if not stale:
             return
-        self._end(block, idle=True)
+        self._end(block)
         if not block.lasting:
             raise StaleWeightsError(_changed(stale, names, block.cause))
         if block.cause not in self._warned:
@@ -417,7 +277,7 @@ class WeightCache:
         return stale
 
     def __len__(self) -> int:
-        return len(self._idle) + sum(len(block.copies) for block in self._blocks())
+        return sum(len(block.copies) for block in self._blocks())
 
 
 class _Answer:
@@ -437,7 +297,40 @@ class _Answer:
         return [weight for weight, differs in zip(self.weights, self.flags.tolist(), strict=True) if differs]
 
 
-# -- memory ------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------
+def make_copies(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
+    """New copies, those of plain weights in one launch; they record no gradient.
+
+    A copy has its weight's `requires_grad` all the same: products look at the flag to choose between one mm and an expanded bmm
+    (should_fold in ATen/native/LinearAlgebra.cpp).
+    """
+    wanted, copies = list(zip(weights, dtypes, layouts, strict=True)), list[Tensor]()
+    sources, targets = list[Tensor](), list[Tensor]()
+    with GradMode(on=False):
+        for weight, dtype, layout in wanted:
+            if is_plain(weight):
+                copies.append(empty_padded(weight, dtype, layout))
+                source, target = copy_ends(weight, copies[-1], layout)
+                sources.append(source)
+                targets.append(target)
+            else:
+                copies.append(pad_cast(weight, dtype, layout))
+        if targets:
+            copy_many(sources, targets)
+    for weight, copy in zip(weights, copies, strict=True):
+        if weight.requires_grad:
+            copy.requires_grad_()
+    return copies
+
+
+def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
+    """The current stream of each accelerator that holds one of `weights`."""
+    if torch.accelerator.current_accelerator() is None:
+        return {}
+    places = {weight.get_device() for weight in weights} - {-1}
+    return {place: torch.accelerator.current_stream(place).stream_id for place in places} | ({-1: 0} if places else {})
+
+
 def _drop_dead(copies: Copies) -> None:
     """Forget the copies of weights that nothing but these copies refers to."""
     held: dict[int, list[Key]] = {}
@@ -447,12 +340,6 @@ def _drop_dead(copies: Copies) -> None:
         if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # the copies, and the call that counts
             for key in keys:
                 del copies[key]
-
-
-def _made_alone(weight: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """A copy of a weight that a CUDA graph records, or of one that is more than dense memory."""
-    with torch.no_grad():
-        return pad_cast(weight, dtype, layout).requires_grad_(weight.requires_grad)
 
 
 def _state(weight: Tensor) -> tuple[int, int] | None:
@@ -490,4 +377,4 @@ def _changed(stale: Sequence[Tensor], names: Names, cause: str) -> str:
     )
 
 
-__all__ = ["Block", "WeightCache"]
+__all__ = ["Block", "WeightCache", "make_copies"]
