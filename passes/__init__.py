@@ -18,9 +18,9 @@ from amprewrite.passes.apply.scale_loss import ScaleLoss
 from amprewrite.passes.apply.spread_copies import SpreadCopies
 from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.keep_constants import KeepConstants
-from amprewrite.passes.lower.name_sources import NameSources
 from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
+from amprewrite.passes.lower.suit_compiler import SuitCompiler
 from amprewrite.passes.lower.tidy import Tidy
 from amprewrite.passes.normalise.follow_writes import FollowWrites
 from amprewrite.passes.normalise.free_backwards import FreeBackwards
@@ -118,7 +118,7 @@ LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
     HoistWeightCasts(),  # with a weight cache, one launch casts many weights
     ReadFrozenWeights(),  # frozen weights come in as they are stored
-    NameSources(),  # for a compiler, inputs say where they come from
+    SuitCompiler(),  # for a compiler, inputs say where they come from, and low values are kept and returned low
     KeepConstants(),  # without a compiler, integers and booleans that no input changes are computed once
 )
 

@@ -30,6 +30,7 @@ from amprewrite.passes.lower.hoist_weight_casts import (
     with_kept_weights,
 )  # fmt: skip
 from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
+from amprewrite.passes.lower.suit_compiler import with_widened_results
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
 
@@ -90,6 +91,7 @@ def _lower(
         copies += [stored_copy(frozen[index], dtype, layout, training) for index, dtype, layout in edited.stored]
         _fix_sizes(copies)
         run = backend(module, [*example_inputs_of(example_inputs, frozen, edited), *copies])
+        run = with_widened_results(run, edited.widened) if edited.widened else run
     if frozen:
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))
     return with_cached_weights(run, hoisted, cache) if cache is not None and hoisted else run

@@ -14,9 +14,12 @@ import torch
 from graph_help import block, conv
 from runtime_help import data, mlp
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import compile_fx, config
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, SchedulerNode
 
 import amprewrite
@@ -292,3 +295,44 @@ def test_a_recurrent_module_by_itself_and_one_that_must_be_whole():
     strict = amprewrite.rewrite(Recurrent(), dtype="bf16", backend=backend, strict=True)
     strict(torch.randn(2, 5, 8))
     assert len(strict.plan.regions) == len(seen) == 1
+
+
+class Head(nn.Module):
+    """Logits beside their loss, as a language model gives both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.head = nn.Linear(32, 64), nn.Linear(64, 4096)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(torch.relu(self.up(x))).float()
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+@FORMATS
+def test_nothing_of_the_size_of_logits_waits_for_backward_in_fp32(dtype: str) -> None:
+    """AOTAutograd kept the fp32 logits, since they are a result, and made fp32 zeros for their gradient."""
+    waits: list[torch.Tensor] = []
+
+    def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        waits.extend(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
+        return module
+
+    partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+    compilers: dict[str, Any] = {"fw_compiler": lambda module, _: module, "bw_compiler": keep, "partition_fn": partition}
+    backend = aot_autograd(**compilers, decompositions=select_decomp_table())
+    x, labels = torch.randn(256, 32), torch.randint(0, 4096, (256,))
+    got, want = [], []
+    for found, options in ((got, {"backend": backend}), (want, {})):
+        amp = amprewrite.rewrite(Head(), dtype=dtype, device="h100", loss_scale=2.0**8 if dtype == "fp16" else None, **options)
+        loss, logits = amp(x, labels)
+        assert logits.dtype == torch.float32
+        loss.backward()
+        logits = amp(x, labels)[1]
+        logits.square().mean().backward()
+        found += [loss, logits, *(p.grad for p in amp.parameters())]
+    large = [each.dtype for each in waits if isinstance(each, torch.Tensor) and each.shape == (256, 4096)]
+    assert large and torch.float32 not in large
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).norm() <= 1e-2 * other.norm()

@@ -23,6 +23,8 @@ from amprewrite.tables.vocabulary import Reason
 
 Hoisted = tuple[int, torch.dtype, Layout]
 """A low copy of a weight: the place of the weight among the inputs, the dtype of the copy, its padded layout."""
+Widened = tuple[int, torch.dtype, int | None]
+"""A result that is cast behind the graph: its place, its dtype then, and the place of the scale for its gradient among the inputs."""
 
 
 @dataclass
@@ -117,6 +119,8 @@ class EditedGraph:
     """The low copies of weights that the graph takes after the inputs it was captured with."""
     stored: list[Hoisted] = field(default_factory=list)
     """The low copies of frozen weights that it takes as its last inputs."""
+    widened: list[Widened] = field(default_factory=list)
+    """The results that leave low and are cast behind the graph."""
     cast_up: list[int] = field(default_factory=list)
     """Places of frozen weights that it takes low and reads in fp32."""
 
@@ -151,4 +155,4 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     return copied, copies
 
 
-__all__ = ["Captured", "EditedGraph", "Hoisted", "Reading", "Target", "copy_graph"]
+__all__ = ["Captured", "EditedGraph", "Hoisted", "Reading", "Target", "Widened", "copy_graph"]

@@ -1,0 +1,92 @@
+"""Make a graph ready for AOTAutograd, which compilers are built on.
+
+1. Inputs say where they come from, as Dynamo says it; a hoisted copy comes from nowhere.
+2. In training a result that is a cast of a low value leaves low and is cast behind the graph. AOTAutograd keeps results for backward, and
+   makes zeros in their dtype if no gradient comes: logits that are returned beside a loss took eight bytes an element, and take four.
+3. A cast up is marked to be computed again: AOTAutograd may keep the low value for backward, and not the copy, which is twice as large.
+
+    before   return loss, to(logits, float32)          after   return loss, logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from amprewrite.graphs.fx.captured import EditedGraph, Target, Widened, copy_graph
+from amprewrite.graphs.fx.node_facts import example_value
+from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
+from amprewrite.ir.pass_base import Pass
+from amprewrite.tables.formats import LOW_DTYPES
+
+CompiledFn = Callable[..., Any]
+
+
+class SuitCompiler(Pass[Target, EditedGraph]):
+    name = "suit-compiler"
+
+    def call(self, target: Target, edited: EditedGraph) -> bool:
+        if target.eager:
+            return False
+        if target.training:
+            self._keep_low(edited)
+        for node in edited.module.graph.find_nodes(op="placeholder"):
+            node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
+        return True
+
+    def _keep_low(self, edited: EditedGraph) -> None:
+        edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
+        edited.widened = return_low(edited.module.graph)
+        for node in filter(_widens, edited.module.graph.nodes):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        edited.module.recompile()
+
+
+def return_low(graph: torch.fx.Graph) -> list[Widened]:
+    """Return low values in place of fp32 casts of them."""
+    (output,) = graph.find_nodes(op="output")
+    inputs = graph.find_nodes(op="placeholder")
+    results, found = list(output.args[0]), list[Widened]()
+    for place, result in enumerate(results):
+        entered = isinstance(result, torch.fx.Node) and result.target is scale_gradient
+        cast = result.args[0] if entered else result
+        if isinstance(cast, torch.fx.Node) and _widens(cast):
+            results[place] = cast.args[0]
+            found.append((place, example_value(cast).dtype, inputs.index(result.args[1]) if entered else None))
+    before, output.args = output.args[0], (tuple(results),)
+    for node in (before[place] for place, *_ in found):
+        while not node.users and node not in results:
+            source = node.args[0]
+            graph.erase_node(node)
+            if node.target is not scale_gradient:
+                break
+            node = source
+    return found
+
+
+def _widens(node: torch.fx.Node) -> bool:
+    """Whether a conversion gives fp32 values of low ones."""
+    source = node.args[0] if node.args and node.target in ("to", "float") else None
+    values = [example_value(each) for each in (source, node) if isinstance(each, torch.fx.Node)]
+    before, after = (getattr(value, "dtype", None) for value in values) if len(values) == 2 else (None, None)
+    return before in LOW_DTYPES and after == torch.float32
+
+
+def with_widened_results(run: CompiledFn, widened: list[Widened]) -> CompiledFn:
+    """`run`, with results that leave low cast behind it."""
+
+    def call(*inputs: Any) -> Any:
+        results = list(run(*inputs))
+        for place, dtype, scale in widened:
+            wide = results[place].to(dtype)
+            results[place] = wide if scale is None else scale_gradient(wide, inputs[scale])
+        return tuple(results)
+
+    return call
+
+
+__all__ = ["SuitCompiler", "return_low", "with_widened_results"]
