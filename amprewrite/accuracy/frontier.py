@@ -217,7 +217,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
     def nudged(value: Any) -> Any:
         if not (isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided):
             return value
-        up = torch.randint(0, 2, value.shape, generator=generator).to(value.device).bool()
+        up = torch.randint(0, 2, value.shape, generator=generator, device="cpu").to(value.device).bool()
         return torch.nextafter(value, torch.where(up, math.inf, -math.inf).to(value))
 
     def run_nudged(captured: Captured, inputs: tuple[Any, ...]) -> Any:

@@ -77,7 +77,7 @@ def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bo
     sources = [node for node in inputs if differentiable(example_value(node))]
     values = [t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))]
     # A CPU's gradients may wait for an accelerator's scale, an accelerator must not wait for the host.
-    like = next((t for t in values if t.device.type != "cpu"), values[0] if values else torch.empty(()))
+    like = next((t for t in values if t.device.type != "cpu"), values[0] if values else torch.empty((), device="cpu"))
     scale, inverse = _scale_inputs(graph, inputs, like)
     outside = nodes_outside(graph, high)
     for node in graph.nodes:

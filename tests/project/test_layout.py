@@ -132,3 +132,18 @@ def test_public_methods_are_documented() -> None:
                 bare = getattr(function, "__func__", getattr(function, "fget", function))
                 if not method.startswith("_") and inspect.isfunction(bare):
                     assert bare.__doc__ or len(inspect.getsource(bare).splitlines()) <= 6, f"{name}.{method}"
+
+
+MAKERS = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
+    "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+"""What makes a tensor on the default device of the process, unless it is told another."""
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=shown)
+def test_what_makes_a_tensor_names_its_device(path: Path) -> None:
+    """Users set another default device: a tensor of the host would come to lie there."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    makers = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}]
+    assert not [ast.unparse(call) for call in makers if not any(keyword.arg == "device" for keyword in call.keywords)]

@@ -51,7 +51,7 @@ class Metric:
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """A random vector whose covariance weighs the errors of this output's elements."""
-        signs = (torch.randint(0, 2, output.shape, generator=generator) * 2 - 1).to(output)
+        signs = (torch.randint(0, 2, output.shape, generator=generator, device="cpu") * 2 - 1).to(output)
         return torch.where(output.detach().isfinite(), signs, 0)
 
     def of_squares(self, squared: float) -> float:
@@ -84,7 +84,7 @@ class LogProb(Metric):
         return 2.0 * sum(t.numel() // t.shape[-1] for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        signs = (torch.randint(0, 2, output.shape, generator=generator) * 2 - 1).to(output)
+        signs = (torch.randint(0, 2, output.shape, generator=generator, device="cpu") * 2 - 1).to(output)
         p = output.detach().softmax(-1).nan_to_num(0, 0, 0)
         root = p.sqrt() * signs
         return root - p * root.sum(-1, keepdim=True)

@@ -63,7 +63,7 @@ class ValueRange:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ValueRange:
         """What there is to see in one floating tensor, read in fp32, on whatever device it is."""
-        bins = torch.zeros(256, dtype=torch.int64)
+        bins = torch.zeros(256, dtype=torch.int64, device="cpu")
         nan = zeros = 0
         least, greatest, smallest = math.inf, -math.inf, math.inf
         for part in tensor.detach().float().contiguous().reshape(-1).split(CHUNK):

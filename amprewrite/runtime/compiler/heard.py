@@ -28,7 +28,6 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables import torch as torch_functions
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.tables.formats import LOW_FORMATS
 
@@ -47,7 +46,7 @@ def regions_around() -> int:
 def told_of_autocast(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
     """While Dynamo converts a frame: questions about autocast are answered as above.
 
-    `root` is the model, `inputs` is any structure of what the frame reads, `around` how many autocast regions there were around the call.
+    `root` is the model, `inputs` are what the frame reads, in lists, tuples and dicts, `around` how many autocast regions there were around the call.
     """
     devices = _devices(root, inputs)
     if not devices:
@@ -110,8 +109,17 @@ def autocast_for_fp32(root: nn.Module, inputs: Any) -> Iterator[None]:
 
 def _devices(root: nn.Module, inputs: Any) -> set[str]:
     """The types of the devices of a model and its inputs; empty if some of these are half values."""
-    tensors = [*chain(root.parameters(), root.buffers()), *(each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))]
+    tensors = [*chain(nn.Module.parameters(root), nn.Module.buffers(root)), *_tensors(inputs)]
     return set() if any(each.dtype in _HALF for each in tensors) else {each.device.type for each in tensors} or {"cpu"}
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples and dicts, `depth` of them within each other. Objects of other classes may be under construction."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each, depth - 1)
 
 
 __all__ = ["autocast_for_fp32", "regions_around", "told_of_autocast"]

@@ -62,7 +62,7 @@ class LossScale:
 
     def __init__(self, init: float) -> None:
         self._scale = _scalar(init, torch.float32)
-        self._counters = torch.zeros(COUNTERS, dtype=torch.int64)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int64, device="cpu")
         self._tables: tuple[Tensor, ...] = ()
         self._pending: Tensor | None = None
         self._sources: set[Hashable] = set()

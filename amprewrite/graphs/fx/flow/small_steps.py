@@ -179,7 +179,7 @@ def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
     """What an op makes of a number in place of the only tensor that it reads; None if it takes no such, as a view of several does not."""
-    number = torch.tensor([size])
+    number = torch.tensor([size], device="cpu")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: number)
     try:
         with torch.no_grad():

@@ -129,5 +129,5 @@ def _stream(device: torch.device) -> int:
 @functools.lru_cache(_TABLES)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     """`rows` on `device`, brought there on `stream`, without a host sync; what one stream wrote another does not read."""
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

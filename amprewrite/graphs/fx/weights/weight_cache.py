@@ -286,7 +286,7 @@ class _Answer:
     def __init__(self, weights: list[Tensor], flags: list[Tensor]) -> None:
         self.weights = weights
         found = torch.stack([flag.to(flags[0].device) for flag in flags])
-        self.flags = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        self.flags = torch.empty(found.shape, dtype=found.dtype, pin_memory=True, device="cpu").copy_(found, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record(torch.cuda.current_stream(found.device))
 

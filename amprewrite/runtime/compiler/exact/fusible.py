@@ -114,7 +114,7 @@ def survives(number: float, dtype: torch.dtype) -> bool:
     """Whether `dtype` holds the number as it is."""
     if not math.isfinite(number):
         return True
-    return torch.tensor(number, dtype=dtype).item() == number
+    return torch.tensor(number, dtype=dtype, device="cpu").item() == number
 
 
 def _tensors(value: Any) -> list[Tensor]:
