@@ -94,7 +94,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "cost": (*BY_COST, *PLAN),
     "tf": (PaintLists(), PaintAgreed(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
     "autocast": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, PaintAutocast(), *PLAN),
-    "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintCounts(), RepaintShares(), PaintAllLow(), *PLAN),
+    "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
 """The deciding passes by the rule of the op lists; "given" follows a plan that was made before."""

@@ -20,7 +20,7 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from amprewrite.graphs.fx.captured import Captured
+from amprewrite.graphs.fx.captured import Captured, put_inputs_first
 from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
@@ -354,6 +354,7 @@ class Session:
         dynamo.refuse_ambient_autocast()
         self.warn_once(lost_masters(self.root))
         self.children = None
+        put_inputs_first(module.graph)
         stand_in_for_frozen(module.graph)
         with self.lock:
             graphs.note_break(module)

@@ -395,3 +395,36 @@ def test_a_result_that_nobody_reads_spoils_no_gradient(function, scale):
     amp(x).sum().backward()
     assert linear.weight.grad.isfinite().all()
     assert any(node.reason is Reason.UNREAD for region in amp.plan.regions for node in region.nodes)
+
+
+class _Hooked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        return t + 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def test_symbols_that_capture_adds_late_are_inputs_all_the_same():
+    """Dynamo of torch 2.11 puts them behind an autograd Function that reads them, where a hook is."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(_Hooked.apply(x))
+            y.register_hook(lambda g: g * 2)
+            return y.contiguous(), len(x)
+
+    model = Model()
+    amp = amprewrite.rewrite(model, dtype="bf16")
+    for rows in (2, 3, 5):
+        result, length = amp(torch.ones(rows, 4, 4))
+        model.zero_grad()
+        result.sum().backward()
+        assert length == rows
+        assert torch.equal(model.linear.bias.grad, torch.full((4,), 8.0 * rows))

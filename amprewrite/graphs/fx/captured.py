@@ -136,6 +136,16 @@ class EditedGraph:
         return cls(module, {name: copies[node] for name, node in captured.nodes.items()}, captured.problem.calls)
 
 
+def put_inputs_first(graph: torch.fx.Graph) -> None:
+    """Move the inputs of a graph to its front, in their order. Dynamo of torch 2.11 adds symbols behind ops that read them."""
+    first = next(iter(graph.nodes))
+    for node in graph.find_nodes(op="placeholder"):
+        if node is first:
+            first = first.next
+        else:
+            first.prepend(node)
+
+
 def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
     """The graph once more, and the copy of each node; tensors and sub-modules are shared.
 
