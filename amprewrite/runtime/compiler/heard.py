@@ -46,7 +46,8 @@ def regions_around() -> int:
 def told_of_autocast(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
     """While Dynamo converts a frame: questions about autocast are answered as above.
 
-    `root` is the model, `inputs` are what the frame reads, in lists, tuples and dicts, `around` how many autocast regions there were around the call.
+    `root` is the model, `inputs` are what the frame reads, in lists, tuples and dicts, `around` tells how many regions of autocast there
+    were around the call.
     """
     devices = _devices(root, inputs)
     if not devices:

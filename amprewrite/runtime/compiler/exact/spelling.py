@@ -93,7 +93,12 @@ def spell(graph: torch.fx.Graph) -> None:
                 _compute_wide(graph, node)
             elif node.meta["val"].is_cpu:
                 dtype = node.meta["val"].dtype
-                node.args = tuple(torch.tensor(each, dtype=dtype, device="cpu").item() if isinstance(each, int | float) else each for each in node.args)
+                node.args = tuple(_held(each, dtype) if isinstance(each, int | float) else each for each in node.args)
+
+
+def _held(number: float, dtype: torch.dtype) -> Any:
+    """The number that the dtype holds in its place."""
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
 def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
