@@ -177,7 +177,7 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
     for node in captured.module.graph.nodes:
         if not is_checkpoint(node):
             continue
-        part = captured.parts.get(node) or read_body(captured, node)
+        part = _part_of(captured, node)
         name = part.problem.name
         if captured.match_given is not None:
             part.know(given=captured.match_given(part.problem))
@@ -332,8 +332,15 @@ def read_parts(captured: Captured) -> None:
     """Read the checkpoint bodies of a graph into `captured.parts` while Dynamo's facts are at hand: names come from them."""
     for node in captured.module.graph.nodes:
         if is_checkpoint(node):
-            captured.parts[node] = read_body(captured, node)
-            read_parts(captured.parts[node])
+            read_parts(_part_of(captured, node))
+
+
+def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
+    """The problem of a checkpoint body, read once."""
+    part = captured.parts.get(node)
+    if part is None:
+        part = captured.parts[node] = read_body(captured, node)
+    return part
 
 
 def _free_outputs(part: Captured) -> None:
@@ -374,6 +381,16 @@ def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph,
     else:
         captured.know(pad_refused={**problem.pad_refused, name: refusal.why})
     return True
+
+
+def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
+    """Keep these ops high, which refused low operands in a call, with what they said; PlanError if a plan says low."""
+    for each in captured.with_parts():
+        found = {node.name: refused[node.op] for node in each.problem.graph if node.op in refused}
+        if found and each.problem.given is not None:
+            name, why = next(iter(found.items()))
+            raise PlanError(f"the given plan cannot run: {name} refused: {why}; colour it high")
+        each.know(refused={**each.problem.refused, **found})
 
 
 def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> None:

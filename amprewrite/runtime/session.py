@@ -24,6 +24,7 @@ from amprewrite.graphs.fx.captured import Captured, put_inputs_first
 from amprewrite.graphs.fx.node_facts import takes_gradients
 from amprewrite.graphs.fx.read.names import frame_path
 from amprewrite.graphs.fx.read.reader import turns_grad_on, under_autocast
+from amprewrite.graphs.fx.run.first_run import Refusals
 from amprewrite.graphs.fx.weights.frozen_weight import stand_in_for_frozen
 from amprewrite.graphs.fx.weights.linked_copies import block_size
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
@@ -32,7 +33,7 @@ from amprewrite.ir.pass_base import failing_as_pass
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.passes.driver import graph_device, read_parts, read_problem, rewrite_graph
+from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
@@ -79,6 +80,8 @@ class Session:
     warned: set[str] = field(default_factory=set)
     cache: WeightCache = field(init=False)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    """Held by the replica of torch.nn.DataParallel whose tensors the model holds."""
     take_in: Callable[[], None] = field(default=lambda: None)
     """Rewrites the calls of modules that were put in after the rewrite."""
     plain: Callable[[], nn.Module] = field(default=nn.Module)
@@ -422,19 +425,26 @@ class Session:
             device = scale_device(rewritten.graph) if problem.scale_loss else None
             scales = () if device is None else self.forward_scale(device).on(device)
             made = emit(rewritten, [*inputs, *scales], backend, cache, problem.policy.low, grad, plan.gradient_blocks, at_once)
-            return made.run, rewritten if scales else None, self._reads(entry, made, inputs)
+            return made.run, rewritten if scales else None, self._reads(entry, made, inputs), made.refused
 
         region = Region(entry, plan, *emitted(rewritten, example_inputs, plan))
+
+        def again(inputs: tuple[Any, ...]) -> RegionPlan:  # not `example_inputs`: they would be kept alive
+            with self.lock:
+                rewritten, plan = rewrite_graph(captured)
+                region.become(plan, *emitted(rewritten, inputs, plan))
+                self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
+                return plan
+
+        def keep_high(refused: Refusals, inputs: tuple[Any, ...]) -> None:
+            refuse_ops(captured, refused)
+            again(inputs)
+            for op, why in refused.items():
+                said = f"{op} refused {problem.policy.low.name} operands ({why}): it ran in fp32 in this call, and stays fp32"
+                self.warn_once(f"{entry.place}: {said}", said)
+
+        region.keep_high = keep_high
         if worth_watching(problem):
-
-            def again(inputs: tuple[Any, ...]) -> RegionPlan:  # not `example_inputs`: they would be kept alive
-                with self.lock:
-                    rewritten, plan = rewrite_graph(captured)
-                    region.become(plan, *emitted(rewritten, inputs, plan))
-                    self.agreement.join(plan, [each.graphs for each in list(self.entries.values())], self.note)
-                    return plan
-
-            read_parts(captured)
             graphs.weights += known_weights(captured, example_inputs, self.root)
             region.overflow_retry = OverflowRetry(captured, plan, self.learn, again, self.warn_fp32)
         return region

@@ -15,9 +15,10 @@ from torch._dynamo.source import ConstantSource
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
-from amprewrite.graphs.fx.captured import EditedGraph, Target
+from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
 from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, differentiates
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
+from amprewrite.graphs.fx.run.first_run import Refusals, has_custom_op, runs_op_by_op
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.pass_base import run_passes
@@ -30,6 +31,7 @@ from amprewrite.passes.lower.hoist_weight_casts import (
     with_kept_weights,
 )  # fmt: skip
 from amprewrite.passes.lower.read_frozen_weights import example_inputs_of, stored_copy, with_frozen_weights
+from amprewrite.passes.lower.restore_checkpoints import restore_checkpoints
 from amprewrite.passes.lower.suit_compiler import with_widened_results
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
@@ -46,6 +48,8 @@ class Emitted:
     """The low copies that are read of an input, and None if it is read as it is."""
     low_alone: frozenset[int]
     """Inputs that are cast to the low format and read in no other way."""
+    refused: Refusals
+    """Ops that refused low operands so far: the first run fills it."""
 
 
 def emit(
@@ -65,7 +69,9 @@ def emit(
     says that the graph was captured with gradients, `blocks` which weights share an autograd node then.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
-    return Emitted(_lower(module, example_inputs, backend, cache, training, blocks, outside), copies, low_alone)
+    refused: Refusals = {}
+    run = _lower(module, example_inputs, backend, cache, training, blocks, outside, refused)
+    return Emitted(run, copies, low_alone, refused)
 
 
 def _lower(
@@ -76,6 +82,7 @@ def _lower(
     training: bool,
     blocks: Sequence[Sequence[str]],
     outside: bool,
+    refused: Refusals,
 ) -> CompiledFn:
     """Run the lowering passes on `module`, in place, and wrap what it has become so that it takes the captured inputs."""
     edited = EditedGraph(module, {})
@@ -84,13 +91,21 @@ def _lower(
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
     _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
+
+    def careful(module: torch.fx.GraphModule) -> CompiledFn:
+        return runs_op_by_op(module, module.forward, refused)
+
     if backend is None:
-        run: CompiledFn = module.forward if cache is None or outside else with_kept_weights(module, cache)
+        run: CompiledFn = careful(module) if cache is None or outside else with_kept_weights(module, cache, careful)
     else:
         copies = [pad_cast(example_inputs[index].detach(), dtype, layout) for index, dtype, layout in hoisted]
         copies += [stored_copy(frozen[index], dtype, layout, training) for index, dtype, layout in edited.stored]
         _fix_sizes(copies)
         run = backend(module, [*example_inputs_of(example_inputs, frozen, edited), *copies])
+        if has_custom_op(module):
+            eager, _ = copy_graph(module)
+            restore_checkpoints(eager)
+            run = runs_op_by_op(eager, run, refused)
         run = with_widened_results(run, edited.widened) if edited.widened else run
     if frozen:
         run = with_frozen_weights(run, edited, frozen, backend is not None, quiet=not _takes_gradients(module, example_inputs))

@@ -259,9 +259,11 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
     return call
 
 
-def with_kept_weights(module: torch.fx.GraphModule, cache: WeightCache) -> CompiledFn:
+def with_kept_weights(
+    module: torch.fx.GraphModule, cache: WeightCache, callable_of: Callable[[torch.fx.GraphModule], CompiledFn]
+) -> CompiledFn:
     """What calls a graph that casts its weights where it reads them; in a block that keeps copies, one that takes those."""
-    cast_where_read: CompiledFn = module.forward
+    cast_where_read = callable_of(module)
     takes_kept: list[CompiledFn] = []
 
     def call(*inputs: Any) -> Any:
@@ -270,7 +272,7 @@ def with_kept_weights(module: torch.fx.GraphModule, cache: WeightCache) -> Compi
         if not takes_kept:
             other, _ = copy_graph(module)
             hoisted = hoist_weight_casts(other)
-            takes_kept.append(with_cached_weights(other.forward, hoisted, cache) if hoisted else cast_where_read)
+            takes_kept.append(with_cached_weights(callable_of(other), hoisted, cache) if hoisted else cast_where_read)
         return takes_kept[0](*inputs)
 
     return call

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.fx
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.run.first_run import Refusals
 from amprewrite.graphs.fx.uncaptured import pushed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
@@ -19,8 +21,8 @@ from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
 
-Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads]
-"""What runs, the edited graph of one that scales gradients, and how weights are read."""
+Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Refusals]
+"""What runs, the edited graph of one that scales gradients, how weights are read, and ops that refused low operands."""
 
 
 class Run(Protocol):
@@ -65,19 +67,25 @@ class Region:
     """Whether the graph is all of its entry's forward."""
 
     def __init__(
-        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None, reads: WeightReads | None = None
-    ) -> None:
+        self, entry: Place, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None = None,
+        reads: WeightReads | None = None, refused: Refusals | None = None,
+    ) -> None:  # fmt: skip
         self.entry, self.session, self.state = entry, entry.session, entry.session.state
         self.plan, self.run, self.module, self.reads = plan, run, module, reads or WeightReads()
+        self.refused: Refusals = {} if refused is None else refused
+        self.keep_high: Callable[[Refusals, tuple[Any, ...]], None] | None = None
+        """Decides and emits the graph anew, with ops high that refused low operands; there until the first call is over."""
         self.device = torch.device("cpu") if module is None else scale_device(module.graph)
         self._past = Past[tuple[CompiledFn, WeightReads]]()
         self.latest = None if module is None else LatestInputs(self)
         self.overflow_retry: OverflowRetry | None = None
 
-    def become(self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads) -> None:
+    def become(
+        self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
+    ) -> None:
         """Run another rewrite of the graph from now on. Recomputations of earlier forwards go on with what those ran."""
         self._past.keep((self.run, self.reads))
-        self.plan, self.run, self.module, self.reads = plan, run, module, reads
+        self.plan, self.run, self.module, self.reads, self.refused = plan, run, module, reads, refused
 
     def call(self, *inputs: Any) -> Any:
         self.state.ran.append(self)
@@ -92,7 +100,7 @@ class Region:
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        (run, reads), scaled = self._past.of_forward((self.run, self.reads)), self.latest
+        (run, reads), scaled, given = self._past.of_forward((self.run, self.reads)), self.latest, inputs
         self.session.gathered.check_reads(reads, self.entry)
         if scaled is not None:
             forward = self.session.forward_scale(self.device)
@@ -106,11 +114,19 @@ class Region:
         else:
             with pushed(modes):
                 results = run(*inputs)
+        if self.keep_high is not None:
+            self._first_is_over(given)
         if scaled is not None:
             watched = results if isinstance(results, tuple | list) else (results,)
             forward.watch(watched)
             self.session.gate.await_backward(watched, scaled.learning)
         return results
+
+    def _first_is_over(self, inputs: tuple[Any, ...]) -> None:
+        """Have ops that refused low operands in the first call kept high from now on."""
+        keep_high, self.keep_high = self.keep_high, None
+        if self.refused and keep_high is not None:
+            keep_high(self.refused, inputs)
 
     def _watched(self, *inputs: Any) -> Any:
         return self.session.probe.run(self, inputs)
