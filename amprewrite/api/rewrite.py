@@ -5,6 +5,7 @@ What needs Dynamo is imported by the first call: importing these functions alone
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -18,11 +19,13 @@ from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.parts import MODEL, parse_granularity
-from amprewrite.runtime.model.weights.half_parameters import refuse_trainable
+from amprewrite.runtime.model.weights.half_parameters import half_put_back, refuse_trainable
+from amprewrite.runtime.model.weights.half_parameters import upcast as to_fp32
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keywords, shown
+from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import OpListError, PlanError, PolicyError
 from amprewrite.tables.formats import FP32, LOW_FORMATS, Format, parse_format
@@ -58,6 +61,7 @@ def rewrite(
     cache_weights: bool | str = True,
     strict: bool = False,
     inplace: bool = False,
+    upcast: bool = False,
 ) -> M:
     """A mixed-precision clone of `model`: same class, same Parameters and buffers, fp32 in and out.
 
@@ -111,6 +115,9 @@ def rewrite(
         strict: whatever cannot be captured raises CaptureError instead of running in fp32 with a warning.
         inplace: turn `model` itself into the rewritten model and return it, for code that goes on with the object it has, as
             many trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model is as it was.
+        upcast: make fp32 master weights of parameters that are bf16 or fp16 and take gradients, in place, as a checkpoint that was
+            loaded in half precision needs it; the original, whose parameters they are, is fp32 then, too. `amp.plan` says how many.
+            Frozen ones stay half. False: such a model is a PolicyError.
 
     Raises:
         PolicyError: options that make no sense. CaptureError: a model that cannot be captured. PlanError: a plan that does
@@ -124,11 +131,14 @@ def rewrite(
 
     if flag("inplace", inplace) and isinstance(model, torch.export.ExportedProgram):
         raise PolicyError("inplace=True turns a module into its rewrite, and an ExportedProgram is none; use amp = rewrite(program)")
+    if flag("upcast", upcast) and isinstance(model, torch.export.ExportedProgram):
+        raise PolicyError("upcast=True converts the parameters of a module, and an ExportedProgram has its dtypes in its graph")
     module = module_of(model)
     if not isinstance(example_inputs, tuple | list | None):
         raise PolicyError(f"example_inputs= takes the tuple of positional arguments, not {type(example_inputs).__name__}")
     example_kwargs = None if example_kwargs is None else keywords("example_kwargs", example_kwargs)
-    refuse_trainable(module)
+    if not upcast:
+        refuse_trainable(named_parameters_in(module))
     options = checked_options(
         dtype=dtype, lists=lists, overrides=overrides, plan=plan, backend=backend, cache_weights=cache_weights, strict=strict,
         device=device, measure=measure, memory=memory, high=high, loss_scale=loss_scale, pad=pad, parity=parity,
@@ -137,20 +147,24 @@ def rewrite(
     check_patterns(options, module)
     refuse_ambient_autocast()
     refuse_frozen(module, "rewriting it")
-    plain = plain_of(module) if is_rewritten(module) else module
     target = tolerance, accuracy, metric
-    options = replace(options, **measured_options(plain, options, calibration, target, example_inputs, example_kwargs))
     calls = None if example_inputs is None and example_kwargs is None else (tuple(example_inputs or ()), example_kwargs or {})
-    if not inplace:
-        return _ready(wrap(plain, options, Rewritten), optimizer, calls)  # type: ignore[no-any-return]
-    with put_back_on_error(module):
-        return _ready(wrap_in_place(module, options, Rewritten), optimizer, calls)  # type: ignore[no-any-return]
+    with half_put_back(module):
+        note = to_fp32(module) if upcast else ""
+        plain = plain_of(module) if is_rewritten(module) else module
+        options = replace(options, **measured_options(plain, options, calibration, target, example_inputs, example_kwargs))
+        if not inplace:
+            return _ready(wrap(plain, options, Rewritten), optimizer, calls, note)  # type: ignore[no-any-return]
+        with put_back_on_error(module):
+            return _ready(wrap_in_place(module, options, Rewritten), optimizer, calls, note)  # type: ignore[no-any-return]
 
 
-def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Any:
+def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, note: str) -> Any:
     """`amp` with its optimizers attached, and captured if there are example inputs. If that raises, no optimizer is guarded."""
     from amprewrite.runtime.model.rewritten import capture_now, session_of
 
+    if note:
+        session_of(amp).note(note)
     try:
         for each in optimizers_of(optimizer):
             amp.attach(each)
@@ -218,13 +232,14 @@ def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | Non
     Args:
         args: the positional arguments of one call, as a tuple. Their shapes, dtypes and devices count, and whether gradients are on.
         kwargs: its keyword arguments.
-        options: those of `rewrite`.
+        options: those of `rewrite`; after `upcast=True` the parameters are half again.
 
     Raises what `rewrite` raises.
     """
-    amp = rewrite(model, example_inputs=args, example_kwargs=kwargs, **options)
-    found: CastPlan = amp.plan
-    return found
+    with half_put_back(model, always=True) if isinstance(model, nn.Module) else contextlib.nullcontext():
+        amp = rewrite(model, example_inputs=args, example_kwargs=kwargs, **options)
+        found: CastPlan = amp.plan
+        return found
 
 
 def checked_options(

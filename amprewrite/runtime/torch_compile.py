@@ -25,13 +25,15 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import copy_graph
+from amprewrite.graphs.fx.node_facts import source_name
+from amprewrite.graphs.fx.read.names import clean_path
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.runtime.captured.entries import Entry
 from amprewrite.runtime.captured.region import Region
 from amprewrite.runtime.model.weights.half_parameters import refuse_trainable
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
-from amprewrite.tables.boundary.members import parameters_in
+from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
 
 
@@ -39,8 +41,16 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Opti
     """The rewritten graph of one that torch.compile captured."""
     modules = _modules_of_frame()
     for each in modules:
-        refuse_trainable(each)
+        refuse_trainable(named_parameters_in(each))
+    refuse_trainable(_read_parameters(module, inputs))
     return _GraphOfMany(module, inputs, modules, options)
+
+
+def _read_parameters(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a graph reads, by their paths: not every module is found in a frame, as behind a decorator."""
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False):
+        if isinstance(value, nn.Parameter):
+            yield clean_path(source_name(node)), value
 
 
 class _GraphOfMany:

@@ -76,7 +76,7 @@ def test_adapters_over_a_half_base() -> None:
     plain.load_state_dict(amp.state_dict())
     assert error(logits(amp), logits(plain)) < 2e-2
     assert any("parameters are bf16 already and frozen" in note for note in amp.plan.notes)
-    with pytest.raises(PolicyError, match="already and is to be trained"):
+    with pytest.raises(PolicyError, match="already, and fp32 parameters are the master weights"):
         amprewrite.rewrite(lora(gpt2().bfloat16(), autocast_adapter_dtype=False), dtype="bf16")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def test_a_model_with_one_half_part_keeps_its_dtypes(base, dtype, pad):
 def test_half_parameters_to_be_trained_are_refused():
     model = mlp()
     model.second.half()
-    with pytest.raises(PolicyError, match=r"second\.weight is fp16 already and is to be trained.*model\.float\(\).*freeze it"):
+    with pytest.raises(PolicyError, match=r"second\.weight \(2 in all\) are fp16 already.*dtype=torch\.float32.*upcast=True.*freeze"):
         low(model)
     model.second.requires_grad_(False)
     model.second.register_forward_pre_hook(lambda module, args: (args[0].half(),))
@@ -175,3 +176,105 @@ def test_unfreezing_a_half_part_later_says_that_there_are_no_master_weights():
     model.second.requires_grad_(True)
     with pytest.warns(amprewrite.AmpRewriteWarning, match=r"second\.weight .* bf16 now: the fp32 master weights are gone"):
         amp(data())
+
+
+class Normed(nn.Module):
+    """A net with a head that shares its table, and batch norm, whose statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm, self.body = nn.Embedding(1024, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 1024, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(self.norm(self.table(x)))))
+
+
+WORDS = torch.arange(256) * 3 % 1024
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="amprewrite", options=options)(WORDS)
+
+
+WAYS_IN = {
+    "rewrite": lambda model, **options: amprewrite.rewrite(model, **options),
+    "in place": lambda model, **options: amprewrite.rewrite(model, inplace=True, **options),
+    "plan": lambda model, **options: amprewrite.plan(model, (WORDS,), **options),
+    "compile": compiled,
+    "compile, behind a decorator": lambda model, **options: torch.compile(hidden(model), backend="amprewrite", options=options)(WORDS),
+    "only evaluated": lambda model, **options: torch.no_grad()(compiled)(model.eval(), **options),
+}
+
+
+def hidden(model):
+    """A function whose frame holds no module, as that of a decorator of a library."""
+    held = types.SimpleNamespace(model=model)
+    return lambda x: held.model.norm(held.model.table(x))
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_every_way_in_gives_one_answer_to_a_half_checkpoint(way, half):
+    model = Normed().to(half)
+    with pytest.raises((PolicyError, torch._dynamo.exc.BackendCompilerFailed)) as raised:
+        WAYS_IN[way](model, dtype="bf16")
+    said = str(raised.value)
+    assert "already, and fp32 parameters are the master weights" in said
+    for remedy in ("from_pretrained(..., dtype=torch.float32)", "upcast=True", "model.float()", "requires_grad_(False)"):
+        assert remedy in said, remedy
+    assert {p.dtype for p in model.parameters()} == {half}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_masters_are_bitwise_those_of_float(inplace, half, dtype):
+    model = Normed().to(half)
+    want, held = copy.deepcopy(model).float(), dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    amp = amprewrite.rewrite(model, dtype=dtype, upcast=True, inplace=inplace, optimizer=optimizer)
+    for name, tensor in want.state_dict().items():
+        for each in (amp, model):
+            got = each.state_dict()[name]
+            assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
+    assert all(parameter is held[name] for name, parameter in amp.named_parameters()) and amp.head.weight is amp.table.weight
+    reference = amprewrite.rewrite(want, dtype=dtype)
+    torch.testing.assert_close(amp(WORDS), reference(WORDS), rtol=0, atol=0)
+    amp(WORDS).square().mean().backward()
+    optimizer.step()
+    assert any("5 parameters in" in note and "fp32 master weights" in note for note in amp.plan.notes), amp.plan.notes
+
+
+def test_a_plan_says_what_an_upcast_would_run_and_converts_nothing():
+    model = Normed().bfloat16()
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    plan = amprewrite.plan(model, (WORDS,), dtype="bf16", upcast=True)
+    assert any("upcast" in note for note in plan.notes) and any(node.op == "linear" for node in plan.nodes)
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_an_upcast_that_fails_leaves_the_model_half():
+    model = Normed().bfloat16()
+    model.table.weight.grad = torch.ones_like(model.table.weight)
+    with pytest.raises(Exception, match="out of range"):
+        amprewrite.rewrite(model, dtype="bf16", upcast=True, example_inputs=(WORDS + 4096,))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} == {model.norm.running_mean.dtype, model.table.weight.grad.dtype}
+
+
+def test_a_frozen_half_base_stays_half_beside_what_is_upcast():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    model[0].requires_grad_(False)
+    model[0].register_buffer("scale", torch.ones((), dtype=torch.bfloat16))
+    amprewrite.rewrite(model, dtype="bf16", upcast=True)
+    assert {p.dtype for p in model[0].parameters()} == {torch.bfloat16} == {model[0].scale.dtype}
+    assert {p.dtype for p in model[1].parameters()} == {torch.float32}
+
+
+def test_an_upcast_of_fp32_says_nothing():
+    amp = amprewrite.rewrite(mlp(), dtype="bf16", upcast=True)
+    amp(data())
+    assert not any("upcast" in note for note in amp.plan.notes)
