@@ -164,7 +164,7 @@ def _refuse_own_precision(args: Any) -> None:
 
 def _inside(model: nn.Module) -> nn.Module:
     """The model inside wrappers of distributed training, which call it."""
-    while isinstance(model, nn.parallel.DistributedDataParallel):
+    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = model.module
     return model
 

@@ -257,21 +257,6 @@ def with_part() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
 
 
-@pytest.mark.parametrize(
-    "pick",
-    [
-        pytest.param(lambda: low(with_part()), id="the model"),
-        pytest.param(lambda: nn.Sequential(low(with_part())), id="a model around it"),
-        pytest.param(lambda: low(with_part())[0], id="a part"),
-        pytest.param(lambda: low(with_part(), granularity="blocks")[1], id="a block"),
-    ],
-)
-def test_data_parallel_is_refused(pick):
-    with pytest.raises(CaptureError, match=r"DataParallel.*DistributedDataParallel.*torchrun"):
-        for module in pick().modules():  # as torch.nn.parallel.replicate
-            module._replicate_for_data_parallel()
-
-
 def test_a_copy_of_a_part_is_free_of_the_model():
     amp, x = low(with_part()), data()
     part = copy.deepcopy(amp[0])

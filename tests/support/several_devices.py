@@ -11,6 +11,7 @@ import torch
 import two_devices
 from layouts import LAYOUTS, WIDTH, Halves, error, gradients
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import amprewrite
 
@@ -101,3 +102,96 @@ def test_second_derivatives_cross_devices() -> None:
         slope.square().sum().backward()
     pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True) if q.grad is not None]
     assert error(torch.cat([got.cpu().flatten() for got, _ in pairs]), torch.cat([want.cpu().flatten() for _, want in pairs])) < 1e-2
+
+
+class Net(nn.Module):
+    """Tied weights, a norm, and dims that are odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.table.weight
+        self.body = nn.Sequential(nn.Linear(WIDTH, 65), nn.GELU(), nn.LayerNorm(65), nn.Linear(65, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x)))
+
+
+@FORMATS
+def test_data_parallel_trains_as_fp32_does(dtype: str) -> None:
+    model = Net().to(FIRST)
+    plain = nn.DataParallel(copy.deepcopy(model), device_ids=[0, 1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scale = amprewrite.DynamicLossScale(init=2.0**10) if dtype == "fp16" else "auto"
+    amp = amprewrite.rewrite(model, dtype=dtype, loss_scale=scale)
+    data_parallel = nn.DataParallel(amp, device_ids=[0, 1])
+    captured = 0
+    for step in range(4):
+        plain.module.load_state_dict(model.state_dict())
+        x = torch.randint(0, WIDTH, (64,)).to(FIRST)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        out = data_parallel(x)
+        assert out.device == torch.device(FIRST) and out.dtype == torch.float32
+        F.cross_entropy(out, x).backward()
+        F.cross_entropy(plain(x), x).backward()
+        assert error(gradients(model), gradients(plain)) < BOUND[dtype]
+        optimizer.step()
+        graphs = len(amp.plans)
+        assert step == 0 or graphs == captured, "each device has one graph, however many replicas there were"
+        captured = graphs
+
+
+def test_an_overflow_in_one_replica_skips_the_step() -> None:
+    model = Net().to(FIRST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    amp = amprewrite.rewrite(model, dtype="fp16", optimizer=optimizer, loss_scale=amprewrite.DynamicLossScale(init=2.0**10))
+    data_parallel, x = nn.DataParallel(amp, device_ids=[0, 1]), torch.randint(0, WIDTH, (64,)).to(FIRST)
+    weights = torch.ones(64)
+    for last in (1.0, 1e30, 1.0):
+        optimizer.zero_grad()
+        weights[-1] = last  # a row of the second replica
+        (F.cross_entropy(data_parallel(x), x, reduction="none") * weights.to(FIRST)).mean().backward()
+        before = [p.detach().cpu().clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(old, p.detach().cpu()) == (last > 1) for old, p in zip(before, model.parameters(), strict=True))
+    assert (amp.loss_scale.report().skipped, amp.loss_scale.value) == (1, 2.0**9)
+
+
+def test_the_trainer_wraps_a_model_in_data_parallel_by_itself(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    state = pytest.importorskip("accelerate.state")
+    from amprewrite.integrations.transformers import AmpRewriteCallback
+
+    class Arguments(transformers.TrainingArguments):  # type: ignore[name-defined, misc]
+        """Those of a machine with two devices, which accelerate does not know by name."""
+
+        @property
+        def device(self) -> torch.device:
+            _ = self._setup_devices
+            state.PartialState._shared_state["device"] = torch.device(FIRST)
+            return torch.device(FIRST)
+
+        n_gpu = property(lambda self: 2)
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    rows = [(torch.arange(32) * (k % 5 + 1) + k) % 64 for k in range(64)]
+
+    def losses(*callbacks: object) -> list[float]:
+        torch.manual_seed(0)
+        arguments = Arguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=6, logging_steps=2, report_to=[], save_strategy="no",
+            learning_rate=1e-3, disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
+        trainer.train()
+        assert isinstance(trainer.model_wrapped, nn.DataParallel)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    want = losses()
+    for dtype in ("bf16", "fp16"):
+        assert losses(AmpRewriteCallback(dtype=dtype)) == pytest.approx(want, rel=2e-3)

@@ -4,6 +4,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
@@ -163,6 +164,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", number);
   m.impl("as_strided", native::as_strided_tensorimpl);
   m.impl("view", native::view);
+  m.impl("_reshape_alias", native::_reshape_alias);
   m.impl("resize_", resized);
   m.impl("set_.source_Storage", set_source);
   m.impl("set_.source_Storage_storage_offset", set_storage);

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.nn.parallel.comm
+from torch import Tensor
 from torch.utils import cpp_extension
 
 NAME = "pair"
@@ -33,6 +35,8 @@ def register(folder: Path) -> None:
         get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda state, *_: torch.set_rng_state(state),
     )  # fmt: skip
     torch._register_device_module(NAME, module)
+    for function in (broadcast_coalesced, reduce_add_coalesced, scatter, gather):  # builds for a CPU have none of them
+        setattr(torch.nn.parallel.comm, function.__name__, function)
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
@@ -43,3 +47,24 @@ def _on(exchange: Callable[[int], int], device: torch.device | str | int) -> Ite
         yield
     finally:
         exchange(old)
+
+
+# -- what nn.DataParallel moves -----------------------------------------------------------------------
+def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int = 0) -> list[list[Tensor]]:
+    """The very tensors for the first device, copies for the others."""
+    return [list(tensors) if place == 0 else [t.to(f"{NAME}:{device}") for t in tensors] for place, device in enumerate(devices)]
+
+
+def reduce_add_coalesced(inputs: Sequence[Sequence[Tensor]], destination: int, buffer_size: int = 0) -> list[Tensor]:
+    """The sums of what lies on several devices."""
+    return [sum(t.to(f"{NAME}:{destination}") for t in each) for each in zip(*inputs, strict=True)]  # type: ignore[misc]
+
+
+def scatter(tensor: Tensor, devices: Sequence[int], chunk_sizes: None = None, dim: int = 0, streams: object = None) -> tuple[Tensor, ...]:
+    """A chunk for each device."""
+    return tuple(part.to(f"{NAME}:{device}") for part, device in zip(tensor.chunk(len(devices), dim), devices, strict=False))
+
+
+def gather(tensors: Sequence[Tensor], dim: int, destination: int) -> Tensor:
+    """All chunks on one device."""
+    return torch.cat([t.to(f"{NAME}:{destination}") for t in tensors], dim)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from amprewrite.runtime.model.part_calls import REPLICATE, PartForward
+from amprewrite.runtime.model.part_calls import PartForward
+from amprewrite.runtime.model.replicas import REPLICATE
 
 SESSION, FORWARD, BEFORE = "_amprewrite_session", "_amprewrite_forward", "_amprewrite_before"
 _COMPILED = "_compiled_call_impl"

@@ -12,20 +12,13 @@ from torch.nn.utils.rnn import PackedSequence
 from amprewrite.runtime.ambient.hook_watch import call_with_own_hooks
 from amprewrite.runtime.compiler.dynamo import clone_code, kept_out, never_read
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON
+from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.session import Entry, Session, enter
-from amprewrite.tables.errors import CaptureError
-
-REPLICATE = "_replicate_for_data_parallel"
-NO_REPLICAS = (
-    "torch.nn.DataParallel cannot replicate a rewritten model: the replicas would compute with the parameters of the original; "
-    "use torch.nn.parallel.DistributedDataParallel with one process a device (torchrun starts them), or show the process one "
-    "device only"
-)
 
 
 def call_as_part(session: Session, path: str, module: nn.Module) -> None:
     module._compiled_call_impl = part_call(session, path, module)
-    module.__dict__[REPLICATE] = PartReplicas(module)
+    module.__dict__[REPLICATE] = PartReplicas(session, module)
 
 
 class PartForward:
@@ -39,15 +32,18 @@ class PartForward:
 
 
 class PartReplicas:
-    """What torch.nn.DataParallel calls on a part: its replicas would run the part itself. Copies of the part are free."""
+    """What torch.nn.DataParallel calls on a part for a replica. Copies of the part are free."""
 
-    def __init__(self, part: nn.Module) -> None:
-        self.part = part
+    def __init__(self, session: Session | None, part: nn.Module) -> None:
+        self.session, self.part = session, part
+
+    def __reduce__(self) -> Any:
+        return PartReplicas, (None, self.part)
 
     def __call__(self) -> Any:
-        if self.part._compiled_call_impl is not None or isinstance(self.part.__dict__.get("forward"), PartForward):
-            raise CaptureError(NO_REPLICAS)
-        return type(self.part)._replicate_for_data_parallel(self.part)
+        if self.session is None:
+            return type(self.part)._replicate_for_data_parallel(self.part)
+        return replica_of(self.session, self.part)
 
 
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:

@@ -18,8 +18,9 @@ from torch.nn.parameter import is_lazy
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
 from amprewrite.runtime.model.in_place import BEFORE, FORWARD, SESSION, Before
-from amprewrite.runtime.model.part_calls import NO_REPLICAS, REPLICATE, PartForward, PartReplicas, call_as_part
+from amprewrite.runtime.model.part_calls import PartForward, PartReplicas, call_as_part
 from amprewrite.runtime.model.parts import part_paths
+from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.model.subclass import original_of, subclass_of
 from amprewrite.runtime.model.weights.freezing import brings_fp32, frozen_apart, hook_states, refuse_frozen, thaw, unfreeze_weights
 from amprewrite.runtime.model.weights.half_parameters import lost_masters
@@ -76,7 +77,7 @@ class RewrittenBase(nn.Module):
 
     def _replicate_for_data_parallel(self) -> Any:
         if is_rewritten(self):
-            raise CaptureError(NO_REPLICAS)
+            return replica_of(session_of(self), self)
         return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> Any:
@@ -349,7 +350,7 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
         if path in parts:
             session.entries[path] = _entry(session, path, module, type(module), captured=True)
             module.__dict__["forward"] = PartForward(session, path)
-            module.__dict__[REPLICATE] = PartReplicas(module)
+            module.__dict__[REPLICATE] = PartReplicas(session, module)
         elif not parts or _is_inside(path, parts):
             call_as_part(session, path, module)
     session.take_in, session.plain = lambda: _take_in(session, parts, known), lambda: plain_of(amp)

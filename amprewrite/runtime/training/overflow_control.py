@@ -213,6 +213,10 @@ class StepGate:
         """Note that the forward under way takes gradients itself: it does without the scale."""
         self._unscaled, self._stepped = True, False
 
+    def look_for_optimizers(self) -> None:
+        """Find the optimizers of a model whose forward will run on other tensors than its parameters."""
+        self._knows_optimizer()
+
     def _knows_optimizer(self) -> bool:
         """Whether an optimizer is guarded; looks for one now and then."""
         if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
