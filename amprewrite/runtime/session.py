@@ -39,7 +39,7 @@ from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
-from amprewrite.runtime.captured.forward_scale import ForwardScale, evaluates
+from amprewrite.runtime.captured.forward_scale import ForwardScale, ForwardScales
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
 from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
@@ -56,6 +56,7 @@ from amprewrite.runtime.model.weights.half_parameters import frozen_note, lost_m
 from amprewrite.runtime.options import Options, policy_on
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
+from amprewrite.runtime.training.optimizers.unscaled import unscaled_message
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
@@ -103,8 +104,9 @@ class Session:
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
         self.gate = StepGate(
             self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
-            on_stuck=self.look_at_weights,
+            on_stuck=self.look_at_weights, on_unscaled=lambda weights: self.warn_once(unscaled_message(weights, self.gate.parameters())),
         )  # fmt: skip
+        self.scales = ForwardScales(self.gate, self.root)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,10 +241,8 @@ class Session:
 
     def forward_scale(self, device: torch.device) -> ForwardScale:
         """The loss scale of this forward, the same for all of its graphs, made on `device` if it is the first that asks."""
-        state = self.state
-        if state.scale is None:
-            state.scale = ForwardScale(self.gate.snapshot(device, evaluates(self.root)), self._in_parts(), self.gate.took_gradients)
-        return state.scale
+        self.state.scale = self.state.scale or self.scales.of_forward(device, self._in_parts())
+        return self.state.scale
 
     def _in_parts(self) -> bool:
         """Whether code of the model may run between the graphs of this forward."""

@@ -1,4 +1,4 @@
-"""Models that take gradients themselves, between the graphs of one call, while an optimizer is known and the loss scale in use."""
+"""Models that take gradients themselves, between the graphs of one call, while an optimizer is known: that of the loss alone is scaled."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from versions import differs_in_2_11
 
 import amprewrite
@@ -48,7 +49,7 @@ class Guided(Energy):
         return score, torch.autograd.grad(score.sum(), x, retain_graph=True)[0]
 
 
-def trained(kind: type[Energy], optimizer: type[torch.optim.Optimizer], steps: int, **options: Any) -> Any:
+def trained(kind: type[Energy], optimizer: type[torch.optim.Optimizer], steps: int, weight: float = 2.0**-10, **options: Any) -> Any:
     """(fp32 model, rewritten model, their optimizers), each trained on the same data."""
     model, other = kind(), kind()
     amp = amprewrite.rewrite(other, **options)
@@ -62,7 +63,7 @@ def trained(kind: type[Energy], optimizer: type[torch.optim.Optimizer], steps: i
             stepping.zero_grad()
             result = net(x)
             score = result[0] if isinstance(result, tuple) else result
-            (score - 1).square().sum().backward()
+            ((score - 1).square().sum() * weight).backward()  # small, so that no step overflows at the first scale
             results.append(result)
         yield model, other, results, amp
         for _, stepping in both:
@@ -84,7 +85,7 @@ def test_what_it_returns_and_its_gradients_are_right(kind, optimizer, dtype):
             if p.grad is not None:
                 assert q.grad.isfinite().all() and (step > 0 or error(q.grad, p.grad) < bound), step
     if dtype == "fp16":
-        assert amp.loss_scale.value == 65536.0 and "0 of" in str(amp.loss_scale.report())
+        assert amp.loss_scale.value == 65536.0 and "0 of 20 steps" in str(amp.loss_scale.report())
 
 
 @differs_in_2_11("aot_eager captures no such gradient")
@@ -146,6 +147,145 @@ def test_the_next_forward_has_its_scale_again():
         assert error(small[name] * 2.0**14, p.grad) < 5e-3
 
 
+LAYERS = (nn.Linear(3, 64), nn.Softplus(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1))
+
+
+class Molecule(nn.Module):
+    """Energy, and forces that it takes inside, as SchNet does; behind a copy of the positions, or of the positions themselves."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.copies, self.net = copies, nn.Sequential(*copy.deepcopy(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_() if self.copies else x.requires_grad_()
+        return -torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+
+
+class Outside(nn.Sequential):
+    """The loop takes the forces."""
+
+    def __init__(self) -> None:
+        super().__init__(*copy.deepcopy(LAYERS))
+
+
+def forces_of(net: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(net, Molecule):
+        return net(x)
+    x = x.clone().requires_grad_()
+    return -torch.autograd.grad(net(x).sum() * 5, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("scale", ["auto", 1024.0])
+@pytest.mark.parametrize("make", [lambda: Molecule(True), lambda: Molecule(False), Outside], ids=["copies", "its input", "outside"])
+@pytest.mark.parametrize("weight", [1e-5, 1.0])
+def test_forces_are_taken_without_the_scale_and_the_loss_of_them_with_it(make, scale, weight):
+    """The loss is finite from the first step on, and small gradients are those of fp32. A static scale asks for scaled forces outside."""
+    x, target = torch.randn(32, 3, generator=torch.Generator().manual_seed(0)), torch.randn(32, 3)
+    found = []
+    for dtype in (None, "fp16"):
+        model = make()
+        net = model if dtype is None else amprewrite.rewrite(model, dtype=dtype, loss_scale=scale)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = (forces_of(net, x) - target).square().mean() * weight
+            assert loss.isfinite()
+            loss.backward()
+            optimizer.step()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert error(found[1], found[0]) < (2e-2 if scale == "auto" or weight == 1.0 else 0.15)
+    report = net.loss_scale.report()
+    assert report.steps == 6 and report.skipped < 3
+
+
+@pytest.mark.parametrize("orders", [1, 2, 3])
+@pytest.mark.parametrize("inside", [False, True])
+def test_every_order_is_right_whatever_scale_each_backward_has(orders, inside):
+    """Backwards of one forward with the factors 1 and 65536, through what the earlier ones gave."""
+
+    def derive(value: Tensor, x: Tensor) -> Tensor:
+        return torch.autograd.grad((value * 4).sin().sum(), x, create_graph=True)[0]
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*copy.deepcopy(LAYERS[:3]), nn.Tanh(), nn.Linear(64, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            value = self.net(x)
+            if inside:  # no loop, which cannot be captured in parts
+                value = torch.autograd.grad((value * 4).sin().sum(), x, create_graph=True)[0]
+                if orders > 1:
+                    value = torch.autograd.grad((value * 4).sin().sum(), x, create_graph=True)[0]
+                if orders > 2:
+                    value = torch.autograd.grad((value * 4).sin().sum(), x, create_graph=True)[0]
+            return value
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        value = net(x)
+        for _ in range(0 if inside else orders):
+            value = derive(value, x)
+        return value.square().mean() * 2.0**-12
+
+    torch.manual_seed(0)
+    model, x = Inside(), torch.randn(16, 3).requires_grad_()
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.0)
+    amp.attach(optimizer)
+    for net in (model, amp):
+        loss = loss_of(net, x)
+        loss.backward(retain_graph=True)
+        loss.backward()  # once more, through the same graph
+    assert [p.grad is None for p in model.parameters()] == [q.grad is None for q in amp.parameters()]
+    want, got = (torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]) for net in (model, amp))
+    assert error(got, want) < 1e-2
+
+
+def test_inner_steps_go_without_the_scale_and_the_outer_one_with_it():
+    """MAML: gradients of weights that autograd.grad takes to go on with are those of fp16 itself, the outer loss is scaled."""
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for dtype in (None, "fp16"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        net = model if dtype is None else amprewrite.rewrite(model, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            weights = {name: p.clone() for name, p in model.named_parameters()}
+            for _ in range(2):
+                loss = functional_call(net, weights, (x,)).square().mean() * 8
+                taken = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+                weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), taken, strict=True)}
+            outer = functional_call(net, weights, (x,)).square().mean() * 1e-5
+            assert outer.isfinite()
+            outer.backward()
+            optimizer.step()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert error(found[1], found[0]) < 2e-2 and net.loss_scale.report().skipped == 0
+
+
+def test_attacks_in_train_mode_are_finite_beside_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.0)
+    x = torch.randn(8, 8).requires_grad_()
+    for _ in range(3):
+        (want,), (got,) = (torch.autograd.grad(net(x).sum() * 8, x) for net in (model, amp))
+        assert error(got, want) < 5e-3
+        optimizer.zero_grad()
+        for net in (model, amp):
+            model.zero_grad()
+            (net(x.detach()).square().mean() * 1e-6).backward()
+        optimizer.step()
+    for net in (model, amp):
+        net.zero_grad()
+        (net(x).square().mean() * 1e-6).backward()
+    assert all(error(q.grad, p.grad) < 5e-3 for p, q in zip(model.parameters(), amp.parameters(), strict=True))
+
+
 def test_a_model_of_one_graph_takes_the_scale_as_it_is():
     """No copy of it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -190,7 +330,7 @@ class Batched(Energy):
 
 @pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 16.0}, {"dtype": "fp16"}])
 def test_batched_gradients_have_a_derivative(options):
-    for model, other, (want, got), _ in trained(Batched, torch.optim.SGD, 1, **options):
+    for model, other, (want, got), _ in trained(Batched, torch.optim.SGD, 1, 2.0**-14, **options):
         assert error(got, want) < 2e-2
         assert all(error(q.grad, p.grad) < 2e-2 for p, q in zip(model.parameters(), other.parameters(), strict=True))
 

@@ -1,71 +1,158 @@
-"""The loss scale of one forward, the same number for all graphs that run in it.
+"""The loss scale of one forward, the same number for all graphs that run in it, in each backward that goes through them.
 
-The loss scale is there for the gradient of the loss, which enters when the forward is over. A forward that takes gradients itself,
-as one that returns forces does, has no use for it: what enters would be scaled beyond fp16, and the model's result would be NaN. So
+The loss scale is there for the gradient of the loss. Gradients that are taken on the way to it, as forces, penalties and the inner steps
+of meta-learning are, would be scaled beyond fp16, and the loss would be NaN. So a backward has the scale, or 1 in its place:
 
-1. where the model's own code may run between graphs, the forward has a scale and an inverse of its own;
-2. the first gradient that enters a result while the forward is under way sets both to 1, for all graphs of this forward. Both are
-   read when gradients pass, and none has passed before;
-3. later gradients of the same forward, of any order, find them at 1. The next forward starts with the scale again.
+1. a backward while the forward is under way has 1: what it gives becomes part of the model's result;
+2. so has `torch.autograd.grad(create_graph=True)`: a loss is made of what it gives;
+3. where the scale is dynamic, a backward has 1 that gives no weight a gradient. A static scale is asked for by its user, and is applied;
+4. every other backward has the scale, those through what an earlier backward gave among them (`scale_ops.py`).
+
+Scale and inverse are read when gradients pass, and written when a backward enters. Where a backward may come that has 1 (code of the model
+runs between graphs, an input takes gradients, or a weight is computed), a forward has copies of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
-from amprewrite.graphs.fx.ops.scale_ops import on_device
+from amprewrite.graphs.fx.ops.scale_ops import on_device, tell_of_entries
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
+from amprewrite.runtime.captured.past import asking_node
+from amprewrite.runtime.training.overflow_control import StepGate
 
 Pair = tuple[Tensor, Tensor]
 
 
 class ForwardScale:
-    """A scale and its inverse: 0-dim fp32 tensors. With `apart` they are copies, which `dropped` hears are set to 1."""
+    """A scale and its inverse: 0-dim fp32 tensors, copies if `apart`. `entered` hears of backwards, and whether weights get gradients."""
 
-    def __init__(self, pair: Pair, apart: bool, dropped: Callable[[], None]) -> None:
-        scale, inverse = pair
-        self.apart = apart and scale is not inverse  # the same tensor is both where the scale is 1
-        self.dropped = dropped
+    def __init__(self, pair: Pair, apart: bool, static: bool, entered: Callable[[ForwardScale, bool], None], heard: bool) -> None:
+        """`heard`: backwards are told of though the scale is 1, or the same for all of them."""
+        self.static, self.entered, self.heard = static, entered, heard
+        self.apart = False
         self.under_way = True
-        if self.apart:
+        self.backward = -1
+        """Autograd's number of the backward that entered last."""
+        self.weights: list[Tensor] = []
+        """What takes gradients among the parameters that its graphs read, or among tensors in their place."""
+        self._fed: list[Node] = []
+        """Of inputs of its graphs that are computed from something that takes gradients."""
+        self._first, self._scaled = pair, True
+        self._pairs = {pair[0].device: pair}
+        if apart:
+            self.set_apart()
+
+    def set_apart(self) -> None:
+        """Have copies of its own, before a graph has run."""
+        scale, inverse = self._first
+        if not self.apart and (self.heard or scale is not inverse):  # the same tensor is both where the scale is 1
+            self.apart = True
             with torch.inference_mode(False), torch.no_grad():
-                pair = scale.clone(), inverse.clone()
-        self._first = pair
-        self._pairs = {scale.device: pair}
+                self._pairs = {scale.device: self._own((scale.clone(), inverse.clone()))}
+
+    def _own(self, pair: Pair) -> Pair:
+        for number in pair:
+            tell_of_entries(number, self.enter)
+        return pair
 
     def on(self, device: torch.device) -> Pair:
         """The scale and its inverse on `device`."""
         pair = self._pairs.get(device)
         if pair is None:
-            scale, inverse = self._first
-            pair = self._pairs[device] = on_device(scale, device), on_device(inverse, device)
+            scale, inverse = next(iter(self._pairs.values()))
+            pair = on_device(scale, device), on_device(inverse, device)
+            self._pairs[device] = self._own(pair) if self.apart else pair
         return pair
 
-    def watch(self, results: Iterable[Any]) -> None:
-        """Watch for gradients that enter one of these while the forward is under way."""
-        if self.apart:
+    def watch(self, results: Iterable[Any], weights: Sequence[Tensor], fed: Sequence[Tensor]) -> None:
+        """Watch for backwards that enter one of these results of a graph that read `weights` and was `fed` these; all take gradients."""
+        if self.apart or self.heard:
+            self.weights += weights
+            self._fed += [value.grad_fn for value in fed if value.grad_fn is not None]
             for result in results:
                 if isinstance(result, Tensor) and result.grad_fn is not None:
                     hook_result(result, self._entered)
 
     @uncaptured
     def _entered(self, gradient: Tensor) -> None:
-        if self.under_way and self.apart:
-            self.apart = False
-            for pair in self._pairs.values():
-                for number in pair:
-                    number.data.fill_(1)  # a compiled graph that saved it for backward is to read the new number
-            self.dropped()
+        self.enter()
+
+    @uncaptured
+    def enter(self) -> None:
+        """Decide for the backward under way, if it is a new one."""
+        number = torch._C._current_graph_task_id()
+        if number == self.backward:
+            return
+        self.backward = number
+        kept, taken = _gives_gradient(self.weights or self._fed)
+        self.entered(self, (kept or taken) and bool(self.weights) and not self.under_way)
+        if self.apart:
+            further = torch.is_grad_enabled()  # create_graph=True: what it gives is differentiated again
+            self._set(not self.under_way and (kept or (not further and (taken or self.static))))
+
+    def _set(self, scaled: bool) -> None:
+        if scaled == self._scaled:
+            return
+        self._scaled = scaled
+        for device, pair in self._pairs.items():
+            for number, true in zip(pair, self._first, strict=True):
+                value = number.data  # a compiled graph that saved it for backward is to read the new number
+                value.copy_(on_device(true, device)) if scaled else value.fill_(1)
 
 
-def evaluates(root: nn.Module) -> bool:
-    """Whether a model is in eval mode throughout: nothing in it is in train mode."""
-    return not any(module.training for module in root.modules())
+def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
+    """Whether the backward under way gives one of these a gradient: to be kept in a `.grad`, and to torch.autograd.grad.
+
+    Most backwards of a loss give the first one a gradient that is kept: then no other is asked about.
+    """
+    taken = False
+    for each in tensors:
+        node = get_gradient_edge(each).node if isinstance(each, Tensor) else each
+        runs = _runs(node)
+        leaf = isinstance(each, Tensor) and each.is_leaf
+        if runs and (leaf or any(_runs(further) is not False for further, _ in node.next_functions if further is not None)):
+            return True, taken
+        taken |= runs is not False
+    return False, taken
 
 
-__all__ = ["ForwardScale", "evaluates"]
+def _runs(node: Any) -> bool | None:
+    """Whether the backward under way runs an autograd node; None for a leaf's whose gradient it hands to torch.autograd.grad."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # torch refuses to answer in that case, and in no other during a backward
+        return None
+
+
+class ForwardScales:
+    """Gives each forward of a model its scale."""
+
+    def __init__(self, gate: StepGate, root: nn.Module) -> None:
+        self.gate, self.root = gate, root
+        self._entered: weakref.ref[ForwardScale] | None = None
+        """The forward that a backward has entered last."""
+
+    def of_forward(self, device: torch.device, in_parts: bool) -> ForwardScale:
+        """The scale of a forward that begins, made on `device`. With `in_parts` code of the model may run between its graphs."""
+        entered = None if self._entered is None else self._entered()
+        if entered is not None and entered.backward == torch._C._current_graph_task_id() and asking_node() is not None:
+            return entered  # what this recomputation saves is read by that backward
+        evaluates = not any(module.training for module in self.root.modules())
+        pair, static = self.gate.snapshot(device, evaluates), self.gate.loss_scale.kind == "static"
+        return ForwardScale(pair, in_parts, static, self._backward_entered, self.gate.listens)
+
+    def _backward_entered(self, forward: ForwardScale, learns: bool) -> None:
+        self._entered = weakref.ref(forward)
+        if learns:
+            self.gate.heard(forward.backward, forward.weights)
+
+
+__all__ = ["ForwardScale", "ForwardScales"]

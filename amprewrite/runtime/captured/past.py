@@ -8,7 +8,7 @@ compares nothing: its recomputation is a forward of its own, on what is there no
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -17,6 +17,14 @@ T = TypeVar("T")
 
 _KEPT = 2
 """Things that are remembered: graphs are decided anew in first calls, and seldom after."""
+
+
+def asking_node() -> Any:
+    """The autograd node whose saved tensors are being recomputed; None in any other call."""
+    if torch._C._current_graph_task_id() < 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return None
+    node = torch._C._current_autograd_node()
+    return None if isinstance(node, CheckpointFunction._backward_cls) else node  # type: ignore[attr-defined]
 
 
 class Past(Generic[T]):
@@ -33,10 +41,8 @@ class Past(Generic[T]):
 
     def of_forward(self, now: T) -> T:
         """The value at the time of the forward whose saved tensors are being recomputed; `now` in any other call."""
-        if not self._before or torch._C._current_graph_task_id() < 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            return now
-        node = torch._C._current_autograd_node()
-        if node is None or isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]
+        node = asking_node() if self._before else None
+        if node is None:
             return now
         number = node._sequence_nr()
         return next((value for until, value in self._before if self._first <= number < until), now)

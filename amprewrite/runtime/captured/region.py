@@ -104,6 +104,9 @@ class Region:
         self.session.gathered.check_reads(reads, self.entry)
         if scaled is not None:
             forward = self.session.forward_scale(self.device)
+            learning, fed = scaled.taking_gradients(inputs)
+            if fed or not all(weight.is_leaf for weight in learning):
+                forward.set_apart()
             inputs = (*inputs, *forward.on(self.device))
             scaled.keep(inputs)
             if self.session.probe.armed and not recording(self.device):
@@ -118,8 +121,8 @@ class Region:
             self._first_is_over(given)
         if scaled is not None:
             watched = results if isinstance(results, tuple | list) else (results,)
-            forward.watch(watched)
-            self.session.gate.await_backward(watched, scaled.learning)
+            forward.watch(watched, learning, fed)
+            self.session.gate.await_backward(watched, [*map(id, learning)])
         return results
 
     def _first_is_over(self, inputs: tuple[Any, ...]) -> None:

@@ -33,6 +33,7 @@ from amprewrite.graphs.fx.read.source_text import source_of
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.runtime.ambient.kept_state import random_state_kept
 from amprewrite.runtime.compiler import dynamo
+from amprewrite.tables.boundary.members import buffers_in, parameters_in
 
 TOLERANCE = 1e-4
 """Relative L2 distance from which on two fp32 results are different results: a tenth of what bf16 rounds."""
@@ -200,7 +201,7 @@ def _several_ranks() -> bool:
 
 def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of `root` with these arguments can be made once more on copies."""
-    held = (*root.parameters(), *root.buffers())
+    held = (*parameters_in(root), *buffers_in(root))
     return not _several_ranks() and can_be_copied((args, kwargs)) and all(_is_dense(each) for each in held)
 
 
@@ -213,8 +214,8 @@ class CaptureCheck:
     def __init__(self, root: nn.Module, plain: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.plain = plain
         self.args, self.kwargs = tree_map(copied, (args, kwargs))
-        self.buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in root.buffers()}
-        devices = {each.device.index or 0 for each in (*root.parameters(), *root.buffers()) if each.device.type == "cuda"}
+        self.buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in buffers_in(root)}
+        devices = {each.device.index or 0 for each in (*parameters_in(root), *buffers_in(root)) if each.device.type == "cuda"}
         self.random, self.grad = Random.now(sorted(devices)), torch.is_grad_enabled()
         self.graph: torch.fx.Graph | None = None
         self.module: torch.fx.GraphModule | None = None

@@ -29,6 +29,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables import torch as torch_functions
 
+from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.formats import LOW_FORMATS
 
 _FOLDED: dict[Any, None] = torch_functions.constant_fold_functions  # type: ignore[assignment]
@@ -110,7 +111,7 @@ def autocast_for_fp32(root: nn.Module, inputs: Any) -> Iterator[None]:
 
 def _devices(root: nn.Module, inputs: Any) -> set[str]:
     """The types of the devices of a model and its inputs; empty if some of these are half values."""
-    tensors = [*chain(nn.Module.parameters(root), nn.Module.buffers(root)), *_tensors(inputs)]
+    tensors = [*chain(parameters_in(root), buffers_in(root)), *_tensors(inputs)]
     return set() if any(each.dtype in _HALF for each in tensors) else {each.device.type for each in tensors} or {"cpu"}
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, reading, user_modes, wants_one_graph
 from amprewrite.runtime.compiler.plain_words import FORWARD_MODE, FUNCTORCH, one_graph, traced
+from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
 
 
@@ -96,7 +97,7 @@ def asks_shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Whether a call asks for shapes alone: it is given tensors on the meta device, and the weights of `root` are elsewhere."""
     if not any(_on_meta(each) for each in (*args, *kwargs.values())):
         return False
-    weight = next(root.parameters(), None)
+    weight = next(parameters_in(root), None)
     return weight is not None and not weight.is_meta
 
 

@@ -70,6 +70,8 @@ class LossScale:
         self._nothing = _scalar(EMPTY, torch.float32)
         self._recorded: Recorded | None = None
         self.overflow_at: str | None = None
+        self.withheld = False
+        """Whether forwards that train go without the scale, for no optimizer is known that steps the model."""
         self.ask: Callable[[], None] | None = None
         """Finds where the latest step overflowed, if that overflowed and the host did not know yet."""
 
@@ -154,7 +156,12 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale of the next forward (a host read)."""
+        """The scale of the next forward (a host read): 1 while no optimizer is known that steps the model."""
+        return 1.0 if self.withheld else self.number
+
+    @property
+    def number(self) -> float:
+        """The scale itself, applied or not (a host read)."""
         self.settle()
         return self._scale.item()
 
@@ -186,13 +193,14 @@ class LossScale:
         if consecutive and self.ask is not None:
             self.ask()
         last = steps - since if skipped else None
-        return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.overflow_at)
+        withheld = self.number if self.withheld else None
+        return LossScaleReport(self.kind, self.value, steps, skipped, consecutive, last, self.at_floor, self.overflow_at, withheld)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch.amp.GradScaler.state_dict() gives it, and our own under a key that GradScaler ignores."""
         self.settle()
         return {
-            "scale": self.value,
+            "scale": self.number,
             "growth_factor": 1.0,
             "backoff_factor": 1.0,
             "growth_interval": 1,
@@ -233,7 +241,7 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None}
+        state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None, "withheld": False}
         del state["_nothing"]  # a tensor made here would be gone before a spawned process opens its memory
         return state
 
@@ -242,7 +250,7 @@ class LossScale:
         self._nothing = _scalar(EMPTY, torch.float32)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.value:g})"
+        return f"{type(self).__name__}({self.number:g})"
 
 
 class NoLossScale(LossScale):
@@ -427,7 +435,7 @@ class DynamicLossScale(LossScale):
     @property
     def at_floor(self) -> bool:
         """Whether the scale can go no lower (a host read)."""
-        return self.floor is not None and self.value <= self.floor
+        return self.floor is not None and self.number <= self.floor
 
     def stuck(self) -> bool:
         """Whether `raise_at_floor` holds and the step under way overflowed at the floor (a host read if so)."""
@@ -480,7 +488,7 @@ class DynamicLossScale(LossScale):
 
     def __repr__(self) -> str:
         return (
-            f"DynamicLossScale({self.value:g}, growth_factor={self.growth_factor:g}, backoff_factor={self.backoff_factor:g}, "
+            f"DynamicLossScale({self.number:g}, growth_factor={self.growth_factor:g}, backoff_factor={self.backoff_factor:g}, "
             f"growth_interval={self.growth_interval}, floor={self.floor}, cap={self.cap}, hysteresis={self.hysteresis})"
         )
 

@@ -36,11 +36,15 @@ class LossScaleReport:
     at_floor: bool
     overflow_at: str | None
     """Where the last overflow began, if the runtime could tell."""
+    withheld: float | None = None
+    """The scale that is not applied, for no optimizer is known that steps the model; `scale` is 1 then."""
 
     def __str__(self) -> str:
         if self.kind == "none":
             return "no loss scaling"
         text = f"{self.kind} loss scale {self.scale:g}: {self.skipped} of {self.steps} steps skipped"
+        if self.withheld is not None:
+            text += f"; {self.withheld:g} is not applied yet, for no optimizer is known that steps this model: amp.attach(optimizer)"
         if self.last_overflow_step is not None:
             text += f", last at step {self.last_overflow_step}"
         if self.consecutive_skips:

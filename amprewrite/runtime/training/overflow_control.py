@@ -15,6 +15,8 @@ Optimizers are known
 A forward in eval mode has a scale of 1, too, until a step follows forwards in eval mode alone: saliency maps, forces and attacks take
 gradients there that no step follows, and none would bring the scale down for them.
 
+Where backwards go on and no optimizer is found, a warning says once that nothing is scaled (optimizers/unscaled.py).
+
 To every other optimizer the hook does nothing; without it an optimizer that was copied, unpickled or made by a trainer would
 step on infinities in silence. It goes with the last gate.
 
@@ -41,7 +43,9 @@ from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, Los
 from amprewrite.runtime.training.nonfinite import local_values
 from amprewrite.runtime.training.optimizers.closures import params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import can_be_guarded, existing_optimizers, in_a_step, optimizer_inside
+from amprewrite.runtime.training.optimizers.grad_scalers import GradScalers
 from amprewrite.runtime.training.optimizers.optimizer_hooks import guard_of
+from amprewrite.runtime.training.optimizers.unscaled import UnscaledBackwards
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 
@@ -114,6 +118,7 @@ class StepGate:
         on_overflow: Callable[[], str | None] | None = None,
         on_clean: Callable[[], None] | None = None,
         on_stuck: Callable[[], bool] | None = None,
+        on_unscaled: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.loss_scale = loss_scale
         self.parameters = parameters
@@ -126,6 +131,8 @@ class StepGate:
         """Called when the host learns of a clean step after an overflow."""
         self.on_stuck = on_stuck
         """Called before training is given up; true if it changed something that may help, and training goes on."""
+        self.on_unscaled = on_unscaled
+        """Called with the weights once a model is seen to be trained though no optimizer is known."""
         self._overflowed = False
         self._facts: dict[str, bool | Tensor] = {}
         self._first = {id(p) for p in self.parameters()}
@@ -192,13 +199,14 @@ class StepGate:
         if self.loss_scale.kind == "dynamic" and torch.is_grad_enabled():
             self._evaluated.add(evaluates)
             if evaluates and not self._learns_in_eval:
+                self.loss_scale.withheld = not self._guarded
                 return self._ones_on(device)
         if self.loss_scale.kind != "dynamic" or self._knows_optimizer():
             if self._stepped:
                 self._unscaled = False
             return self.loss_scale.snapshot(device)
         if torch.is_grad_enabled():
-            self._unscaled = True
+            self._unscaled = self.loss_scale.withheld = True
             self._stepped = False
         return self._ones_on(device)
 
@@ -209,9 +217,19 @@ class StepGate:
                 one = self._ones[torch.device(device)] = torch.ones((), dtype=torch.float32, device=device)
         return one, one
 
-    def took_gradients(self) -> None:
-        """Note that the forward under way takes gradients itself: it does without the scale."""
-        self._unscaled, self._stepped = True, False
+    @property
+    def listens(self) -> bool:
+        """Whether backwards are counted, for no optimizer is known whose steps a dynamic scale could follow."""
+        return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.told
+
+    def heard(self, number: int, weights: Sequence[Tensor]) -> None:
+        """Count a backward, by autograd's number for it, that gives weights gradients; after a few of them say that nothing is scaled."""
+        if self.listens and self._alone.enough(number, weights, self._evaluated == {True}):
+            for optimizer in existing_optimizers():
+                self._adopt(optimizer)
+            if not self._guarded and self.on_unscaled is not None:
+                self._alone.told = True
+                self.on_unscaled(weights)
 
     def look_for_optimizers(self) -> None:
         """Find the optimizers of a model whose forward will run on other tensors than its parameters."""
@@ -244,7 +262,11 @@ class StepGate:
             note.began(self._share(note))
 
     def _backward_began(self) -> None:
-        """Forget what was in gradients that were thrown away, as a backward begins. Parameters of a head may have new gradients already."""
+        """Forget what was in gradients that were thrown away, as a backward begins. Parameters of a head may have new gradients already.
+
+        LossScaleError if a GradScaler has handled an optimizer of this model since the backward before.
+        """
+        self._scalers.refuse(self._guarded)
         for note in self._notes:
             if note:
                 share = self._share(note)
@@ -252,6 +274,8 @@ class StepGate:
 
     def _backward_ended(self, number: int) -> None:
         """Note what the backward left non-finite, for each optimizer, and for parameters that none of them owns."""
+        if self._guarded:
+            self._scalers.backward_ended()
         known: set[int] = set()
         for note in self._notes:
             optimizer = note.optimizer
@@ -320,7 +344,7 @@ class StepGate:
         guard_of(optimizer).add(self)
         self.noted(optimizer)
         self._guarded.add(optimizer)
-        self._unguarded = 0
+        self._unguarded, self.loss_scale.withheld = 0, False
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Guard an optimizer that is about to step, if it owns parameters of this model."""
@@ -386,7 +410,7 @@ class StepGate:
         finite = {f"{name}_finite": bool(value) for name, value in self._facts.items()}
         stuck = Stuck(
             skips,
-            self.loss_scale.value,
+            self.loss_scale.number,
             floor,
             self.loss_scale.kind == "dynamic",
             sum(not bool(local_values(g).isfinite().all()) for g in gradients),
@@ -421,6 +445,7 @@ class StepGate:
         self._stray = False
         self._known = None
         self._copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._alone, self._scalers = UnscaledBackwards(), GradScalers()
         self._backwards = BackwardEnd(self._backward_began, self._backward_ended)
         if self.adopt and self.loss_scale.enabled:
             _listen(self)
@@ -430,6 +455,7 @@ class StepGate:
         mine = (
             "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_unscaled", "_stepped", "_ones", "_rest", "_notes",
             "_stray", "_known", "_copies", "_backwards", "_first", "_evaluated", "_learns_in_eval",
+            "_alone", "_scalers",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in mine} | {"_facts": {}}
 

@@ -137,14 +137,17 @@ class LatestInputs:
         self._fed = [index for index, role in enumerate(found) if role not in ("parameter", "buffer")]
         self._ids: list[int] = []
         """Of parameters and buffers, which the model holds: a weak reference to one would keep `swap_tensors` from it."""
-        self.learning: list[int] = []
-        """Ids of the parameters that take gradients."""
         self._data: list[Any] = []
+
+    def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """What takes gradients among the parameters of a call, and among the other inputs that stand before the loss scale."""
+        learning = [inputs[index] for index in self._own if inputs[index].requires_grad]
+        fed = (inputs[index] for index in self._fed if index < len(inputs))
+        return learning, [value for value in fed if isinstance(value, Tensor) and value.requires_grad]
 
     def keep(self, inputs: Sequence[Any]) -> None:
         own = [inputs[index] for index in self._own]
         self._ids = list(map(id, own))
-        self.learning = [id(value) for value in own if value.requires_grad]
         ref = weakref.ref
         data = map(inputs.__getitem__, self._fed)
         self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]

@@ -394,3 +394,51 @@ def test_a_graph_with_nothing_differentiable_is_rewritten_too():
     amp(torch.randn(3, 4, 8), torch.tensor([1, 2, 4])).sum().backward()
     assert len(amp.plan.regions) == 2 and not [part for part in amp.plan.skipped if "stays fp32" in str(part)]
     assert amp.up.weight.grad is not None
+
+
+class Scaler(torch.amp.GradScaler):
+    """One of the classes that libraries derive."""
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, Scaler])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_grad_scaler_that_skips_is_told_of_at_the_next_backward(scaler, clips, attach):
+    """Two scales overflow, so the scaler calls no step; the loss stands still."""
+    amp = amprewrite.rewrite(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), dtype="fp16")
+    optimizer, scales = torch.optim.SGD(amp.parameters(), lr=0.1), scaler("cpu")
+    if attach:
+        amp.attach(optimizer)
+    x = torch.randn(4, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scales.scale(amp(x).square().mean()).backward()
+        if clips:
+            scales.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(amp.parameters(), 1.0)
+        scales.step(optimizer)
+        scales.update()
+
+    step()
+    with pytest.raises(amprewrite.LossScaleError, match=r"a torch\.amp\.GradScaler steps this optimizer"):
+        step()
+
+
+@pytest.mark.parametrize("options", [{"loss_scale": "none"}, {"dtype": "bf16"}, {}], ids=str)
+def test_a_grad_scaler_that_does_no_harm_is_left_alone(options):
+    """One that is asked for, one in bf16, one that is disabled, and one for another model of the same loop."""
+    amp = amprewrite.rewrite(nn.Linear(8, 4), **{"dtype": "fp16", **options})
+    other, x = nn.Linear(8, 4), torch.randn(4, 8)
+    own, others = torch.optim.SGD(amp.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    scaler, beside = torch.amp.GradScaler("cpu", enabled=bool(options), init_scale=2.0), torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    for _ in range(4):
+        own.zero_grad()
+        others.zero_grad()
+        scaler.scale(amp(x).square().mean() * 1e-3).backward()
+        beside.scale(other(x).square().mean() * 1e30).backward()  # overflows
+        scaler.step(own)
+        scaler.update()
+        beside.step(others)
+        beside.update()
+    assert beside.get_scale() < 2.0**120

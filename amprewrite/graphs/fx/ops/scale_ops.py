@@ -8,13 +8,14 @@ crosses the border keeps its value (or is cast) and its gradient is multiplied b
 
 Derivatives of any order stay right because crossing is a pair of functions, each the backward of the other:
 
-    _Cross   value as it is (cast)      backward: _Times
-    _Times   value times the factor     backward: _Cross
+    _Cross   value as it is (cast), or times what was multiplied before    backward: _Times
+    _Times   value times the factor                                        backward: _Cross
 
-`_Times` multiplies a gradient but passes its own derivative unscaled.  Taken by itself that is not its derivative; in a
-region each gradient path enters through one border and leaves through another, so the factors cancel, and in exchange
-what runs through the region in the second backward is scaled exactly as in the first.  Multiplying plainly instead is
-silently wrong: second-order terms drop out of fp16 (a relative error of 0.98 in a gradient penalty).
+A backward is linear in the gradients that enter it. So each may have a factor of its own: what enters is multiplied by it, what leaves is
+divided. Forces and penalties are taken with the factor 1, the loss made of them has the scale (`runtime/captured/forward_scale.py`
+decides, and writes the number when the backward enters). Behind a first backward with the factor `then`, the derivative of `_Times` is
+`then` divided by the factor now: the true derivative, and the border of the second backward, which is crossed the other way. Leaving the
+border out is silently wrong: second-order terms drop out of fp16 (a relative error of 0.98 in a gradient penalty).
 
 The factor may lie on another device than a gradient: a graph has one scale, and its values may lie on several devices. It is moved
 when the gradient passes.
@@ -25,7 +26,8 @@ Old-style `forward(ctx, ...)` functions, on purpose: measured on CPU a cast of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +91,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient that leaves a graph through a cast: `gradient` times `factor`, taken in fp32 at least, as `dtype`. Differentiable."""
     if torch.is_grad_enabled():
-        return _applied(_Times, gradient, factor, dtype)
+        return _applied(_Times, gradient, factor, factor.clone(), dtype)
     return _times(gradient, factor, dtype)
 
 
@@ -104,7 +106,7 @@ def leaving_many(
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
     if torch.is_grad_enabled():
-        products = [g.to(dtype) if factor is None else _applied(_Times, g, factor, dtype) for g, dtype in present]
+        products = [g.to(dtype) if factor is None else leaving(g, factor, dtype) for g, dtype in present]
     elif all(dtype == torch.float32 and is_plain(g) for g, dtype in present):
         products = _leaving_plain([g for g, _ in present], factor)
     else:
@@ -162,39 +164,60 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     return result
 
 
+def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
+    """Have the method `enters` called, while its object lives, when a backward goes through what an earlier one made with `factor`."""
+    factor.amprewrite_enters = weakref.WeakMethod(enters)  # type: ignore[attr-defined]
+
+
+def _enters(factor: Tensor) -> Callable[[], None] | None:
+    """What to call before `factor` is read in a backward through what this one makes."""
+    found: weakref.WeakMethod[Callable[[], None]] | None = getattr(factor, "amprewrite_enters", None)
+    return None if found is None else found()
+
+
 class _Cross(torch.autograd.Function):
-    """Identity or cast in value; the gradient is multiplied by `factor` and returned in the dtype of `x`."""
+    """Identity or cast in value, or the product with `by`; the gradient is multiplied by both and returned in the dtype of `x`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor, by: Tensor | None = None) -> Tensor:
+        ctx.factor, ctx.by = factor, by
         ctx.dtype, ctx.to = x.dtype, dtype
+        if by is not None:
+            ctx.enters = _enters(factor)
+            return _times(x, by, dtype)
         # detach(), not view_as(): users may change a model's output in place, which autograd refuses for views made here.
         return x.detach() if x.dtype == dtype else x.to(dtype)
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        if ctx.by is not None and ctx.enters is not None:
+            ctx.enters()
+        factor = ctx.factor if ctx.by is None else ctx.factor * ctx.by
         if torch.is_grad_enabled():
-            return _applied(_Times, gradient, ctx.factor, ctx.dtype), None, None
-        return _times(gradient, ctx.factor, ctx.dtype), None, None
+            then = ctx.factor.clone() if ctx.by is None else factor
+            return _applied(_Times, gradient, ctx.factor, then, ctx.dtype), None, None, None
+        return _times(gradient, factor, ctx.dtype), None, None, None
 
 
 class _Times(torch.autograd.Function):
-    """`factor` times the value; the derivative crosses the border unscaled, as a value does."""
+    """The product with `then`, which `factor` may differ from in a later backward; the derivative is `then` divided by that."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, gradient: Tensor, factor: Tensor, then: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.factor, ctx.then, ctx.enters = factor, then, _enters(factor)
         ctx.dtype, ctx.to = gradient.dtype, dtype
-        return _times(gradient, factor, dtype)
+        return _times(gradient, then, dtype)
 
     @staticmethod
     @uncaptured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        if ctx.enters is not None:
+            ctx.enters()
+        by = ctx.then / ctx.factor
         if torch.is_grad_enabled():
-            return _applied(_Cross, gradient, ctx.dtype, ctx.factor), None, None
-        return gradient.to(ctx.dtype), None, None
+            return _applied(_Cross, gradient, ctx.dtype, ctx.factor, by), None, None, None
+        return _times(gradient, by, ctx.dtype), None, None, None
 
 
 class _CrossDual(_Cross):
@@ -202,6 +225,8 @@ class _CrossDual(_Cross):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        if ctx.by is not None:
+            return _times(tangent, ctx.by, ctx.to)
         return tangent.view_as(tangent) if tangent.dtype == ctx.to else tangent.to(ctx.to)
 
 
@@ -210,7 +235,7 @@ class _TimesDual(_Times):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
-        return _times(tangent, ctx.factor, ctx.to)
+        return _times(tangent, ctx.then, ctx.to)
 
 
 _DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {_Cross: _CrossDual, _Times: _TimesDual}

@@ -28,6 +28,11 @@ _MOST_WRAPPERS = 5
 
 def existing_optimizers() -> list[Optimizer]:
     """All optimizers whose steps can be guarded."""
+    return [optimizer for optimizer in every_optimizer() if can_be_guarded(optimizer)]
+
+
+def every_optimizer() -> list[Optimizer]:
+    """All optimizers that hold parameters themselves; a wrapper may hold those of another."""
     classes = {Optimizer}
     ahead = [Optimizer]
     while ahead:
@@ -36,7 +41,7 @@ def existing_optimizers() -> list[Optimizer]:
         ahead += new
     objects = gc.get_objects()
     found: Iterator[Optimizer] = itertools.compress(objects, map(classes.__contains__, map(type, objects)))
-    return [optimizer for optimizer in found if can_be_guarded(optimizer)]
+    return [optimizer for optimizer in found if "param_groups" in optimizer.__dict__]
 
 
 def can_be_guarded(optimizer: Optimizer) -> bool:
@@ -46,8 +51,8 @@ def can_be_guarded(optimizer: Optimizer) -> bool:
     one are part of the graph of a loss, whose gradient would be cut off by a skip.
     """
     held = optimizer.__dict__
-    hooked = getattr(type(optimizer).step, "hooked", False) and all(name in held for name in _HOOKS) and "param_groups" in held
-    return hooked and not differentiates(optimizer)
+    hooked = getattr(type(optimizer).step, "hooked", False) and all(name in held for name in _HOOKS)
+    return hooked and "param_groups" in held and not differentiates(optimizer)
 
 
 def differentiates(optimizer: Optimizer) -> bool:
@@ -118,4 +123,7 @@ def in_a_step() -> bool:
     return False
 
 
-__all__ = ["can_be_guarded", "existing_optimizers", "in_a_step", "optimizer_inside", "parameters_of", "sharded_parameters"]
+__all__ = [
+    "can_be_guarded", "differentiates", "every_optimizer", "existing_optimizers", "in_a_step", "optimizer_inside", "parameters_of",
+    "sharded_parameters",
+]  # fmt: skip

@@ -28,15 +28,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.runtime.training.backwards import Noted
-from amprewrite.runtime.training.loss_scale import LossScale, LossScaleError
+from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.nonfinite import find_nonfinite
 from amprewrite.runtime.training.optimizers.carried_scale import Arrived, save
 from amprewrite.runtime.training.optimizers.closures import Checked, Evaluated, guarded_closure, params_of
 from amprewrite.runtime.training.optimizers.find_optimizers import in_a_step
+from amprewrite.runtime.training.optimizers.grad_scalers import refuse_grad_scaler
 from amprewrite.runtime.training.optimizers.wrappers import tell, wrappers_above
 
 _SAVES = "_optimizer_state_dict_post_hooks"
@@ -167,7 +167,7 @@ class Guard:
         if not gates or _is_inner_step(caller, optimizer):
             return None
         self._clear(optimizer)
-        _refuse_grad_scaler(optimizer, caller, kwargs)
+        refuse_grad_scaler(optimizer, caller, kwargs)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):
             return self._before_closure(optimizer, args, kwargs, closure)
@@ -315,23 +315,3 @@ def _is_inner_step(caller: FrameType, optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _refuse_grad_scaler(optimizer: Optimizer, caller: FrameType, kwargs: dict[str, Any]) -> None:
-    """Raise LossScaleError if a GradScaler steps this optimizer.
-
-    It leaves `found_inf` on optimizers that skip by themselves; for the others it is only visible as a caller.
-    """
-    scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
-    frame: FrameType | None = caller
-    for _ in range(_FRAMES):
-        if scaler or frame is None:
-            break
-        scaler = frame.f_code is GradScaler.step.__code__ and frame.f_locals["self"].is_enabled()
-        frame = frame.f_back
-    if scaler:
-        raise LossScaleError(
-            "a torch.amp.GradScaler steps this optimizer, but the rewritten model scales its own gradients, so they are "
-            "scaled twice; remove scaler.scale, unscale_, step and update and call loss.backward() and optimizer.step(), "
-            "or rewrite with loss_scale='none' to keep the scaler"
-        )
