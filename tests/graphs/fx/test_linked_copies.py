@@ -267,3 +267,20 @@ def test_a_block_leaves_while_the_backward_of_layers_before_it_is_still_to_come(
     assert sum(place > blocks[0] for place in products) > 60 and sum(place > blocks[1] for place in products) > 4
     order = [arrived.index(name) for name in ("layers.69.weight", "layers.40.weight", "embed.weight")]
     assert order == sorted(order)
+
+
+def test_a_node_whose_copies_get_no_gradient_gives_none() -> None:
+    """A gradient that a forward takes inside may come to the node through a Function that hands on none."""
+
+    class Drops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *copies: Tensor) -> Tensor:
+            return copies[0].float().sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+            return None, None
+
+    given = weights((4, 4), (4, 4))
+    copies = linked(given, [LOW] * 2, torch.tensor(0.5))
+    assert torch.autograd.grad(Drops.apply(*copies), given, allow_unused=True) == (None, None)

@@ -104,6 +104,8 @@ class _Link(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if all(gradient is None for gradient in gradients):  # a gradient inside a forward asks for some weights alone
+            return (None,) * (3 + len(gradients))
         inner = list(gradients)
         for place, (layout, _) in enumerate(ctx.padded):
             gradient = inner[place]
