@@ -258,3 +258,15 @@ def test_an_overflow_beside_the_cpu_skips_the_step_on_both():
     optimizer.step()
     assert all(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
     assert amp.loss_scale.value == 2.0**13
+
+
+@TWO_GPUS
+@FORMATS
+def test_data_parallel_has_the_gradients_of_fp32(dtype):
+    model, x = block()
+    model, x = model.cuda(), torch.cat([x, x]).cuda()
+    plain = nn.DataParallel(copy.deepcopy(model))
+    data_parallel = nn.DataParallel(amprewrite.rewrite(model, dtype=dtype, loss_scale=1024.0 if dtype == "fp16" else None))
+    data_parallel(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    assert relative(all_gradients(model), all_gradients(plain)) < (3e-2 if dtype == "bf16" else 4e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,6 +157,33 @@ def test_an_overflow_in_one_replica_skips_the_step() -> None:
         optimizer.step()
         assert all(torch.equal(old, p.detach().cpu()) == (last > 1) for old, p in zip(before, model.parameters(), strict=True))
     assert (amp.loss_scale.report().skipped, amp.loss_scale.value) == (1, 2.0**9)
+
+
+@FORMATS
+@pytest.mark.parametrize("hooks_first", [True, False])
+@pytest.mark.parametrize(
+    "places", [{"table": FIRST, "body": SECOND, "head": FIRST}, {"table": "cpu", "body": SECOND, "head": SECOND}, None]
+)
+def test_hooks_of_accelerate_move_values_and_weights(places: dict[str, str] | None, hooks_first: bool, dtype: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    parts = {"table": nn.Embedding(WIDTH, WIDTH), "body": nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU()), "head": nn.Linear(64, WIDTH)}
+    model = nn.Sequential(OrderedDict(parts))
+    plain, x = copy.deepcopy(model), torch.randint(0, WIDTH, (ROWS,))
+
+    def placed(module: nn.Module) -> nn.Module:
+        if places is None:
+            return accelerate.cpu_offload(module, execution_device=FIRST)
+        return accelerate.dispatch_model(module, device_map=places, main_device=SECOND, force_hooks=True)
+
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="runs as it is written"):  # what accelerate wraps around a module
+        amp = amprewrite.rewrite(placed(model), dtype=dtype) if hooks_first else placed(amprewrite.rewrite(model, dtype=dtype))
+        with torch.no_grad():
+            amp(x)
+            assert error(amp(x), plain(x)) < BOUND[dtype]
+    if places is not None and "cpu" not in places.values():  # accelerate trains no weights that it offloads
+        amp(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        assert error(gradients(amp), gradients(plain)) < BOUND[dtype]
 
 
 def test_the_trainer_wraps_a_model_in_data_parallel_by_itself(tmp_path: Path) -> None:
