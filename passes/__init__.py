@@ -20,6 +20,7 @@ from amprewrite.passes.lower.hoist_weight_casts import HoistWeightCasts
 from amprewrite.passes.lower.keep_constants import KeepConstants
 from amprewrite.passes.lower.read_frozen_weights import ReadFrozenWeights
 from amprewrite.passes.lower.restore_checkpoints import RestoreCheckpoints
+from amprewrite.passes.lower.split_losses import SplitLosses
 from amprewrite.passes.lower.suit_compiler import SuitCompiler
 from amprewrite.passes.lower.tidy import Tidy
 from amprewrite.passes.normalise.follow_writes import FollowWrites
@@ -119,6 +120,7 @@ LOWER: tuple[Lowering, ...] = (
     HoistWeightCasts(),  # with a weight cache, one launch casts many weights
     ReadFrozenWeights(),  # frozen weights come in as they are stored
     SuitCompiler(),  # for a compiler, inputs say where they come from, and low values are kept and returned low
+    SplitLosses(),  # without a compiler, a loss of many low logits is taken in parts
     KeepConstants(),  # without a compiler, integers and booleans that no input changes are computed once
 )
 

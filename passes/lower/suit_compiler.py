@@ -41,7 +41,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
     def _keep_low(self, edited: EditedGraph) -> None:
         edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
         edited.widened = return_low(edited.module.graph)
-        for node in filter(_widens, edited.module.graph.nodes):
+        for node in filter(widens, edited.module.graph.nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         edited.module.recompile()
 
@@ -54,7 +54,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
     for place, result in enumerate(results):
         entered = isinstance(result, torch.fx.Node) and result.target is scale_gradient
         cast = result.args[0] if entered else result
-        if isinstance(cast, torch.fx.Node) and _widens(cast):
+        if isinstance(cast, torch.fx.Node) and widens(cast):
             results[place] = cast.args[0]
             found.append((place, example_value(cast).dtype, inputs.index(result.args[1]) if entered else None))
     before, output.args = output.args[0], (tuple(results),)
@@ -68,7 +68,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
     return found
 
 
-def _widens(node: torch.fx.Node) -> bool:
+def widens(node: torch.fx.Node) -> bool:
     """Whether a conversion gives fp32 values of low ones."""
     source = node.args[0] if node.args and node.target in ("to", "float") else None
     values = [example_value(each) for each in (source, node) if isinstance(each, torch.fx.Node)]
@@ -89,4 +89,4 @@ def with_widened_results(run: CompiledFn, widened: list[Widened]) -> CompiledFn:
     return call
 
 
-__all__ = ["SuitCompiler", "return_low", "with_widened_results"]
+__all__ = ["SuitCompiler", "return_low", "widens", "with_widened_results"]

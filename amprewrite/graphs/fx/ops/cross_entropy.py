@@ -1,0 +1,80 @@
+"""Cross entropy of many low logits, in parts: the same numbers as of their fp32 copy, in a fraction of its memory.
+
+The fp32 copy of the logits, their log-softmax, its gradient and that of the logits are four times as large as the low logits together
+with their gradient. So the log-softmax is taken of some rows at a time, kept for none, and taken again in backward. Rows do not depend
+on each other, and PyTorch's own kernels compute each part: results are those of the whole, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from amprewrite.graphs.fx.uncaptured import uncaptured
+
+FROM_BYTES = 1 << 27
+"""Bytes of logits in fp32 from which on it is worth some launches more."""
+PARTS = 4
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_aten = torch.ops.aten
+_IGNORED = -100
+
+
+def cross_entropy_of_low(
+    logits: Tensor, target: Tensor, ignore_index: int = _IGNORED, reduction: str = "mean", wide: Tensor | None = None
+) -> Tensor:
+    """`cross_entropy(logits.float(), target)` of a row of low logits for each target; `wide` is their fp32 copy if there is one anyway."""
+    parts = logits.numel() * 4 >= FROM_BYTES and target.dim() == 1 and logits.dim() == 2
+    if not parts or forward_ad._current_level >= 0:
+        return torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=reduction)
+    loss: Tensor = _InParts.apply(logits, target, ignore_index, reduction, logits.detach() if wide is None else wide.detach())
+    return loss
+
+
+def _parts(rows: int) -> Iterator[slice]:
+    size = -(-rows // PARTS)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+class _InParts(torch.autograd.Function):
+    """Old-style `forward(ctx, ...)` for the reasons given in scale_ops."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, reduction: str, read: Tensor) -> Tensor:
+        ignored = target == ignore_index
+        chosen = target.masked_fill(ignored, 0).unsqueeze(1)
+        picked = [torch.log_softmax(read[part], 1, dtype=torch.float32).gather(1, chosen[part]) for part in _parts(len(read))]
+        # One class, that of the target: the mean is added up in the order of the rows, as that over all classes.
+        only = torch.zeros_like(target).masked_fill(ignored, _IGNORED)
+        loss, weight = _aten.nll_loss_forward(torch.cat(picked), only, None, REDUCTIONS[reduction], _IGNORED)
+        ctx.save_for_backward(logits, target, weight)
+        ctx.ignore_index, ctx.reduction = ignore_index, reduction
+        return loss
+
+    @staticmethod
+    @uncaptured
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        logits, target, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of higher order
+            loss = torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ctx.ignore_index, reduction=ctx.reduction)
+            return (*torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None, None)
+        left = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for part in _parts(len(logits)):
+            given = gradient[part] if ctx.reduction == "none" else gradient
+            left[part] = _gradient(logits[part], target[part], given, ctx.reduction, ctx.ignore_index, weight)
+        return left, None, None, None, None
+
+
+def _gradient(logits: Tensor, target: Tensor, given: Tensor, reduction: str, ignore_index: int, weight: Tensor) -> Tensor:
+    """The gradient of some rows, in fp32. A function of its own: nothing that it makes waits for the next rows."""
+    logs = torch.log_softmax(logits, 1, dtype=torch.float32)
+    inner = _aten.nll_loss_backward(given, logs, target, None, REDUCTIONS[reduction], ignore_index, weight)
+    found: Tensor = _aten._log_softmax_backward_data(inner, logs, 1, torch.float32)
+    return found
+
+
+__all__ = ["cross_entropy_of_low"]

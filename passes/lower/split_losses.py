@@ -1,0 +1,81 @@
+"""Without a compiler, the cross entropy of many low logits is taken in parts, which saves the memory of fp32 logits and their gradients.
+
+A loss qualifies that reads an fp32 copy of low logits, a row for each target, through no other ops than views. There is no class weight
+and no label smoothing. In fp16 a loss of logits that are returned as well stays whole: the loss scale stands between. Numbers are the
+same (`graphs/fx/ops/cross_entropy.py`). A compiler fuses the loss itself.
+
+    before   wide = to(logits, float32)                            after   loss = cross_entropy_of_low(logits, labels, -100, "mean")
+             loss = cross_entropy(wide, labels)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
+from amprewrite.graphs.fx.node_facts import example_value, hint, memory_of, named_arguments, transformed_nodes
+from amprewrite.graphs.fx.ops import cross_entropy
+from amprewrite.ir.pass_base import Pass
+from amprewrite.passes.lower.hoist_weight_casts import written_storages
+from amprewrite.passes.lower.suit_compiler import widens
+from amprewrite.tables.ops.op_lists import op_name
+
+VIEWS = ("view", "reshape", "contiguous", "flatten")
+"""What may stand between the copy and the loss: ops that give the same elements in the same order."""
+_PLAIN: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+"""Arguments of a loss that must have, or lack, these values."""
+
+
+class SplitLosses(Pass[Target, EditedGraph]):
+    name = "split-losses"
+
+    def call(self, target: Target, edited: EditedGraph) -> bool:
+        if not (target.eager and target.training) or not _large(edited.module.graph):
+            return False
+        edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its losses
+        found = [split_loss(edited.module, node) for node in _large(edited.module.graph)]
+        edited.module.recompile()
+        return any(found)
+
+
+def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The losses of many logits, a row for each target, outside of torch.func transforms."""
+    losses = graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
+    apart = transformed_nodes(graph) if losses else set()
+    return [node for node in losses if node not in apart and _qualifies(named_arguments(node))]
+
+
+def _qualifies(given: dict[str, Any]) -> bool:
+    if any(given.get(name) not in (plain, None) for name, plain in _PLAIN.items()):
+        return False
+    logits, target = (example_value(each) if isinstance(each, torch.fx.Node) else None for each in (given["input"], given["target"]))
+    if not isinstance(logits, torch.Tensor) or not isinstance(target, torch.Tensor) or logits.dim() != 2 or target.dtype != torch.int64:
+        return False
+    return math.prod(map(hint, logits.shape)) * 4 >= cross_entropy.FROM_BYTES
+
+
+def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    """Let a loss read the low logits behind its fp32 copy in parts; False if they are written, or there are none."""
+    given = named_arguments(node)
+    chain = [given["input"]]
+    while chain[-1].op.startswith("call") and op_name(chain[-1].target) in VIEWS:
+        chain.append(chain[-1].args[0])
+    if not widens(chain[-1]) or not written_storages(module).isdisjoint(memory_of(chain[-1].args[0])):
+        return False
+    low = {chain[-1]: chain[-1].args[0]}
+    with module.graph.inserting_before(node):
+        for view in reversed(chain[:-1]):
+            low[view] = module.graph.node_copy(view, lambda each: low.get(each, each))
+            low[view].target = "reshape" if view.target == "view" else view.target  # low values may lie in wider rows
+    own = {node, *chain}
+    wide = given["input"] if any(user not in own for each in chain for user in each.users) else None
+    chosen = [given["ignore_index"], given["reduction"]]
+    kept = [default if value is None else value for value, default in zip(chosen, (-100, "mean"), strict=True)]
+    node.target, node.args, node.kwargs = cross_entropy.cross_entropy_of_low, (low[given["input"]], given["target"], *kept, wide), {}
+    for each in chain if wide is None else ():
+        module.graph.erase_node(each)
+    return True
