@@ -96,7 +96,7 @@ def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
 
     EmitError if the onnx extra is not installed.
     """
-    return _import_module("amprewrite.api.module").load_onnx_support().rewrite_onnx(model, out, **options)
+    return _import_module("amprewrite.api.onnx.support").load_onnx_support().rewrite_onnx(model, out, **options)
 
 
 __version__ = _VERSION

@@ -5,17 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amprewrite.api.onnx.support import load_onnx_support
 from amprewrite.report.cast_plan import CastPlan, PendingPlan
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, session_of
 from amprewrite.runtime.model.weights.freezing import check_freezable, freeze_weights, recapture_all, thaw, warn_of_optimizers
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
-from amprewrite.tables.errors import AmpRewriteWarning, EmitError, PlanError, PolicyError
+from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 
 if TYPE_CHECKING:
     from amprewrite.api.onnx.convert import OnnxResult
@@ -138,12 +138,3 @@ class Rewritten(RewrittenBase):
         Call it after a write that PyTorch does not count, if `frozen_weights()` or `cache_weights="step"` keeps copies.
         """
         session_of(self).cache.clear()
-
-
-def load_onnx_support() -> ModuleType:
-    """amprewrite.api.onnx.convert, which needs the onnx extra; EmitError with the install line if that is missing."""
-    try:
-        from amprewrite.api.onnx import convert
-    except ImportError as error:
-        raise EmitError(f"ONNX needs {error.name}, which is not installed: pip install 'amprewrite[onnx]' (GPU: [onnx-gpu])") from error
-    return convert

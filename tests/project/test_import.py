@@ -59,3 +59,11 @@ def test_packages_are_there_by_name():
     assert said("import amprewrite; print('rows' in amprewrite.tables.__doc__, amprewrite.passes.NORMALISE[0].name)").startswith("True ")
     with pytest.raises(AttributeError, match="has no attribute 'nothing_here'"):
         _ = amprewrite.nothing_here  # type: ignore[attr-defined]
+
+
+def test_rewriting_a_file_loads_nothing_that_runs_models():
+    """`rewrite_onnx` has a door of its own: it neither captures nor runs a PyTorch model."""
+    pytest.importorskip("onnx_ir", reason="the onnx extra is not installed")
+    loaded = "print([name for name in sys.modules if name.startswith('amprewrite.runtime')])"
+    tried = "with contextlib.suppress(amprewrite.CaptureError):\n    amprewrite.rewrite_onnx('none.onnx')"
+    assert said(f"import contextlib, sys, amprewrite\n{tried}\n{loaded}") == "[]"

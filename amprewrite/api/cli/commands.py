@@ -21,7 +21,7 @@ from amprewrite.accuracy.verify import verify as run_verify
 from amprewrite.api.cli.models import OnnxModel, Source, TorchModel, UsageError, load, load_batches, torch_model
 from amprewrite.api.cli.output import as_json, say, table, text, working
 from amprewrite.api.cli.pt2 import save_program
-from amprewrite.api.module import load_onnx_support
+from amprewrite.api.onnx.support import load_onnx_support
 from amprewrite.api.rewrite import plan as make_plan
 from amprewrite.api.rewrite import rewrite
 from amprewrite.ir.evidence.ranges import Calibration, as_text

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from amprewrite.graphs.fx.ops.scale_ops import on_device, tell_of_entries
+from amprewrite.graphs.fx.ops.on_device import on_device
+from amprewrite.graphs.fx.ops.scale_ops import tell_of_entries
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.captured.past import asking_node

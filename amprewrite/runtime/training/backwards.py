@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.graphs.fx.ops.scale_ops import on_device
+from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_after_backward

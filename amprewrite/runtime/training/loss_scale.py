@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import EMPTY, Recorded, recording
-from amprewrite.graphs.fx.ops.scale_ops import on_device
+from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.runtime.training.loss_scale_state import COUNTERS, OWN_KEY, LossScaleReport, check_state, host_numbers, positive, reciprocal
 from amprewrite.runtime.training.presets import PRESETS
 from amprewrite.tables.boundary.arguments import shown

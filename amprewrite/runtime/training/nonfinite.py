@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.finite_flags import finite_flags
-from amprewrite.graphs.fx.ops.scale_ops import on_device
+from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
 

@@ -36,6 +36,7 @@ from torch.autograd import forward_ad
 
 from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
+from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
 
 
@@ -61,11 +62,6 @@ def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
     if not (w.requires_grad and torch.is_grad_enabled()):
         return w.to(dtype)
     return _forward_too(_Cross).apply(w, dtype, inverse)
-
-
-def on_device(number: Tensor, device: torch.device) -> Tensor:
-    """`number` on `device`. A copy to a CPU waits for its value, which the host may read at once."""
-    return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 
 
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from amprewrite.graphs.fx.ops.scale_ops import on_device
+from amprewrite.graphs.fx.ops.on_device import on_device
 
 Body = Callable[..., Tensor]
 """What the hook does: takes the gradient and whatever else it reads, gives the gradient that goes on."""

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
-from amprewrite.graphs.fx.ops.scale_ops import leaving_many, on_device, unscale_gradient
+from amprewrite.graphs.fx.ops.scale_ops import leaving_many, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import GradMode, uncaptured, unselected
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
