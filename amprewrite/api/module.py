@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,19 @@ class Rewritten(RewrittenBase):
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of the graphs that ran in the latest call. Before the first, reading it is a PlanError."""
+        """The plan of the graphs that ran in the latest call. Before the first, reading it is a PlanError.
+
+        A method that calls parts, as `encode_image` does, is a call of each part: a note names those that ran by themselves.
+        """
         session = session_of(self)
         if not session.last and not session.left_out:
             return PendingPlan()  # type: ignore[return-value]
-        return CastPlan.of(session.plan_of(session.last))
+        plan, now = session.plan_of(session.last), {region.entry for region in session.last}
+        others = [call for call in list(session.calls) if not now.intersection(region.entry for region in call)]
+        if others:  # a method that calls parts is a call of each of them
+            parts = ", ".join(dict.fromkeys(region.entry.place for call in others for region in call))
+            plan = replace(plan, notes=(*plan.notes, f"of the latest call alone; {parts} ran in calls of their own: amp.plans has all"))
+        return CastPlan.of(plan)
 
     @property
     def plans(self) -> tuple[CastPlan, ...]:

@@ -62,3 +62,10 @@ def test_a_graph_left_in_fp32_and_what_stands_for_an_inner_graph_bind_nobody():
     low = NOTHING_AGREED.joined(plan("a add n:3 low"))
     assert low.contradicts(plan("a add n:3 high", reason=Reason.DEVICE))  # it can follow
     assert not low.contradicts(plan("a add n:3 high", reason=Reason.BODY))
+
+
+def test_the_reason_of_the_graph_that_decided_comes_along():
+    agreed = NOTHING_AGREED.joined(plan("a add n:3 high", "a mul n:4 low", reason=Reason.CHEAPER_HIGH))
+    assert set(agreed.whys_of(plan("a add n:3 high", "a add n:9 high")).values()) == {Reason.CHEAPER_HIGH.value}
+    again = agreed.joined(plan("a add n:3 high", "b add n:7 low", reason=Reason.AGREED))
+    assert set(again.whys_of(plan("a add n:3 high")).values()) == {Reason.CHEAPER_HIGH.value}, "one that follows is no reason"

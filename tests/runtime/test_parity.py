@@ -324,3 +324,40 @@ def test_the_plan_says_what_parity_costs():
 def test_other_values_are_refused(parity):
     with pytest.raises(amprewrite.PolicyError, match=r"parity=.* use 'train', 'eval', a number between 0 and 1, or False"):
         amprewrite.rewrite(writer(), parity=parity)
+
+
+class Encodes(nn.Module):
+    """Its work is done by a method, as `encode_image` does in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.text(self.image(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+def test_a_plan_names_the_parts_that_a_method_called():
+    amp = amprewrite.rewrite(Encodes(), dtype="bf16").eval()
+    x = torch.randn(8, 64)
+    amp(x)
+    assert not [note for note in amp.plan.notes if "amp.plans" in note]
+    amp.encode(x)
+    (note,) = [note for note in amp.plan.notes if "amp.plans" in note]
+    assert "Encodes.image" in note and "Encodes.text" in note
+    assert {node.op for plan in amp.plans for node in plan.nodes} >= {"linear", "layer_norm"}
+
+
+def test_an_op_that_follows_another_graph_has_the_reason_of_that_one():
+    net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    amp = low(net)
+    amp(torch.randn(8, 64)).sum().backward()
+    first = {node.op: node.reason.value for node in amp.plan.nodes}
+    with torch.no_grad():
+        amp(torch.randn(8, 64))
+    then = {node.op: node for node in amp.plan.nodes}
+    followed = [op for op, node in then.items() if node.reason is Reason.AGREED]
+    assert {"gelu", "relu"} <= {*followed} and all(then[op].detail.startswith(first[op]) for op in followed)

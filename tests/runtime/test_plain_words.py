@@ -12,6 +12,7 @@ from torch import nn
 
 import amprewrite
 from amprewrite import AmpRewriteWarning, CaptureError
+from amprewrite.runtime.compiler.dynamo_failures import failure_of
 from amprewrite.runtime.compiler.plain_words import plain_reason
 
 
@@ -116,3 +117,17 @@ def test_converting_a_rewritten_model_says_that_its_master_weights_are_gone(conv
 def test_a_model_around_it_converts_it_too():
     with pytest.warns(AmpRewriteWarning, match="master weights are gone"):
         Halved().half()
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (NotImplementedError(), "PyTorch's capture fails on it (NotImplementedError)"),
+        (KeyError("x"), "PyTorch's capture fails on it: 'x' (KeyError)"),
+        (torch._dynamo.exc.Unsupported("Uninitialized nn.Module"), "it reads a module that did not call nn.Module.__init__"),
+        (torch._dynamo.exc.Unsupported("Data-dependent branching"), "Data-dependent branching"),
+    ],
+)
+def test_a_reason_is_no_name_of_an_exception(error, says):
+    """As of e3nn, whose warning ended in "NotImplementedError:"."""
+    assert failure_of(error).why.startswith(says)

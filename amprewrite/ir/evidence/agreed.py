@@ -14,7 +14,7 @@ So colours only ever go from low to high, and agreeing comes to an end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -52,6 +52,10 @@ class Planned(Op, Protocol):
     def colour(self) -> Colour: ...
     @property
     def reason(self) -> Reason: ...
+    @property
+    def because_of(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
 
 
 AnyOp = TypeVar("AnyOp", bound=Op)
@@ -62,30 +66,39 @@ class Agreed:
     """What has been agreed on so far. Frozen: `joined` gives another one that knows more."""
 
     places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
+    whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)
+    """The reasons of the graphs that decided."""
 
     def of(self, ops: Iterable[Op]) -> dict[str, Colour]:
         """The colours of those of the ops of one graph that are agreed on, by name."""
-        found: dict[str, Colour] = {}
+        return {name: self.places[place][match] for name, place, match in self._known(ops)}
+
+    def whys_of(self, ops: Iterable[Op]) -> dict[str, str]:
+        """Why the ops that `of` gives have their colours, in the graphs that decided them."""
+        return {name: self.whys[place][match] for name, place, match in self._known(ops)}
+
+    def _known(self, ops: Iterable[Op]) -> Iterator[tuple[str, Place, Call]]:
         for place, calls in _by_place(ops).items():
-            known = self.places.get(place, {})
-            found |= {calls[call].name: known[match] for call, match in _matches(calls, known).items()}
-        return found
+            for call, match in _matches(calls, self.places.get(place, {})).items():
+                yield calls[call].name, place, match
 
     def joined(self, plan: Iterable[Planned]) -> Agreed:
         """This with the colours of the ops of one planned graph; the very same if it changes nothing."""
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
-        places, changed = dict(self.places), False
+        places, whys, changed = dict(self.places), dict(self.whys), False
         for place, calls in _by_place(node for node in plan if node.name in planned).items():
-            known = dict(places.get(place, {}))
+            known, why = dict(places.get(place, {})), dict(whys.get(place, {}))
             matches = _matches(calls, known)
             for call, op in calls.items():
                 match = matches.get(call, call)
                 colour = Colour.HIGH if known.get(match) is Colour.HIGH else planned[op.name]
-                changed |= known.get(match) is not colour
+                if known.get(match) is not colour:
+                    changed, why[match] = True, ", ".join(part for part in (op.reason.value, op.because_of, op.detail) if part)
                 known[match] = known[call] = colour
-            places[place] = known
-        return Agreed(places) if changed else self
+                why[call] = why[match]
+            places[place], whys[place] = known, why
+        return Agreed(places, whys) if changed else self
 
     def contradicts(self, plan: Iterable[Planned]) -> bool:
         """Whether an op of a planned graph has another colour than the one that is agreed on, for no fact of its own."""

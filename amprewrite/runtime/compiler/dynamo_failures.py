@@ -23,6 +23,7 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from amprewrite.graphs.log_quiet import FAKE_TENSORS, Quiet
+from amprewrite.runtime.compiler.plain_words import plain_reason
 
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
 _PASS = (
@@ -72,18 +73,21 @@ class Listener(Quiet):
         code = _code(error)
         if code is not None:
             _GIVEN_UP[id(code)] = code
-        self.tell(_failure(error))
+        self.tell(failure_of(error))
         return False
 
 
-def _failure(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
+    """Where Dynamo failed, and why, in words: the name of an exception of its own says nothing."""
     line = getattr(error, "innermost_user_frame_summary", None)
     place = f"{line.filename}:{line.lineno} in {_RESUMED.sub('', line.name)}" if line is not None else ""
     said, _, more = str(error).partition("\nfrom user code")[0].strip().partition("\n")
     explained = _EXPLANATION.search(more)
     why = f"{said.strip()}: {explained[1].strip()}" if explained else said.strip()
     known = isinstance(error, torch._dynamo.exc.TorchDynamoException)
-    return Failure(why if known and why else f"{type(error).__name__}: {why}", place)
+    if not (known and why):
+        why = f"PyTorch's capture fails on it{': ' * bool(why)}{why} ({type(error).__name__})"
+    return Failure(plain_reason(why), place)
 
 
 def _code(error: BaseException) -> types.CodeType | None:
@@ -138,4 +142,4 @@ def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
     return False
 
 
-__all__ = ["Failure", "Listener", "Unseen", "has_begun", "try_all_again", "under_way", "unseen"]
+__all__ = ["Failure", "Listener", "Unseen", "failure_of", "has_begun", "try_all_again", "under_way", "unseen"]

@@ -38,6 +38,7 @@ _REASONS = {
     "unsupported variable type for __dict__ access": "it reads the __dict__ of an object that capture cannot read",
     "attempted to trace torch._numpy.random function": "it draws random numbers of NumPy, which NumPy draws outside of graphs",
     "attempted to trace numpy function unsupported by PyTorch": "it calls a function of NumPy that capture cannot read",
+    "Uninitialized nn.Module": "it reads a module that did not call nn.Module.__init__, which capture cannot read",
     "FSDP with use_orig_params=False": "FSDP hides the parameters; wrap it with FSDP(amp, use_orig_params=True)",
 }
 """How Dynamo's reasons begin that name its own parts, and the same in plain words."""
