@@ -49,7 +49,7 @@ def calibrate(
 
     Raises:
         CalibrationError: no batch, batches of differing structure or that the model cannot be called on, NaN or infinities in a
-        batch, a model of which nothing can be captured, a loss that is no scalar.
+            batch, a model of which nothing can be captured, a loss that is no scalar.
     """
     module = module_of(model)
     trial = Trial(module, Options(LOW_FORMATS[0]), forward)

@@ -36,6 +36,7 @@ from amprewrite.passes import decide
 from amprewrite.runtime.model.rewritten import session_of
 from amprewrite.runtime.options import Options
 from amprewrite.tables.boundary.arguments import is_word, shown
+from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.errors import AccuracyError, PolicyError
 from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour
@@ -148,10 +149,14 @@ def search(
         check_floor(trial, batches, exact, tolerance, measure)
     chain = Chain(measure_edges(trial, batches, low, measure), _own_choice, measure)
 
-    def error_of(index: int) -> float:
-        return run(chain.words(index), lambda captured: _keeping(captured, chain.keep_high(index)))
+    with bar("plans tried", None) as advance:
 
-    errors = bisect(error_of, len(chain), target)
+        def error_of(index: int) -> float:
+            error = run(chain.words(index), lambda captured: _keeping(captured, chain.keep_high(index)))
+            advance()
+            return error
+
+        errors = bisect(error_of, len(chain), target)
     within = [index for index, error in errors.items() if error <= target]
     times = {each.name: each.seconds for each in tried}
     found = min(within, key=lambda index: (chain.flops[index], times[chain.words(index)], index), default=None)

@@ -31,6 +31,7 @@ from amprewrite.graphs.fx.uncaptured import closed_if_raised
 from amprewrite.ir.evidence.ranges import as_text
 from amprewrite.runtime.model.rewritten import module_of
 from amprewrite.runtime.options import Options
+from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
@@ -113,23 +114,25 @@ def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Met
     """The output error of every edge, as its share of a sum of squares, of every graph that runs, averaged over the batches."""
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
-    for batch in batches:
-        with torch.enable_grad():
-            try:
-                with closed_if_raised():
-                    outputs = [t for t in metric.outputs(trial.run(batch, probe)) if t.requires_grad]
-            except RuntimeError as error:
-                said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
-                raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
-        trial.check_captured()
-        size = metric.size(outputs)
-        if not size:
-            raise CalibrationError(f"no floating output of {trial.name} depends on its inputs or weights: there is no error to measure")
-        probe.weight = 1 / (size * PROBES * len(batches))
-        for draw in range(PROBES):
-            signs = [metric.draw(t, generator) for t in outputs]
-            torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
-        probe.leaves.clear()
+    with bar("batches weighed", len(batches)) as advance:
+        for batch in batches:
+            with torch.enable_grad():
+                try:
+                    with closed_if_raised():
+                        outputs = [t for t in metric.outputs(trial.run(batch, probe)) if t.requires_grad]
+                except RuntimeError as error:
+                    said = f"{trial.name} cannot be run on a batch with its values cut apart: {type(error).__name__}: {error}"
+                    raise CalibrationError(f"{said}; of a model that takes gradients itself use amprewrite.debug") from error
+            trial.check_captured()
+            size = metric.size(outputs)
+            if not size:
+                raise CalibrationError(f"no floating output of {trial.name} depends on its inputs or weights: there is no error to measure")
+            probe.weight = 1 / (size * PROBES * len(batches))
+            for draw in range(PROBES):
+                signs = [metric.draw(t, generator) for t in outputs]
+                torch.autograd.grad(outputs, probe.leaves, signs, retain_graph=draw + 1 < PROBES, allow_unused=True)
+            probe.leaves.clear()
+            advance()
     return list(probe.edges.values())
 
 

@@ -16,11 +16,14 @@ from torch import nn
 
 from amprewrite.accuracy.strict.interpreter import Row, relative_error, round_to
 from amprewrite.accuracy.strict.run import StrictRun
+from amprewrite.tables.boundary.notebook import fragment
 from amprewrite.tables.vocabulary import Colour
 
 Measure = Literal["accumulated", "introduced", "overflow", "underflow", "largest"]
 WIDTH = 80
 """Columns that a printed report takes at most."""
+_COLUMNS = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
+"""Titles and widths of the figures of a row."""
 LOST = 0.1
 """Relative error from which on a value is shown though its op rounded nothing itself."""
 
@@ -61,26 +64,32 @@ class Report:
     def table(self, n: int = 20, by: Measure = "accumulated") -> str:
         """The `n` worst rows as text, at most 80 columns wide: each row's own error, that in total, the largest value,
         over- and underflow; low ops that only hand values on are left out, but not a difference that magnifies what was lost before."""
-        columns = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
+        return table_of("node", _COLUMNS, self._telling(by), n, _figures)
+
+    def _telling(self, by: Measure = "accumulated") -> list[Row]:
+        """The rows to show, worst first."""
 
         def tells(row: Row) -> bool:
             return row.colour is Colour.HIGH or row.introduced > 0 or row.overflow > 0 or not row.accumulated < LOST
 
-        def figures(row: Row) -> Sequence[str]:
-            errors = (f"{figure:.2e}" for figure in (row.introduced, row.accumulated, row.largest))
-            return row.colour.value, *errors, percentage(row.overflow), percentage(row.underflow)
-
-        return table_of("node", columns, [row for row in self.worst(len(self.rows), by) if tells(row)], n, figures)
+        return [row for row in self.worst(len(self.rows), by) if tells(row)]
 
     def __str__(self) -> str:
+        return "\n".join([*self._head(), "", self.table()])
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it."""
+        rows = ((place_of(row, len(row.name) + len(row.module) + 4).rstrip(), *_figures(row)) for row in self._telling()[:20])
+        return fragment(self._head(), ("node", *_COLUMNS), rows)
+
+    def _head(self) -> list[str]:
         bad = self.overflows
         lines = [f"strict run in {self.low}: output error {self.output_error:.2e} over {len(self.rows)} results and cast copies"]
         if bad:
             lines.append(f"overflow: {bad[0].name} is the first of {len(bad)}; it reaches {bad[0].largest:.3g}")
         if self.capture_error != 0:
             lines.append(f"capture: {self._captured()}")
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, "", self.table()])
+        return lines + [f"note: {note}" for note in self.notes]
 
     def _captured(self) -> str:
         if self.capture_error is None:
@@ -104,6 +113,11 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
 
 
 # -- text -----------------------------------------------------------------------------------
+def _figures(row: Row) -> Sequence[str]:
+    errors = (f"{figure:.2e}" for figure in (row.introduced, row.accumulated, row.largest))
+    return row.colour.value, *errors, percentage(row.overflow), percentage(row.underflow)
+
+
 def table_of(first: str, columns: Mapping[str, int], rows: Sequence[Row], most: int, figures: Callable[[Row], Sequence[str]]) -> str:
     """A text table of `most` of the rows: where each is, under the title `first`, and its figures in `columns` of so many characters."""
     left = WIDTH - sum(columns.values()) - len(columns)

@@ -7,7 +7,8 @@
 3. Decide and edit as for any captured graph.
 4. In fp16 run the edited graph on the inputs, as the first calls of a rewritten model are looked at: if it overflows where fp32 does
    not, it is decided anew with the ranges seen. Buffers and random state are afterwards what they were.
-5. Export the edited module again, with the same dynamic shapes.
+5. Of a frozen model store the weights low that are read low alone: the file is as small as the model, and holds no cast of them.
+6. Export the edited module again, with the same dynamic shapes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high
+from amprewrite.passes.lower.read_frozen_weights import store_low
 from amprewrite.passes.normalise.strip_checks import strip_checks
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.captured.overflow_retry import rewrite_for
@@ -62,6 +64,8 @@ def export_with_plan(
     if region.left and session.options.strict:
         raise CaptureError(region.left[0])
     _keep_out_of_state(edited, plain)
+    if session.options.frozen is not None:
+        store_low(edited)
     exported = _export(edited, plain, args, kwargs, _spread(options, plain))
     strip_checks(exported.graph_module)
     policy = captured.problem.policy

@@ -120,9 +120,11 @@ def rewrite(
             Frozen ones stay half. False: such a model is a PolicyError.
 
     Raises:
-        PolicyError: options that make no sense. CaptureError: a model that cannot be captured. PlanError: a plan that does
-        not fit. CalibrationError: batches that cannot be run, ranges of another model. AccuracyError: an accuracy that
-        cannot be reached. All are AmpRewriteErrors.
+        PolicyError: options that make no sense.
+        CaptureError: a model that cannot be captured, or with `strict=True` is another one when it is.
+        PlanError: a plan that does not fit.
+        CalibrationError: batches that cannot be run, ranges of another model.
+        AccuracyError: an accuracy that cannot be reached.
     """
     from amprewrite.api.module import Rewritten
     from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast

@@ -98,7 +98,7 @@ class Session:
         low = self.options.low or best_format(self._row(self._device())) or FP32
         self.loss_scale: LossScale = parse_loss_scale(self.options.loss_scale, low)
         kept = self.options.keep_high
-        for text in filter(None, (kept and kept.note, dynamo.rounding_of(self.options.backend), frozen_note(self.root))):
+        for text in filter(None, (kept.note if kept else "", dynamo.rounding_of(self.options.backend), frozen_note(self.root))):
             self.note(text)
         self.probe, self.schedule = OverflowProbe(self.root), Schedule()
         self.caches = CachesOfModel(self.root, self.options.given, self.note)
@@ -509,7 +509,7 @@ class Session:
             regions=tuple(part for index, region in enumerate(dict.fromkeys(regions)) for part in region.plan.flat(f"graph{index}")),
             skipped=self.left_out,
             notes=tuple(self.notes),
-            lists=getattr(self.options.lists, "name", self.options.lists),
+            lists=lists if isinstance(lists := self.options.lists, str) else lists.name,
         )
 
     def _device(self) -> str:

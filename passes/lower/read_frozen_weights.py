@@ -3,24 +3,28 @@
 1. A low copy of a frozen weight becomes a last input, whatever the weight cache does: what is stored is given there.
 2. A frozen weight that is read in fp32 comes in as its fp32 values, if they are kept. If not, its low values are cast up.
 3. A graph that writes a frozen weight is refused: the write would be lost.
+4. In an exported graph, whose weights are its own, those that are read low alone are stored low.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
-from torch import Tensor
+from torch import Tensor, nn
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
-from amprewrite.graphs.fx.node_facts import example_value, memory_of
+from amprewrite.graphs.fx.node_facts import example_value, held_value, memory_of
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.pad_plan import Layout
+from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.lower.hoist_weight_casts import hoist_weight_casts, written_storages
+from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError
 
 CompiledFn = Callable[..., Any]
@@ -117,4 +121,27 @@ def with_frozen_weights(
     return call
 
 
-__all__ = ["ReadFrozenWeights", "cast_up", "example_inputs_of", "stored_copy", "with_frozen_weights"]
+def store_low(edited: torch.fx.GraphModule) -> None:
+    """Store the parameters low that the edited graph reads only by casts to one low format, and take those casts out."""
+    readers: dict[Tensor, list[torch.fx.Node]] = defaultdict(list)
+    for node in edited.graph.find_nodes(op="get_attr"):
+        held = held_value(node)
+        if isinstance(held, nn.Parameter):
+            readers[held].append(node)
+    for weight, nodes in readers.items():
+        users = [user for node in nodes for user in node.users]
+        formats: set[Any] = {user.args[1] for user in users if CAST in user.meta and user.target == "to"}
+        if len(formats) != 1 or not all(CAST in user.meta and user.target == "to" for user in users):
+            continue
+        stored = nn.Parameter(weight.detach().to(formats.pop()), requires_grad=False)
+        for name in [name for name, each in named_parameters_in(edited, remove_duplicate=False) if each is weight]:
+            path, _, last = name.rpartition(".")
+            setattr(edited.get_submodule(path), last, stored)
+        for node in nodes:
+            for user in list(node.users):
+                user.replace_all_uses_with(node)
+                edited.graph.erase_node(user)
+    edited.recompile()
+
+
+__all__ = ["ReadFrozenWeights", "cast_up", "example_inputs_of", "store_low", "stored_copy", "with_frozen_weights"]

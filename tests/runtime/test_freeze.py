@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -470,6 +471,24 @@ def test_export_gives_what_the_unfrozen_model_exports() -> None:
     want = low(model).export_program((data(),))
     got = frozen(model).export_program((data(),))
     assert alike(run(got.module(), data()), run(want.module(), data()))
+
+
+def test_export_of_a_frozen_model_holds_low_weights(tmp_path: Path) -> None:
+    """Half the bytes, no cast of a weight, and the numbers of the model; a table that a head shares is read in fp32, too, and stays."""
+    torch.manual_seed(0)
+    tied, x = Tied().eval(), torch.arange(8)[None]
+    amp = frozen(tied, x)
+    assert alike(run(amp.export_program((x,)).module(), x), run(amp, x))
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).eval()
+    x = torch.randn(4, 1024)
+    want = run(low(model), x)
+    for name, amp, dtype in (("fp32", low(model), torch.float32), ("low", frozen(model, x), torch.bfloat16)):
+        torch.export.save(amp.export_program((x,)), tmp_path / f"{name}.pt2")
+        loaded = torch.export.load(tmp_path / f"{name}.pt2")
+        assert alike(run(loaded.module(), x), want)
+        assert {name: each.dtype for name, each in loaded.state_dict.items()} == dict.fromkeys(model.state_dict(), dtype)
+    assert (tmp_path / "low.pt2").stat().st_size < 0.55 * (tmp_path / "fp32.pt2").stat().st_size
+    assert len([node for node in loaded.graph.nodes if "to.dtype" in str(node.target)]) == 2, "the input's and the output's"
 
 
 def test_verify_rewrite_and_frozen_blocks() -> None:

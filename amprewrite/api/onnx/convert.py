@@ -106,14 +106,19 @@ def export_onnx(
     they name. Loss scaling and padding are no part of the file.
 
     Args:
-        args, kwargs: example inputs; they are the sample run, too, unless there is `calibration`.
-        opset, dynamic_shapes: for torch.onnx.export.
+        args: example inputs; they are the sample run, too, unless there is `calibration`.
+        kwargs: those given by keyword.
+        opset: for torch.onnx.export.
+        dynamic_shapes: for torch.onnx.export.
         plan: follow this plan instead of deciding: an edited one of an earlier export, or of the PyTorch graph.
-        The others are those of `rewrite_onnx`.
+
+    The other arguments are those of `rewrite_onnx`.
 
     Raises:
-        CaptureError: torch.onnx.export cannot export the model. PlanError: a plan that does not fit. PolicyError, EmitError:
-        as `rewrite_onnx`.
+        CaptureError: torch.onnx.export cannot export the model.
+        PlanError: a plan that does not fit.
+        PolicyError: as `rewrite_onnx`.
+        EmitError: as `rewrite_onnx`.
     """
     from amprewrite.api.onnx.export import exported, kept_out, torch_plan
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from amprewrite.tables.boundary.consoles import console
 from amprewrite.tables.boundary.files import read_text, write_text
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.members import named_parameters_in
+from amprewrite.tables.boundary.notebook import fragment
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import FORMATS, NARROWEST, Format
@@ -37,6 +38,7 @@ CHUNK = 2**22
 """Elements of a tensor that are looked at in one go."""
 FALLS_OFF = (0.5, 8.0)
 """Beta prior of the share of a tail that goes on beyond an octave: 0.06, as if eight values had been seen to stay within it."""
+_TITLES = ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf")
 _BIAS = 127
 _NOT_FINITE = 255
 
@@ -258,6 +260,18 @@ class Calibration:
         from rich.table import Table
         from rich.text import Text
 
+        table = Table(title=Text(printable(self._title(fmt, gradients))), title_style="table.title")
+        for title in _TITLES:
+            table.add_column(title, justify="left" if title == "node" else "right")
+        for name, *figures in self._rows(n, fmt, gradients):
+            table.add_row(Text(printable(name)), *figures)
+        return table
+
+    def _title(self, fmt: str, gradients: bool) -> str:
+        return f"{self.model}: {'gradients' if gradients else 'values'} in {self.batches} batches, against {fmt}"
+
+    def _rows(self, n: int, fmt: str, gradients: bool) -> Iterator[tuple[str, ...]]:
+        """Name and figures of the `n` values most at risk."""
         row = FORMATS[fmt]
         found = [
             (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)
@@ -266,20 +280,17 @@ class Calibration:
             if seen.count
         ]
         found.sort(key=lambda item: (item[1].overflow_in_pass(row), item[1].amax), reverse=True)
-        what = "gradients" if gradients else "values"
-        table = Table(title=Text(printable(f"{self.model}: {what} in {self.batches} batches, against {fmt}")), title_style="table.title")
-        for title in ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf"):
-            table.add_column(title, justify="left" if title == "node" else "right")
         for name, seen in found[:n]:
             smallest = f"{seen.smallest:.3g}" if math.isfinite(seen.smallest) else "-"
-            table.add_row(
-                Text(printable(name)), f"{seen.amax:.3g}", smallest, f"{seen.overflow_in_pass(row):.2g}", f"{seen.underflow(row):.2g}",
-                str(seen.nan + seen.infinite) if seen.nan or seen.infinite else "-",
-            )  # fmt: skip
-        return table
+            lost = str(seen.nan + seen.infinite) if seen.nan or seen.infinite else "-"
+            yield name, f"{seen.amax:.3g}", smallest, f"{seen.overflow_in_pass(row):.2g}", f"{seen.underflow(row):.2g}", lost
 
     def __str__(self) -> str:
         return as_text(self.table())
+
+    def _repr_html_(self) -> str:
+        """The table as a notebook shows it."""
+        return fragment([self._title(NARROWEST.name, False)], _TITLES, self._rows(20, NARROWEST.name, False))
 
 
 def merge(ours: Mapping[str, ValueRange], theirs: Mapping[str, ValueRange]) -> dict[str, ValueRange]:

@@ -44,7 +44,9 @@ class Owner(Run, Protocol):
 
     root: nn.Module
     options: Options
-    plain: Callable[[], nn.Module]
+
+    @property
+    def plain(self) -> Callable[[], nn.Module]: ...
 
     @property
     def recurrent_apart(self) -> bool: ...

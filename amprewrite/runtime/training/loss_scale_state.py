@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amprewrite.tables.boundary.arguments import shown
+from amprewrite.tables.boundary.notebook import fragment
 from amprewrite.tables.errors import PolicyError
 
 _MAX = torch.finfo(torch.float32).max
@@ -54,6 +55,10 @@ class LossScaleReport:
         if self.overflow_at:
             text += f"\nlast overflow began at {self.overflow_at}"
         return text
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it."""
+        return fragment(str(self).splitlines())
 
 
 def positive(where: str, name: str, value: float) -> float:

@@ -20,16 +20,14 @@ def console(stderr: bool = False, **options: Any) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
 
 
-def watched(found: Console) -> bool:
-    """Whether somebody can watch a bar there: on a terminal, or in a notebook."""
-    return found.is_terminal or found.is_jupyter
-
-
 @contextmanager
 def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr where somebody can watch it; gives the function that counts one on."""
+    """Progress where somebody can watch it: a bar on a terminal, a line in a notebook. Gives the function that counts one on."""
     screen = console(stderr=True)
-    if not (shown and watched(screen)):
+    if shown and screen.is_jupyter:
+        yield _line(what, total)
+        return
+    if not (shown and screen.is_terminal):
         yield lambda: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -40,4 +38,23 @@ def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[
         yield lambda: progress.advance(task)
 
 
-__all__ = ["bar", "console", "watched"]
+def _line(what: str, total: int | None) -> Callable[[], None]:
+    """A line of the cell that counts. rich's own bar wants ipywidgets, and shows nothing without."""
+    from IPython.display import display
+
+    count, of = 0, "" if total is None else f" of {total}"
+
+    def text() -> dict[str, str]:
+        return {"text/plain": f"{what}: {count}{of}"}
+
+    shown = display(text(), raw=True, display_id=True)
+
+    def advance() -> None:
+        nonlocal count
+        count += 1
+        shown.update(text(), raw=True)
+
+    return advance
+
+
+__all__ = ["bar", "console"]
