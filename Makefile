@@ -10,7 +10,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long slow fuzz lint bench api gallery clean
+.PHONY: help demo test long slow fuzz lint bench docs gallery clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,8 +39,8 @@ lint: $(VENV)/.dev ## ruff here, mypy on a copy installed elsewhere
 bench: $(VENV)/.dev ## casts executed, against torch.autocast
 	$(VENV)/bin/python examples/benchmarks/casts_vs_autocast.py
 
-api: $(VENV)/.docs ## write the API reference, one page made from docstrings, to build/api/index.html
-	$(VENV)/bin/python examples/api_reference.py --out build/api
+docs: $(VENV)/.docs gallery ## build guides, API reference and gallery as one site with a search, to build/site/index.html
+	$(VENV)/bin/python examples/site.py --out build/site --gallery build/gallery
 
 gallery: $(VENV)/.dev ## write plans of twelve architectures as HTML, casts and errors beside autocast's, to build/gallery/index.html
 	$(VENV)/bin/python examples/gallery.py --out build/gallery

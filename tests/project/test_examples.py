@@ -14,12 +14,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = {
-    "api_reference.py": ["--out", "{out}"],
     "digits.py": ["--epochs", "2"],
     "first_plan.py": [],
     "gallery.py": ["--only", "odd_mlp", "--out", "{out}"],
     "inspect_bert.py": ["--layers", "2"],
     "policy_gradient.py": ["--steps", "4"],
+    "site.py": ["--out", "{out}"],
     "benchmarks/accuracy.py": ["--layers", "2", "--only", "bert", "--batches", "2"],
     "benchmarks/casts_vs_autocast.py": ["--layers", "2", "--only", "bert,resnet"],
     "benchmarks/memory.py": ["--only", "lstm", "--batch", "2", "--where"],
@@ -53,7 +53,7 @@ FAST = {
     "train_digits_fp16.py": ["--epochs", "3"],
 }
 NEEDS = {
-    "api_reference.py": "pdoc",  # the docs extra, which tests do not need
+    "site.py": "mkdocstrings",  # the docs extra, which tests do not need
     "digits.py": "sklearn",
     "train_digits_fp16.py": "sklearn",
     "benchmarks/fp16_training.py": "sklearn",
