@@ -10,7 +10,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long slow fuzz lint bench docs gallery clean
+.PHONY: help demo test long slow fuzz matrix lint bench docs gallery clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ slow: $(VENV)/.dev ## run the tests that take minutes or gigabytes: benchmarks, 
 
 fuzz: $(VENV)/.dev ## run MINUTES=10 of generated cases on JOBS=2 processes; findings go to fuzz-findings/, SEED= says where to begin
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --jobs $(JOBS) --seed $(SEED) --resume $(ARGS)
+
+matrix: $(VENV)/.dev ## run the law suite on versions of Python, torch and transformers that have no result in build/matrix/cells.jsonl yet
+	$(VENV)/bin/python .ci/matrix.py --out build/matrix --use $(VENV)/bin/python $(ARGS)
 
 lint: $(VENV)/.dev ## ruff here, mypy on a copy installed elsewhere
 	$(VENV)/bin/ruff check .

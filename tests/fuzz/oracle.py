@@ -2,8 +2,8 @@
 
 1. Structure, dtypes, identities and shared memory of results, and what inputs and buffers hold afterwards, are fp32's.
 2. A program whose every op gives what the low format holds is *exact*: rounding changes nothing, so any difference is a wrong graph.
-3. Numbers that are made of integers alone, such as positions, counts and angles of them, are rounded in no run: a program of them has no
-   bar from autocast, which rounds them where a product stands on their way.
+3. Numbers that are made of integers alone, such as positions, counts and angles of them, are rounded in no run under the default lists: a
+   program of them has no bar from autocast, which rounds them where a product stands on their way.
 4. Otherwise an error may be twice autocast's, or the format's floor; beyond that, what lies within three times the error of rounding
    every op, or twice the worst of several runs whose values are rounded up or down at random, is called rounding and told apart.
 5. What is finite under autocast is finite; where autocast cannot run the program, what is finite rounded, or, if no rounded run can
@@ -84,18 +84,18 @@ SUMS = ("add", "sub", "rsub", "add_", "sub_")
 class Rounded(TorchDispatchMode):
     """Rounds the result of every op to a low format, and the operands of products, and knows whether that ever changed anything.
 
-    What is made of integers alone is not rounded: fp32 holds it because it counts something.
+    What is made of integers alone is not rounded, as fp32 holds it because it counts something, unless `counts` says so.
     Without `operands` a weight beyond the range is read as it is. With `numbers` what a sum adds is rounded, too, as a CPU's low kernels
     do: there 1000 - 999 is 0 in bf16.
     """
 
-    def __init__(self, low: torch.dtype, operands: bool = True, numbers: bool = False) -> None:
+    def __init__(self, low: torch.dtype, operands: bool = True, numbers: bool = False, counts: bool = False) -> None:
         super().__init__()
-        self.low, self.operands, self.numbers, self.exact = low, operands, numbers, True
+        self.low, self.operands, self.numbers, self.counts, self.exact = low, operands, numbers, counts, True
         self.counted = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._counts(func, args, kwargs):
+        if not self.counts and self._counts(func, args, kwargs):
             result = func(*args, **(kwargs or {}))
             self.counted.update((each, True) for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor))
             return result
@@ -149,8 +149,8 @@ class Scattered(Rounded):
     With `products` these alone round: what many roundings flush to zero, one at a product may leave.
     """
 
-    def __init__(self, low: torch.dtype, seed: int, numbers: bool = False, products: bool = False) -> None:
-        super().__init__(low, numbers=numbers)
+    def __init__(self, low: torch.dtype, seed: int, numbers: bool = False, products: bool = False, counts: bool = False) -> None:
+        super().__init__(low, numbers=numbers, counts=counts)
         self.seed, self.products = seed, products
 
     def _rounding(self, func: Any, args: Any, kwargs: Any) -> Any:

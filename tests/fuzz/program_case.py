@@ -84,18 +84,18 @@ def _checked(program: Program) -> Problem | None:
         low = LOW[program.dtype]
         lists = dict(program.options).get("lists")
         numbers = lists in WHOLLY_LOW
-        mode = Rounded(low, numbers=numbers)
+        mode = Rounded(low, numbers=numbers, counts=lists is not None)
         whole = 1 / program.factor  # without a scale a tiny loss would be lost
         rounded = _tried(lambda: run(program, initialised(program, plain=True), around=lambda: mode, scale=whole))
         exact = rounded is not None and mode.exact and not program.huge
         beside = partial(torch.autocast, program.device, low)
-        counts = any(each.tag.startswith("count") for each in program.body)
+        counts = lists is None and any(each.tag.startswith("count") for each in program.body)
         autocast = None if exact or counts else _tried(lambda: run(program, initialised(program, plain=True), within=beside, scale=whole))
         bounds = [_spread(rounded) if lists in LOWER else None, _scaled(program, want)]
 
     def draw(seed: int) -> Record | None:
         def rounding() -> Scattered:
-            return Scattered(low, seed, numbers, products=seed % 4 == 3)
+            return Scattered(low, seed, numbers, products=seed % 4 == 3, counts=lists is not None)
 
         with _quiet():
             return _tried(lambda: run(program, initialised(program, plain=True), around=rounding, scale=whole))

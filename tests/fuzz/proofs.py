@@ -6,6 +6,7 @@ that the fuzzer missed.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -364,6 +365,19 @@ def _() -> bool:
 
     plain, amp = pair(forward)
     return near(amp(batch())[1].detach(), plain(batch())[1].detach())
+
+
+@proof("positions-rounded")
+def _() -> bool:
+    def turned(self: Any, x: Tensor) -> Tensor:
+        on = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False) if on else contextlib.nullcontext():
+            angles = torch.arange(x.shape[0])[:, None].float() @ 10.0 ** -torch.arange(4)[None]
+        return self.a(x * angles.cos())  # type: ignore[no-any-return]
+
+    plain, amp = pair(turned, memory=1e6)
+    with torch.no_grad():
+        return near(amp(torch.ones(1000, 4)), plain(torch.ones(1000, 4)))
 
 
 @proof("functorch-storage")

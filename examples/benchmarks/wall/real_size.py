@@ -4,7 +4,7 @@
 
 Sizes that tests lack show what rounding does to positions, counts and long sums. Weights are drawn as if trained, so that attention
 depends on positions: each row says by how much results change with positions in reverse. Outputs and gradients are judged as in the other
-walls, beside fp32 and torch.autocast. `--small` divides widths, lengths and sides by eight, to see that it runs.
+walls, beside fp32 and torch.autocast. `--small` divides widths, sides and the usual length by eight, to see that it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LENGTH = 1024
 @dataclass(frozen=True)
 class Size:
     layers: int = 1
-    length: int = LENGTH
+    length: int | None = None
     batch: int = 1
     small: bool = False
 
@@ -46,7 +46,7 @@ class Size:
 
     @property
     def positions(self) -> int:
-        return self(self.length)
+        return self.length or self(LENGTH)
 
 
 class Denoiser(nn.Module):
@@ -156,11 +156,11 @@ def built(size: Size, device: str, name: str) -> tuple[nn.Module, Given]:
 
 def asks_sizes(options: ArgumentParser) -> None:
     options.add_argument("--layers", type=int, default=1)
-    options.add_argument("--length", type=int, default=LENGTH, help="positions of a text")
+    options.add_argument("--length", type=int, help=f"positions of a text; {LENGTH} unless told")
     options.add_argument("--batch", type=int, default=1)
     options.add_argument("--device", default="cpu", help="cpu, or cuda")
     options.add_argument("--jobs", type=int, default=1, help="nets at the same time")
-    options.add_argument("--small", action="store_true", help=f"widths, lengths and sides divided by {SMALL}")
+    options.add_argument("--small", action="store_true", help=f"widths, sides and the usual length divided by {SMALL}")
 
 
 def size_of(asked: Namespace) -> Size:
