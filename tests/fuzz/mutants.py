@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "early-rounding", "values that no product has rounded are rounded in front of differences and norms", ("programs",), ("offset",),
-        (("passes/__init__.py", "KEEP = (RepaintSmallSteps(), RepaintUnrounded(), ", "KEEP = (RepaintSmallSteps(), "),),
+        (("passes/__init__.py", "KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintUnrounded(), ", "KEEP = (RepaintCounts(), RepaintSmallSteps(), "),),
     ),
     Mutant(
         "forgotten-offset", "a stream loses the offset of its input at its second branch", ("programs",), ("stream",),
