@@ -418,13 +418,15 @@ def generate(seed: int) -> Program | None:
             kind = choose.choices(kinds, weights)[0]
             template = builder.module_template() if kind == "product" and choose.random() < 0.4 else choose.choice(THEMES[kind])
             if long and large.random() < (0.3 if builder.body else 0.8):
-                template = large.choice(large.choice(COUNTED))
+                template = large.choice(COUNTED[0] if large.random() < 0.4 else large.choice(COUNTED))
             if template.exact or not exact:
                 builder.add(template)
     if not builder.body:
         return None
-    if any(each.tag.startswith("count") for each in builder.body):  # lists that stand for others round whole numbers as those do
-        program = replace(program, options=tuple(each for each in program.options if each[0] != "lists"))
+    if any(each.tag.startswith("count") for each in builder.body):
+        # lists that stand for others round whole numbers as those do; a few columns stand for many, on which low products pay
+        kept = tuple(each for each in program.options if each[0] not in ("lists", "memory"))
+        program = replace(program, options=(*kept, ("memory", 1e6)))
     results = _results(choose, builder)
     huge = not exact and low == "fp16" and choose.random() < 0.12
     of_range = any(each.tag.startswith(("large", "small", "nested")) for each in builder.body)

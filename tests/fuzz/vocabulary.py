@@ -437,7 +437,7 @@ def _plain_ops() -> tuple[Template, ...]:
 
 PLAIN = (*_plain_ops(), *_templates(WRITTEN))
 COUNTED = tuple(tuple(each for each in _templates(COUNTS) if each.tag == tag) for tag in dict.fromkeys(row[0] for row in COUNTS))
-"""Those of each tag: no tag is likelier for having more spellings."""
+"""Those of each tag, angles first: no tag is likelier for having more spellings."""
 THEMES: dict[str, tuple[Template, ...]] = {
     "plain": PLAIN,
     "inplace": _templates(INPLACE),
