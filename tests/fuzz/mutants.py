@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
-        (("amprewrite/runtime/captured/forward_scale.py", "        if self.under_way and self.apart:\n", "        if False:\n"),),
+        (("amprewrite/runtime/captured/forward_scale.py", "            self._set(not self.under_way and (kept or (not further and (taken or self.static))))\n", "            self._set(True)\n"),),
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "no-parameters", "fp16 with gradients asks a model without parameters for their device", ("programs",), ("'fp16'",),
-        (("amprewrite/runtime/session.py", "ForwardScale(self.gate.snapshot(device,", "ForwardScale(self.gate.snapshot(next(iter(self.root.parameters())).device,"),),
+        (("amprewrite/runtime/session.py", "self.scales.of_forward(device,", "self.scales.of_forward(next(iter(self.root.parameters())).device,"),),
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "reentrant-on-the-past", "a reentrant checkpoint recomputes on graphs that were there before an overflow", ("programs",), ('use_reentrant=True) * 1e6, use_reentrant=True)', "'fp16'", 'granularity'),
         (("amprewrite/runtime/captured/past.py", " or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:", ":"),
-         ("amprewrite/runtime/captured/past.py", "        if node is None or isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]\n", "        if node is None:\n")),
+         ("amprewrite/runtime/captured/past.py", "    return None if isinstance(node, CheckpointFunction._backward_cls) else node  # type: ignore[attr-defined]\n", "    return node\n")),
     ),
     Mutant(
         "export-unseen", "export_program looks at no values: what overflows on its inputs is not finite", ("programs",), ('export', "'fp16'", "large"),
