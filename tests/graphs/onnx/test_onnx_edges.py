@@ -307,7 +307,9 @@ def test_no_opset_is_raised_beyond_what_runtimes_load():
 
 def test_a_cast_that_the_model_had_is_aimed_at_the_low_format():
     given = gemm_chain(
-        node("Cast", ["ids"], ["f"], to=F32, name="own"), node("Mul", ["h", "f"], ["mid"], name="mul"), inits=[const("ids", 2, np.int64)]
+        node("Cast", ["ids"], ["f"], to=F32, name="own"),
+        node("MatMul", ["h", "f"], ["mid"], name="product"),
+        inits=[const("ids", np.eye(16), np.int64)],
     )
     result = rewrite_onnx(given.model, calibration=given.feed)
     own = next(each for each in result.model.graph.node if each.name == "own")
