@@ -10,6 +10,7 @@ Copies are made before the first of them is read. So the casts of a parameter th
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +85,7 @@ def mark_copies(module: torch.fx.GraphModule) -> bool:
         with module.graph.inserting_after(node):
             copy = module.graph.call_function(marked, (node, inputs[place]))
         copy.meta = {key: value for key, value in node.meta.items() if key in ("example_value", "val")}
-        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+        node.replace_all_uses_with(copy, functools.partial(operator.is_not, copy))
     return bool(found)
 
 

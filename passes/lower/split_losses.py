@@ -74,7 +74,7 @@ def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     own = {node, *chain}
     wide = given["input"] if any(user not in own for each in chain for user in each.users) else None
     chosen = [given["ignore_index"], given["reduction"]]
-    kept = [default if value is None else value for value, default in zip(chosen, (-100, "mean"), strict=True)]
+    kept: list[Any] = [default if value is None else value for value, default in zip(chosen, (-100, "mean"), strict=True)]
     node.target, node.args, node.kwargs = cross_entropy.cross_entropy_of_low, (low[given["input"]], given["target"], *kept, wide), {}
     for each in chain if wide is None else ():
         module.graph.erase_node(each)

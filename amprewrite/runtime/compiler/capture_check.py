@@ -221,11 +221,13 @@ class CaptureCheck:
         self.module: torch.fx.GraphModule | None = None
         self.given: tuple[Any, ...] = ()
         self.written: Set[int] = frozenset()
+        self.differentiates = False
         self.sound = True
 
     def captures(self, module: torch.fx.GraphModule) -> None:
         """Note a graph of the call, while Dynamo captures it."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
+        self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)  # a copy finds no bodies
         self.graph, self.module = torch.fx.Graph(), module
         self.graph.output(self.graph.graph_copy(module.graph, {}))
 
@@ -233,7 +235,6 @@ class CaptureCheck:
         """Note what the graph is given, before it runs."""
         if not self.sound or self.graph is None or self.given:
             return
-        self.written = written_inputs(self.graph)
         self.sound = all(id(inputs[place]) in self.buffers for place in self.written)
         self.given = tuple(self.buffers[id(each)][1] if id(each) in self.buffers else each for each in inputs)
 
@@ -283,7 +284,7 @@ class CaptureCheck:
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:
         """What the captured graph gives in fp32."""
         assert self.graph is not None
-        grad = differentiates(self.graph) and self.grad
+        grad = self.differentiates and self.grad
         given = list(self.given)
         for place, each in enumerate(given):
             if isinstance(each, Tensor):

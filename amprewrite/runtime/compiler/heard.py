@@ -32,7 +32,7 @@ from torch._dynamo.variables import torch as torch_functions
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.formats import LOW_FORMATS
 
-_FOLDED: dict[Any, None] = torch_functions.constant_fold_functions  # type: ignore[assignment]
+_FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
 _HALF = frozenset(each.dtype for each in LOW_FORMATS)
 
 
@@ -73,7 +73,7 @@ def told_of_autocast(root: nn.Module, inputs: Any, around: int) -> Iterator[None
     def fp32(_: str) -> torch.dtype:
         return torch.float32
 
-    answers = {
+    answers: dict[Any, Callable[..., Any]] = {
         torch.is_autocast_enabled: answer(torch.is_autocast_enabled, on, "cuda"),
         torch.is_autocast_cpu_enabled: answer(torch.is_autocast_cpu_enabled, on, "cpu"),
         torch.get_autocast_dtype: answer(torch.get_autocast_dtype, fp32, "cuda"),
