@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 """Relative L2 distance from which on two fp32 results are different results: a tenth of what bf16 rounds."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 """Types of arguments that a copy shares."""
-_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
 """Errors by which code of a model says that it cannot run on copies."""
 
 
