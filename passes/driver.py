@@ -3,6 +3,8 @@
 One file because graphs inside a graph are read and rewritten by the same steps, and tell each other how exact their values are.
 
 `rewrite`, `export_program`, `verify`, calibration and the search for an accuracy read through `read_problem`, so they decide alike.
+
+By name it knows `getitem`, which picks one result of a graph inside.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from amprewrite.graphs.fx.ops import cross_entropy
 from amprewrite.ir.pass_base import Pass
 from amprewrite.passes.lower.hoist_weight_casts import written_storages
 from amprewrite.passes.lower.suit_compiler import widens
-from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
-VIEWS = ("view", "reshape", "contiguous", "flatten")
-"""What may stand between the copy and the loss: ops that give the same elements in the same order."""
+VIEWS = ops_with(Trait.KEEPS_ORDER)
+"""Ops that may stand between the copy and the loss."""
 _PLAIN: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
 """Arguments of a loss that must have, or lack, these values."""
 

@@ -13,6 +13,8 @@ Rounding the result of an op is *free* if
 
 What products alone read, as it is or seen otherwise, is free in any case, as they round it. An op runs low only if rounding what it reads
 is free, too. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+
+By name it knows `getitem`, which picks the places among the results of an op.
 """
 
 from __future__ import annotations

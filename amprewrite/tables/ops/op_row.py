@@ -34,6 +34,7 @@ class Trait(Enum):
     RUNNING_STATISTICS = "a norm that may keep running statistics, and takes them and its weights in the same places"
     MAKES_MASK = "attention masks are made of it: it gives the same for the same arguments, and nothing else happens"
     PASSES_MASK = "gives the values of a mask as they are"
+    KEEPS_ORDER = "gives the elements of its operand in their order, in another shape"
     MAKES_SCORES = "may stand between the sum of scores and mask, and the softmax"
     ZERO_MATTERS = "means something else if its constant is zero"
     FILLS = "writes its constant in some places"

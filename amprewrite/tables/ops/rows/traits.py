@@ -25,6 +25,7 @@ TRAITS: dict[Trait, str] = {
     "t repeat cat stack flip gather index_select where masked_fill tril triu cumsum diff add sub mul neg floor_divide remainder abs clamp "
     "minimum maximum eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not",
     Trait.PASSES_MASK: f"{_SAME_NUMBERS} slice select repeat",
+    Trait.KEEPS_ORDER: "view reshape contiguous flatten",
     Trait.MAKES_SCORES: f"{_SAME_NUMBERS} slice select repeat add sub mul div masked_fill where clamp maximum",
     # constants among the arguments
     Trait.ZERO_MATTERS: "add sub rsub clamp clamp_min maximum div full full_like fill",
