@@ -266,6 +266,52 @@ def test_inner_steps_go_without_the_scale_and_the_outer_one_with_it():
     assert error(found[1], found[0]) < 2e-2 and net.loss_scale.report().skipped == 0
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.b(torch.tanh(self.a(x)))), torch.tanh(self.a(x) * 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("further", [False, True])
+@pytest.mark.parametrize("scale", ["dynamic", 1024.0])
+def test_a_backward_that_a_hook_takes_leaves_the_outer_one_its_scale(scale, further, fails):
+    """The gradient of one result is inside the graph already when the hook of the other takes a gradient through it."""
+    model = Two()
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", loss_scale=scale)
+    amp.attach(torch.optim.SGD(amp.parameters(), lr=0.0))
+    torch.manual_seed(1)
+    start = torch.randn(4, 8)
+
+    def gradients(net: nn.Module) -> list[Tensor]:
+        net.zero_grad()
+        x, inner = start.clone().requires_grad_(), []
+        first, last = net(x)
+
+        def hook(_: Tensor) -> None:
+            with torch.enable_grad():
+                inner.append(torch.autograd.grad(last.sum(), x, retain_graph=True, create_graph=further)[0].detach())
+            if fails and len(inner) == 1:
+                raise ValueError("of the hook")
+
+        first.register_hook(hook)
+        if fails:
+            with pytest.raises(ValueError, match="of the hook"):
+                (first.sum() + last.sum()).backward(retain_graph=True)
+            net.zero_grad()
+            x.grad = None
+        (first.sum() + last.sum()).backward(retain_graph=True)
+        inner.append(torch.autograd.grad(last.sum(), x)[0])  # a backward by itself again
+        return [*inner, x.grad, *(p.grad for p in net.parameters())]
+
+    for want, got in zip(gradients(model), gradients(amp), strict=True):
+        assert error(got, want) < 5e-3
+
+
 def test_attacks_in_train_mode_are_finite_beside_training():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

@@ -72,10 +72,11 @@ def test_the_optimizer_inside_a_wrapper_is_guarded(wrap, way, dtype):
 def test_a_wrapper_around_no_torch_optimizer_is_refused():
     empty = Holder(None)
     empty.optimizer = empty
-    for bad in (Accelerated(None), Holder(3), empty):
-        with pytest.raises(PolicyError, match="attach the torch optimizer inside it"):
+    inside = "attach the torch optimizer inside it"
+    for bad, remedy in ((Accelerated(None), "attach the optimizer that it wraps"), (Holder(3), inside), (empty, inside)):
+        with pytest.raises(PolicyError, match=remedy):
             low(mlp()).attach(bad)
-        with pytest.raises(PolicyError, match="attach the torch optimizer inside it"):
+        with pytest.raises(PolicyError, match=remedy):
             low(mlp(), optimizer=bad)
 
 

@@ -6,7 +6,8 @@ of meta-learning are, would be scaled beyond fp16, and the loss would be NaN. So
 1. a backward while the forward is under way has 1: what it gives becomes part of the model's result;
 2. so has `torch.autograd.grad(create_graph=True)`: a loss is made of what it gives;
 3. where the scale is dynamic, a backward has 1 that gives no weight a gradient. A static scale is asked for by its user, and is applied;
-4. every other backward has the scale, those through what an earlier backward gave among them (`scale_ops.py`).
+4. a backward inside another through the same forward, as a hook may take it, has what that one has, which goes on with it;
+5. every other backward has the scale, those through what an earlier backward gave among them (`scale_ops.py`).
 
 Scale and inverse are read when gradients pass, and written when a backward enters. Where a backward may come that has 1 (code of the model
 runs between graphs, an input takes gradients, or a weight is computed), a forward has copies of its own.
@@ -32,16 +33,29 @@ from amprewrite.runtime.training.overflow_control import StepGate
 Pair = tuple[Tensor, Tensor]
 
 
-class ForwardScale:
-    """A scale and its inverse: 0-dim fp32 tensors, copies if `apart`. `entered` hears of backwards, and whether weights get gradients."""
+class _Backward:
+    """A backward that entered a forward: autograd calls this at its end, and drops it when the backward fails."""
 
-    def __init__(self, pair: Pair, apart: bool, static: bool, entered: Callable[[ForwardScale, bool], None], heard: bool) -> None:
+    def __init__(self) -> None:
+        self.over = False
+
+    def __call__(self) -> None:
+        self.over = True
+
+
+class ForwardScale:
+    """A scale and its inverse: 0-dim fp32 tensors, copies if `apart`.
+
+    `entered` hears of backwards: the forward, autograd's number of the backward, and whether it gives weights gradients.
+    """
+
+    def __init__(self, pair: Pair, apart: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
         """`heard`: backwards are told of though the scale is 1, or the same for all of them."""
         self.static, self.entered, self.heard = static, entered, heard
         self.apart = False
         self.under_way = True
-        self.backward = -1
-        """Autograd's number of the backward that entered last."""
+        self._backward: weakref.ref[_Backward] | None = None
+        """The one that entered last."""
         self.weights: list[Tensor] = []
         """What takes gradients among the parameters that its graphs read, or among tensors in their place."""
         self._fed: list[Node] = []
@@ -90,23 +104,31 @@ class ForwardScale:
     def enter(self) -> None:
         """Decide for the backward under way, if it is a new one."""
         number = torch._C._current_graph_task_id()
-        if number == self.backward:
+        if number < 0 or self.in_backward():
             return
-        self.backward = number
+        backward = _Backward()
         kept, taken = _gives_gradient(self.weights or self._fed)
-        self.entered(self, (kept or taken) and bool(self.weights) and not self.under_way)
+        self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.apart:
             further = torch.is_grad_enabled()  # create_graph=True: what it gives is differentiated again
             self._set(not self.under_way and (kept or (not further and (taken or self.static))))
+        # Noted last: another thread of this backward that comes here meanwhile writes the same, before it reads.
+        torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
+        self._backward = weakref.ref(backward)
+
+    def in_backward(self) -> bool:
+        """Whether a backward that entered has not ended."""
+        backward = None if self._backward is None else self._backward()
+        return backward is not None and not backward.over
 
     def _set(self, scaled: bool) -> None:
         if scaled == self._scaled:
             return
-        self._scaled = scaled
         for device, pair in self._pairs.items():
             for number, true in zip(pair, self._first, strict=True):
                 value = number.data  # a compiled graph that saved it for backward is to read the new number
                 value.copy_(on_device(true, device)) if scaled else value.fill_(1)
+        self._scaled = scaled
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
@@ -144,16 +166,16 @@ class ForwardScales:
     def of_forward(self, device: torch.device, in_parts: bool) -> ForwardScale:
         """The scale of a forward that begins, made on `device`. With `in_parts` code of the model may run between its graphs."""
         entered = None if self._entered is None else self._entered()
-        if entered is not None and entered.backward == torch._C._current_graph_task_id() and asking_node() is not None:
+        if entered is not None and entered.in_backward() and asking_node() is not None:
             return entered  # what this recomputation saves is read by that backward
         evaluates = not any(module.training for module in self.root.modules())
         pair, static = self.gate.snapshot(device, evaluates), self.gate.loss_scale.kind == "static"
         return ForwardScale(pair, in_parts, static, self._backward_entered, self.gate.listens)
 
-    def _backward_entered(self, forward: ForwardScale, learns: bool) -> None:
+    def _backward_entered(self, forward: ForwardScale, number: int, learns: bool) -> None:
         self._entered = weakref.ref(forward)
         if learns:
-            self.gate.heard(forward.backward, forward.weights)
+            self.gate.heard(number, forward.weights)
 
 
 __all__ = ["ForwardScale", "ForwardScales"]

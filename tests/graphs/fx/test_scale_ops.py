@@ -121,6 +121,20 @@ def test_sparse_gradients_stay_sparse():
 # Higher derivatives
 
 
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,)], ids=str)
+def test_a_second_backward_leaves_the_gradient_that_enters_it(dtype, shape):
+    """Other paths read that gradient too. The second backward has another factor than the first."""
+    inverse = pair(4)[1]
+    x = torch.randn(shape, requires_grad=True)
+    (slope,) = torch.autograd.grad(cast_in(x, dtype, inverse).float().square().sum(), x, create_graph=True)
+    inverse.fill_(1)
+    entering = torch.full(shape, 3.0)
+    (bend,) = torch.autograd.grad(slope, x, entering)
+    assert torch.equal(entering, torch.full(shape, 3.0))
+    assert torch.equal(bend, torch.full(shape, 6.0 / 16))
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["one by one", "many"])
 @pytest.mark.parametrize("exponent", range(6, 15, 2))
 def test_gradient_penalty_is_fp32s(leaves, exponent, many):

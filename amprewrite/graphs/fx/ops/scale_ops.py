@@ -72,8 +72,8 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     1.26 ms against 0.91), and tensor subclasses take 0-dim tensors only.
     """
     factor = on_device(factor, gradient.device)
-    if gradient.dtype == dtype and dtype.itemsize >= 4:
-        return gradient * factor
+    if gradient.dtype.itemsize >= 4:  # `.float()` would be the gradient itself, which others read as well
+        return (gradient * factor).to(dtype)
     made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
     if made is not None:
         return made[0]
