@@ -19,7 +19,7 @@ By name it knows `getitem`, which picks the places among the results of an op.
 
 from __future__ import annotations
 
-from amprewrite.ir.evidence.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, held, is_product
+from amprewrite.ir.evidence.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, data_of, held, is_product
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
@@ -71,7 +71,7 @@ class Roundings:
         anyway = node.name in self.rounded_anyway
         if not anyway and (self.held[node.name] is Held.EXACT or node.name in self.magnifies):
             return False
-        given = [each.value for each in node.operands if not each.scalar]
+        given = [each.value for each in data_of(node) if not each.scalar]
         reads = all(self.held[each] > Held.EXACT and not self._harms(node, each) for each in given)
         return reads or (anyway and self._moves(node))
 

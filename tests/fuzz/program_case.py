@@ -64,7 +64,8 @@ def check(program: Program) -> Problem | None:
 def _default_device(program: Program) -> Iterator[None]:
     """torch's default device is the program's, if it asks for that."""
     before = torch.get_default_device()
-    torch.backends.cudnn.allow_tf32 = False  # fp32 is the truth
+    if program.device != "cpu":
+        torch.backends.cudnn.allow_tf32 = False  # fp32 is the truth
     if program.everything_there and program.device != "cpu":
         torch.set_default_device(program.device)
     try:

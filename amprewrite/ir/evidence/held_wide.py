@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.ops.list_presets import autocast_kinds
 from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
@@ -20,6 +20,8 @@ AWAY, SUMS, FACTORS, NORMS = (ops_with(each) for each in (Trait.TAKES_AWAY, Trai
 AVERAGES, UNIFORM, CONVERTS = ops_with(Trait.AVERAGES), ops_with(Trait.UNIFORM), ops_with(Trait.CONVERTS)
 LOGS, DRAWS, SHARES = ops_with(Trait.LOGARITHM), ops_with(Trait.RANDOM), ops_with(Trait.SHARES_OUT, Trait.NEARS_ITS_ENDS)
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
+LIKE = CONVERTS | ops_with(Trait.TAKES_SHAPE_ONLY)
+"""Ops that may take the dtype of a tensor of which they read nothing else."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
 """Ops whose result may hang on their operand so little that it is far more exact."""
 
@@ -31,10 +33,15 @@ def is_product(node: OpNode) -> bool:
     return node.kind is OpKind.ALLOW or node.flops > 0 or (node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY))
 
 
+def data_of(node: OpNode) -> tuple[Operand, ...]:
+    """The operands that an op computes with, without side arguments such as the weights of a norm."""
+    return node.operands[:1] if node.op in OPS and OPS[node.op].data else node.operands
+
+
 def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
     """The operand whose dtype an op takes that is on no list of torch.autocast, and whether it is one of `wide`; "" if it reads none."""
-    read = [operand for operand in node.operands if operand.demand is not Demand.ANY]
-    read = read[:1] if node.op in OPS and OPS[node.op].data else [operand for operand in read if not operand.scalar] or read
+    read = [operand for operand in node.operands if node.op in LIKE and operand.demand is Demand.ANY] or list(node.operands)
+    read = list(data_of(node)) if data_of(node) != node.operands else [operand for operand in read if not operand.scalar] or read
     return next(((each.value, True) for each in read if each.value in wide), (read[0].value if read else "", False))
 
 
@@ -49,7 +56,7 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
         elif kinds.get(node.op) is OpKind.ALLOW or is_product(node):
             wide = False
         else:
-            explicit = node.op in CONVERTS and node.pinned is not None and node.pinned[:2] == (Colour.HIGH, Reason.EXPLICIT_DTYPE)
+            explicit = node.pinned is not None and node.pinned[:2] == (Colour.HIGH, Reason.EXPLICIT_DTYPE)
             value, widest = widest_of(node, found)
             wide = explicit or widest or not value
         if wide:
@@ -103,4 +110,4 @@ class _Reading:
         return least
 
 
-__all__ = ["held", "held_wide", "is_product", "widest_of"]
+__all__ = ["data_of", "held", "held_wide", "is_product", "widest_of"]

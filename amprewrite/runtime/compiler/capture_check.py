@@ -31,8 +31,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amprewrite.graphs.fx.node_facts import differentiates, written_inputs
 from amprewrite.graphs.fx.read.source_text import source_of
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
+from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.runtime.ambient.kept_state import random_state_kept
 from amprewrite.runtime.compiler import dynamo
+from amprewrite.runtime.compiler.unlogged import loggers_of
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 
 TOLERANCE = 1e-4
@@ -278,7 +280,7 @@ class CaptureCheck:
         for module in plain.modules():
             module._buffers.update({name: copies.get(id(each), each) for name, each in module._buffers.items() if each is not None})
         args, kwargs = tree_map(copied, (self.args, self.kwargs))
-        with _from(self.random), unhooked(), torch.set_grad_enabled(grad), values or contextlib.nullcontext():
+        with Quiet(*loggers_of(plain)), _from(self.random), unhooked(), torch.set_grad_enabled(grad), values or contextlib.nullcontext():
             return [each.detach() for each in results_of(plain.forward(*args, **kwargs))]
 
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
+
 
 class Unlogged(set[Any]):
     """Dynamo's set of functions to leave out, with every method of a logging.Logger in it."""
@@ -28,8 +30,17 @@ class Unlogged(set[Any]):
 @functools.cache
 def has_logger(module: str) -> bool:
     """Whether code of the Python module `module` may write to a log."""
+    return bool(_loggers(module))
+
+
+def loggers_of(model: nn.Module) -> set[logging.Logger]:
+    """The logs that the code of a model may write to."""
+    return {logger for module in model.modules() for cls in type(module).__mro__ for logger in _loggers(cls.__module__)}
+
+
+def _loggers(module: str) -> list[logging.Logger]:
     found = sys.modules.get(module)
-    return found is not None and any(isinstance(value, logging.Logger) for value in list(vars(found).values()))
+    return [] if found is None else [value for value in list(vars(found).values()) if isinstance(value, logging.Logger)]
 
 
-__all__ = ["Unlogged", "has_logger"]
+__all__ = ["Unlogged", "has_logger", "loggers_of"]

@@ -342,7 +342,7 @@ def test_a_difference_that_magnifies_rounding_is_not_made_of_low_values():
     assert "magnified by a difference (mid stays within" in result.plan.explain("back")
     assert result.report.strict_error < 2e-3
     apart = given_with(2.3, 1.0)
-    assert set(colours(rewrite_onnx(apart.model, calibration=apart.feed).model).values()) == {"low"}
+    assert "magnified by a difference (mid" not in rewrite_onnx(apart.model, calibration=apart.feed).plan.explain("back")
 
 
 def test_an_exp_runs_low_where_it_is_seen_to_be_small():
