@@ -226,21 +226,19 @@ MUTANTS = (
     ),
     Mutant(
         "early-rounding", "values that no product has rounded are rounded in front of differences and norms", ("programs",), ("offset",),
-        (("passes/__init__.py", "RepaintSmallSteps(), RepaintAsAutocast(), ", "RepaintSmallSteps(), "),),
+        (("passes/__init__.py", "KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintUnrounded(), ", "KEEP = (RepaintCounts(), RepaintSmallSteps(), "),),
     ),
     Mutant(
         "forgotten-offset", "a stream loses the offset of its input at its second branch", ("programs",), ("stream",),
-        (("amprewrite/ir/evidence/held_wide.py", "        if Held.EXACT in found and", "        if Held.EXACT in found and node.op not in SUMS and"),),
+        (("passes/repaint/repaint_unrounded.py", "return operand.value in self.raw or not self._closes", "return not self._closes"),),
     ),
     Mutant(
         "magnified-rounding", "what torch.autocast holds in fp32 behind a product is rounded before it is taken from a number", ("programs",), ("magnified",),
-        (("amprewrite/ir/evidence/held_wide.py", "or (node.op in SUMS and len(given) < 2):", "and not given:"),
-         ("amprewrite/ir/evidence/held_wide.py", "return Held.PLAIN if node.op in LEVELS else", "return"),
-         ("passes/repaint/repaint_as_autocast.py", "        if node.op in AWAY | BATCH_NORMS:\n            return True\n", "")),
+        (("passes/repaint/repaint_unrounded.py", "magnified(self.graph, self.wide, self.exact, self.raw) | found", "found"),),
     ),
     Mutant(
         "rounded-shares", "shares are rounded in front of a loss of probabilities", ("programs",), ("shares",),
-        (("passes/__init__.py", "RepaintAsAutocast(), RepaintShares(), ", "RepaintAsAutocast(), "),),
+        (("passes/__init__.py", "RepaintUnrounded(), RepaintShares(), ", "RepaintUnrounded(), "),),
     ),
     Mutant(
         "added-up-low", "the gradients of many readers of one low copy are added up in the low format", ("programs",), ("many_readers",),
@@ -252,7 +250,7 @@ MUTANTS = (
     ),
     Mutant(
         "kinks-rounded", "rounded learnt values choose where gradients go", ("programs",), ("kink",),
-        (("passes/repaint/repaint_as_autocast.py", "ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS)", "ops_with(Trait.HAS_STEPS), frozenset[str]()"),),
+        (("passes/repaint/repaint_unrounded.py", "ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)", "ops_with(Trait.LOOKS_UP), frozenset[str]()"),),
     ),
     Mutant(
         "hook-beside-input", "a hook on what an op gives back of an input misses its other readers where gradients are scaled", ("programs",), ("hook_identity",),

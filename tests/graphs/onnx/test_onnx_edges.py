@@ -307,9 +307,7 @@ def test_no_opset_is_raised_beyond_what_runtimes_load():
 
 def test_a_cast_that_the_model_had_is_aimed_at_the_low_format():
     given = gemm_chain(
-        node("Cast", ["ids"], ["f"], to=F32, name="own"),
-        node("MatMul", ["h", "f"], ["mid"], name="product"),
-        inits=[const("ids", np.eye(16), np.int64)],
+        node("Cast", ["ids"], ["f"], to=F32, name="own"), node("Mul", ["h", "f"], ["mid"], name="mul"), inits=[const("ids", 2, np.int64)]
     )
     result = rewrite_onnx(given.model, calibration=given.feed)
     own = next(each for each in result.model.graph.node if each.name == "own")
@@ -342,7 +340,7 @@ def test_a_difference_that_magnifies_rounding_is_not_made_of_low_values():
     assert "magnified by a difference (mid stays within" in result.plan.explain("back")
     assert result.report.strict_error < 2e-3
     apart = given_with(2.3, 1.0)
-    assert "magnified by a difference (mid" not in rewrite_onnx(apart.model, calibration=apart.feed).plan.explain("back")
+    assert set(colours(rewrite_onnx(apart.model, calibration=apart.feed).model).values()) == {"low"}
 
 
 def test_an_exp_runs_low_where_it_is_seen_to_be_small():
