@@ -37,7 +37,8 @@ class Rewritten(RewrittenBase):
         A method that calls parts, as `encode_image` does, is a call of each part: a note names those that ran by themselves.
         """
         session = session_of(self)
-        if not session.last and not session.left_out:
+        computed_nothing = any(entry.graphs.empty for entry in list(session.entries.values()))
+        if not (session.last or session.left_out or computed_nothing):
             return PendingPlan()  # type: ignore[return-value]
         plan, now = session.plan_of(session.last), {region.entry for region in session.last}
         others = [call for call in list(session.calls) if not now.intersection(region.entry for region in call)]

@@ -165,3 +165,9 @@ def test_bad_granularities(granularity, says):
 def test_a_model_without_blocks_is_told_to_name_them():
     with pytest.raises(PolicyError, match="no list of blocks"):
         amprewrite.rewrite(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), granularity="blocks")
+
+
+def test_a_model_that_computes_nothing_has_an_empty_plan():
+    amp = amprewrite.rewrite(nn.Identity(), dtype="bf16")
+    amp(torch.ones(2))
+    assert not amp.plan.nodes
