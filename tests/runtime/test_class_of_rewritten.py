@@ -279,7 +279,9 @@ def test_torch_script_is_refused_with_a_way_out():
 
 # -- other processes ----------------------------------------------------------------------------
 def in_a_child(amp: nn.Module, cls: type, queue: object) -> None:
+    optimizer = torch.optim.SGD(amp.parameters(), 0.0)  # a dynamic scale is applied where it can follow steps; processes share weights
     amp(data()).sum().backward()
+    optimizer.step()
     queue.put((amp(data()).detach().numpy(), amp.loss_scale.value, cls.__name__, type(amp) is cls))
 
 
@@ -296,5 +298,6 @@ def test_a_spawned_process_gets_a_working_model(dtype):
     child.start()
     got, scale, name, same = queue.get(timeout=120)
     child.join()
+    assert child.exitcode == 0
     torch.testing.assert_close(torch.from_numpy(got), amp(data()).detach())
     assert scale == amp.loss_scale.value and name == "MLP" and same

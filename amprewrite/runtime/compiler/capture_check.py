@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amprewrite.graphs.fx.node_facts import differentiates, written_inputs
+from amprewrite.graphs.fx.node_facts import differentiates, kept_meta, written_inputs
 from amprewrite.graphs.fx.read.source_text import source_of
 from amprewrite.graphs.fx.uncaptured import closed_if_raised, unhooked
 from amprewrite.graphs.log_quiet import Quiet
@@ -231,7 +231,10 @@ class CaptureCheck:
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)  # a copy finds no bodies
         self.graph, self.module = torch.fx.Graph(), module
-        self.graph.output(self.graph.graph_copy(module.graph, {}))
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.graph.output(self.graph.graph_copy(module.graph, copies))
+        for node, copy in copies.items():
+            copy.meta = kept_meta(node.meta)
 
     def runs(self, inputs: tuple[Any, ...]) -> None:
         """Note what the graph is given, before it runs."""
