@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.plans.plan import RegionPlan
@@ -23,6 +22,7 @@ from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Graphs, Region, Session
 from amprewrite.tables.errors import CalibrationError
+from amprewrite.torch_internals.trees import TreeSpec, tree_flatten
 
 GraphRunner = Callable[[Captured, tuple[Any, ...]], Any]
 """Runs a captured graph on real inputs, and gives its results."""

@@ -311,7 +311,7 @@ def _check_backend(backend: Any) -> None:
         except PolicyError:
             raise
         except Exception as error:
-            known = ", ".join((EXACT, *torch._dynamo.list_backends()))
+            known = ", ".join((EXACT, *torch.compiler.list_backends()))
             raise PolicyError(f"backend={shown(backend)} is no torch.compile backend; there are eager, {known}") from error
 
 

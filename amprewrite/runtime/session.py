@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured, put_inputs_first
 from amprewrite.graphs.fx.node_facts import takes_gradients
@@ -63,6 +62,9 @@ from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, 
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.tables.formats import FP32
+from amprewrite.torch_internals.autograd import current_backward
+from amprewrite.torch_internals.dispatch import count_dispatch_modes
+from amprewrite.torch_internals.trees import tree_leaves
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Session:
         if not alone and (why := transform_at_work()):
             self.gathered.check_call(entry, ())
             return self._transformed(entry, args, kwargs, why)
-        recomputes = torch._C._current_graph_task_id() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
+        recomputes = current_backward() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
         if not nested and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
         if entry.hooks.changed() or entry.patched() or (entry.graphs.stale and not recomputes):
@@ -195,7 +197,7 @@ class Session:
 
     def _run(self, entry: Entry, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            if torch._C._len_torch_dispatch_stack() == 0:
+            if count_dispatch_modes() == 0:
                 return graphs.compiled(*args, **kwargs)
             with without_dispatch_modes():
                 return graphs.compiled(*args, **kwargs)
@@ -528,7 +530,7 @@ def enter(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     return session.call(session.entries[path], args, kwargs)
 
 
-@torch._dynamo.disable(reason=DOOR_REASON)  # type: ignore[misc]
+@torch.compiler.disable(reason=DOOR_REASON)  # type: ignore[misc]
 def _enter_alone(session: Session, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return session.call(session.entries[path], args, kwargs)
 

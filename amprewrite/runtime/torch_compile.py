@@ -20,9 +20,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch._dynamo.exc import SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import copy_graph
 from amprewrite.graphs.fx.node_facts import source_name
@@ -35,6 +33,8 @@ from amprewrite.runtime.options import Options
 from amprewrite.runtime.session import Session
 from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import PolicyError
+from amprewrite.torch_internals.dynamo import SkipFrame
+from amprewrite.torch_internals.trees import tree_leaves
 
 
 def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:

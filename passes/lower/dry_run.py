@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 
 from amprewrite.graphs.fx.node_facts import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_SWITCHES, example_value, tensors, transformed_nodes
 from amprewrite.graphs.fx.run.repeated_calls import RepeatedCalls
@@ -17,6 +16,8 @@ from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.insert_pads import PAD
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.dispatch import FakeTensor
+from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class Refused(Exception):
@@ -107,7 +108,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
 def _always_run(node: torch.fx.Node) -> bool:
     """Whether a node is run though its operands have not changed: it switches global state, or calls a graph that may be rewritten."""
-    return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST) or isinstance(node.target, torch._ops.HigherOrderOperator)
+    return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST) or isinstance(node.target, HigherOrderOperator)
 
 
 def _short(error: BaseException) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch._dynamo.source import ConstantSource
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target, copy_graph
@@ -35,6 +34,8 @@ from amprewrite.passes.lower.restore_checkpoints import restore_checkpoints
 from amprewrite.passes.lower.suit_compiler import with_widened_results
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.dispatch import tracing_context
+from amprewrite.torch_internals.graph_modules import force_recompile
 
 CompiledFn = Callable[..., Any]
 
@@ -90,7 +91,7 @@ def _lower(
     target = Target(backend is None, training, cache if outside else None, blocks, frozen)
     run_passes(LOWER, target, edited, "an edited graph")
     module, hoisted = edited.module, edited.hoisted
-    _LazyGraphModule.force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
+    force_recompile(module)  # now, not in a call: before that, forward is a detour, and backends may keep it
 
     def careful(module: torch.fx.GraphModule) -> CompiledFn:
         return runs_op_by_op(module, module.forward, refused)
@@ -122,7 +123,7 @@ def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:
     """Tell AOTAutograd that copies of weights have the sizes they have: dynamic ones would need a source to be guarded by."""
-    tracing = torch._guards.TracingContext.try_get()
+    tracing = tracing_context()
     for place, copy in enumerate(copies if tracing is not None else ()):
         tracing.tensor_to_context[copy] = StatefulSymbolicContext(  # type: ignore[union-attr]
             dynamic_sizes=[DimDynamic.STATIC] * copy.dim(),

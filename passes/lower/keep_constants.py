@@ -26,6 +26,7 @@ from amprewrite.graphs.fx.ops.attention_masks import PURE
 from amprewrite.graphs.fx.run.constants import Constants, take_constants
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
+from amprewrite.torch_internals.operators import HigherOrderOperator
 
 READS_BITS = ops_with(Trait.READS_BITS)
 MOST_BYTES = 1 << 16
@@ -125,7 +126,7 @@ def _stays_inside(node: torch.fx.Node) -> bool:
 def _is_foreign(user: torch.fx.Node) -> bool:
     """Whether a function of the user's, or a graph inside this one, gets what `user` reads, or nobody knows what comes of it."""
     unread = isinstance(user.target, FunctionType) and not user.target.__module__.startswith(("torch.nn.", "torch.functional", "torch._"))
-    return user.op not in ("call_function", "call_method") or unread or isinstance(user.target, torch._ops.HigherOrderOperator)
+    return user.op not in ("call_function", "call_method") or unread or isinstance(user.target, HigherOrderOperator)
 
 
 __all__ = ["KeepConstants", "keep_constants"]

@@ -24,6 +24,7 @@ from amprewrite.graphs.fx.read.bodies import backward_of
 from amprewrite.graphs.fx.read.source_text import runs_without_grad
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.autograd import set_grad_enabled
 
 
 class FreeBackwards(Pass[Reading, EditedGraph]):
@@ -79,11 +80,11 @@ def _switch(graph: torch.fx.Graph, modes: dict[torch.fx.Node, bool | None]) -> N
     for node, mode in modes.items():
         if mode is not before:
             with graph.inserting_before(node):
-                graph.call_function(torch._C._set_grad_enabled, (callers if mode is None else mode,))
+                graph.call_function(set_grad_enabled, (callers if mode is None else mode,))
         before = mode
     if before is not None:
         with graph.inserting_after(ops[-1]):
-            graph.call_function(torch._C._set_grad_enabled, (callers,))
+            graph.call_function(set_grad_enabled, (callers,))
 
 
 __all__ = ["FreeBackwards"]

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.fx
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
 from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, comparable, device_of, example_value, memory_of, written
@@ -35,6 +34,7 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import OpLists, op_name
 from amprewrite.tables.vocabulary import OpKind
+from amprewrite.torch_internals.trees import tree_leaves
 
 Node = torch.fx.Node
 

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.ir.pass_base import Pass
+from amprewrite.torch_internals.autograd import set_grad_enabled
 
 
 class OpenGradRegions(Pass[Reading, EditedGraph]):
@@ -45,7 +46,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     graph, inner = module.graph, {}
     feeders = iter(operands)
     with graph.inserting_before(node):
-        graph.call_function(torch._C._set_grad_enabled, (enabled,))
+        graph.call_function(set_grad_enabled, (enabled,))
         for each in body.graph.nodes:
             if each.op == "placeholder":
                 inner[each] = next(feeders)
@@ -55,7 +56,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
                 inner[each] = _moved_attribute(module, body, each)
             else:
                 inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type]
-        graph.call_function(torch._C._set_grad_enabled, (not enabled,))
+        graph.call_function(set_grad_enabled, (not enabled,))
     for user in list(node.users):  # the region gives a tuple; each reader takes one item of it
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)

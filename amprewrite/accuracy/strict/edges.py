@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint, written
 from amprewrite.graphs.fx.run.observer import inside_transform
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.trees import tree_flatten, tree_unflatten
 
 _NO_DERIVATIVE = "is not differentiable with respect to argument"
 """What PyTorch says of an operand that must not ask for a gradient."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
@@ -23,6 +22,7 @@ from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
 from amprewrite.runtime.compiler.capture_check import Values
 from amprewrite.tables.formats import FP32, Format, is_far, saturate
 from amprewrite.tables.vocabulary import Colour, Edit
+from amprewrite.torch_internals.trees import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)

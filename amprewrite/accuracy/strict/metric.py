@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from amprewrite.accuracy.strict.interpreter import relative_error
 from amprewrite.accuracy.strict.run import output_floats
 from amprewrite.tables.boundary.arguments import is_word, shown
 from amprewrite.tables.errors import CalibrationError, PolicyError
+from amprewrite.torch_internals.trees import tree_map
 
 Function = Callable[[Any, Any], float]
 

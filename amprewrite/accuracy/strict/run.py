@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from amprewrite.accuracy.strict.interpreter import Recording, Row, StrictInterpreter, StrictRegion, floats, relative_error
 from amprewrite.graphs.fx.node_facts import differentiates
@@ -35,6 +34,7 @@ from amprewrite.runtime.model.rewritten import RewrittenBase, plain_of, session_
 from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
+from amprewrite.torch_internals.trees import tree_leaves, tree_map
 
 Loss = Callable[[Any], torch.Tensor]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from amprewrite.accuracy.calibrate import calibrate as run_calibrate
 from amprewrite.accuracy.debug import debug as run_debug
@@ -38,6 +37,7 @@ from amprewrite.tables.errors import AccuracyError
 from amprewrite.tables.formats import DEFAULT_LOW, parse_format
 from amprewrite.tables.ops.op_lists import OPS, find_op, op_lists
 from amprewrite.tables.vocabulary import Colour
+from amprewrite.torch_internals.trees import tree_map
 
 Options = argparse.Namespace
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from amprewrite.api.cli.pt2 import NotPlain, plain_copy
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import did_you_mean
 from amprewrite.tables.boundary.files import read_text
 from amprewrite.tables.errors import AmpRewriteError
+from amprewrite.torch_internals.trees import tree_map
 
 HOW = "name a model as package.module:callable, file.py:callable, a .pt2 or an .onnx file"
 RETURNS = "return (module, inputs) or (module, args, kwargs): inputs is a tuple of arguments, a dict of keywords, or one tensor"

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.api.onnx.plans import base_name, region_ops
 from amprewrite.graphs.log_quiet import Quiet
@@ -31,6 +30,7 @@ from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Reason
+from amprewrite.torch_internals.trees import tree_leaves
 
 _TALKATIVE = [
     logging.getLogger(name)

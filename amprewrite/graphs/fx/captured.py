@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from amprewrite.graphs.fx.node_facts import kept_meta
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
@@ -20,6 +19,7 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import Reason
+from amprewrite.torch_internals.graph_modules import LazyGraphModule
 
 Hoisted = tuple[int, torch.dtype, Layout]
 """A low copy of a weight: the place of the weight among the inputs, the dtype of the copy, its padded layout."""
@@ -157,7 +157,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = kept_meta(node.meta)
     graph._codegen = module.graph._codegen
-    copied = _LazyGraphModule(module, graph, type(module).__name__)
+    copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
         if hasattr(module, attribute):  # by the first AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are

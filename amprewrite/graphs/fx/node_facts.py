@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.ir.op_graph import Operand
 from amprewrite.tables.formats import dtype_name
 from amprewrite.tables.ops.op_lists import Op, Trait, find_op, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.torch_internals.dispatch import FakeTensor, is_wrapped_by_transform, tracing_context
+from amprewrite.torch_internals.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+from amprewrite.torch_internals.trees import tree_leaves
 
 Leaf = TypeVar("Leaf")
 NO_TREE = {type(None), bool, int, float, str}
@@ -134,7 +135,7 @@ def storages(value: Any) -> set[int]:
     """Which memory the tensors in `value` lie in. A tensor that torch.func wraps lies where the tensor inside it does."""
     found = set()
     for tensor in tensors(value):
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        while is_wrapped_by_transform(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         if tensor.layout == torch.strided and not tensor.is_nested:
             found.add(tensor.untyped_storage()._cdata)
@@ -186,7 +187,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         fact.dtype = ""  # what it gives is read off its getitems
     fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
     if value is None and fact.writes:  # setitem and the like give nothing: they stand for what they write
@@ -250,7 +251,7 @@ def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
 def forget_inputs(graph: torch.fx.Graph) -> None:
     """Let the fake modes of a graph that was captured and compiled forget of which tensors they made fakes, held weakly."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
-    tracing = torch._guards.TracingContext.try_get()  # AOTAutograd has a mode of its own
+    tracing = tracing_context()  # AOTAutograd has a mode of its own
     if tracing is not None:
         tracing.tensor_to_context.clear()
     for mode in modes | ({tracing.fake_mode} if tracing is not None and tracing.fake_mode is not None else set()):
@@ -294,9 +295,9 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             written.append(first)
     elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of what it writes
         written += _leaves_of(torch.fx.Node, first)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         written += _written_by_bodies(node)
-    elif isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    elif isinstance(node.target, OpOverload | OpOverloadPacket):
         written += [argument for argument in _written_by_schema(node) if argument not in written]
     return tuple(written)
 
@@ -334,7 +335,7 @@ def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
 def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """Arguments that a custom op says it writes."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -345,7 +346,7 @@ def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
     """The graphs that a higher-order op runs; [] for any other node."""
     owner = node.graph.owning_module
-    if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if owner is None or not isinstance(node.target, HigherOrderOperator):
         return []
     found = [getattr(owner, str(argument.target), None) for argument in node.all_input_nodes if argument.op == "get_attr"]
     return [body for body in found if isinstance(body, torch.fx.GraphModule)]
@@ -401,9 +402,9 @@ def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
     """Names of the parameters a target takes, in order; () if they are unknown."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
-    if callable(target) and not isinstance(target, torch._ops.OpOverloadPacket):
+    if callable(target) and not isinstance(target, OpOverloadPacket):
         try:
             return tuple(inspect.signature(target).parameters)
         except (ValueError, TypeError):
@@ -459,7 +460,7 @@ def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> to
 
 
 def is_opaque(node: Any) -> bool:
-    return isinstance(node, torch.fx.Node) and isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node, torch.fx.Node) and isinstance(node.target, HigherOrderOperator)
 
 
 def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:

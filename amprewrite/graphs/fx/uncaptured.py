@@ -16,12 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C import _functorch
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._C._functorch import TransformType
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from amprewrite.torch_internals.autograd import saved_tensors_are_hooked, set_grad_enabled
+from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_transform, disable_dispatch_modes, dispatch_modes
+from amprewrite.torch_internals.dynamo import skip_code
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +45,7 @@ _AUTOCASTS = ("cpu", "cuda")
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
     """`function` itself, which runs as it is written, and all that it calls. A call costs nothing more."""
     assert isinstance(function, types.FunctionType)
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    skip_code(function.__code__, callees=True)
     return function
 
 
@@ -57,15 +59,15 @@ class GradMode:
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._on)
+        set_grad_enabled(self._on)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
+        set_grad_enabled(self._before)
 
 
 def unhooked() -> contextlib.AbstractContextManager[Any]:
     """A context in which what is saved for backward reaches no hook around it."""
-    around = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    around = saved_tensors_are_hooked()
     return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
 
 
@@ -82,7 +84,7 @@ def closed_if_raised() -> Iterator[None]:
         yield
     except BaseException:
         while _functorch.get_dynamic_layer_stack_depth() > transforms:  # one by one: torch 2.11's own way closes two at once
-            _CLOSES[_functorch.peek_interpreter_stack().key()]()
+            _CLOSES[current_transform().key()]()
         if not hooks_barred:
             torch._C._autograd._saved_tensors_hooks_enable()
         torch.set_grad_enabled(grad)
@@ -99,9 +101,9 @@ def closed_if_raised() -> Iterator[None]:
 
 def unselected() -> contextlib.AbstractContextManager[Any]:
     """A context in which no selective checkpoint around it sees what is computed; other dispatch modes do."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not count_dispatch_modes():
         return contextlib.nullcontext()
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_modes()
     others = not_selective(modes)
     return contextlib.nullcontext() if len(others) == len(modes) else _under(others)
 
@@ -114,7 +116,7 @@ def not_selective(modes: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def _under(modes: Sequence[Any]) -> Iterator[None]:
     """No other dispatch modes than these."""
-    with _disable_current_modes(), pushed(modes):
+    with disable_dispatch_modes(), pushed(modes):
         yield
 
 

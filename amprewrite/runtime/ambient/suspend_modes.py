@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 from amprewrite.graphs.fx.uncaptured import not_selective, unselected
 from amprewrite.runtime.compiler import dynamo
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 
 
 class _Aside(threading.local):
@@ -32,7 +31,7 @@ def without_dispatch_modes() -> Iterator[None]:
     outer = suspend_dispatch_modes.modes
     suspend_dispatch_modes.modes = outer + dynamo.user_modes()
     try:
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             yield
     finally:
         suspend_dispatch_modes.modes = outer

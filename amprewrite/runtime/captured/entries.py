@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch.fx
 from torch import nn
-from torch._dynamo.exc import SkipFrame
 
 from amprewrite.graphs.fx.flow.recorded_writes import hooked_and_written
 from amprewrite.graphs.fx.node_facts import forget_inputs
@@ -32,6 +31,8 @@ from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
 from amprewrite.runtime.options import Options
 from amprewrite.tables.errors import CaptureError
+from amprewrite.torch_internals.autograd import current_backward
+from amprewrite.torch_internals.dynamo import SkipFrame
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
 """Why code runs as it is written that Dynamo would capture wrongly: it would put the hook on what was written."""
@@ -115,7 +116,7 @@ class Graphs:
         """Call, and compare what was captured with the model as it is written, if first calls of it are looked at."""
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = options.strict or options.low is None or options.low.narrow
-        alone = state.depth == 1 and not state.generating and options.frozen is None and torch._C._current_graph_task_id() < 0
+        alone = state.depth == 1 and not state.generating and options.frozen is None and current_backward() < 0
         if not (looked_at and alone and self.entry.is_own_forward and can_be_checked(session.root, args, kwargs)):
             return self._alone(*args, **kwargs)
         check = state.check = CaptureCheck(session.root, session.plain, args, kwargs)

@@ -29,6 +29,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.captured.past import asking_node
 from amprewrite.runtime.training.overflow_control import StepGate
+from amprewrite.torch_internals.autograd import call_after_backward, current_backward
 
 Pair = tuple[Tensor, Tensor]
 
@@ -103,7 +104,7 @@ class ForwardScale:
     @uncaptured
     def enter(self) -> None:
         """Decide for the backward under way, if it is a new one."""
-        number = torch._C._current_graph_task_id()
+        number = current_backward()
         if number < 0 or self.in_backward():
             return
         backward = _Backward()
@@ -113,7 +114,7 @@ class ForwardScale:
             further = torch.is_grad_enabled()  # create_graph=True: what it gives is differentiated again
             self._set(not self.under_way and (kept or (not further and (taken or self.static))))
         # Noted last: another thread of this backward that comes here meanwhile writes the same, before it reads.
-        torch.autograd.Variable._execution_engine.queue_callback(backward)  # type: ignore[attr-defined]
+        call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
 
     def in_backward(self) -> bool:

@@ -30,10 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._pytree import tree_flatten_spec
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.flow.recorded_writes import recorded_inputs
@@ -50,6 +47,10 @@ from amprewrite.passes.driver import rewrite_graph
 from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.ambient.suspend_modes import unselective
 from amprewrite.tables.vocabulary import Reason
+from amprewrite.torch_internals.autograd import saved_tensors_are_hooked
+from amprewrite.torch_internals.dispatch import FakeTensor
+from amprewrite.torch_internals.graph_modules import force_recompile
+from amprewrite.torch_internals.trees import tree_leaves
 
 CALLS = 3
 """In how many calls of the model its graphs are looked at: the first may be a warm-up on made-up inputs, and load weights later."""
@@ -240,7 +241,7 @@ def rewrite_for(
 def _rewritten(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """The edited graph, with its code: torch.export reads the arguments of `forward`."""
     edited, plan = rewrite_graph(captured)
-    _LazyGraphModule.force_recompile(edited)
+    force_recompile(edited)
     return edited, plan
 
 
@@ -251,7 +252,7 @@ def _hold_numbers(values: Any) -> bool:
 
 def _inside_checkpoint() -> bool:
     """Whether what is saved for backward goes through hooks, as inside an activation checkpoint."""
-    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch.is_grad_enabled() and saved_tensors_are_hooked()
 
 
 class _Before:

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from amprewrite.torch_internals.autograd import current_backward, saved_tensors_are_hooked
+
 T = TypeVar("T")
 
 _KEPT = 2
@@ -21,7 +23,7 @@ _KEPT = 2
 
 def asking_node() -> Any:
     """The autograd node whose saved tensors are being recomputed; None in any other call."""
-    if torch._C._current_graph_task_id() < 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if current_backward() < 0 or not saved_tensors_are_hooked():
         return None
     node = torch._C._current_autograd_node()
     return None if isinstance(node, CheckpointFunction._backward_cls) else node  # type: ignore[attr-defined]

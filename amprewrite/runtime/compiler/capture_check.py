@@ -25,8 +25,7 @@ import numpy as np
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amprewrite.graphs.fx.node_facts import differentiates, kept_meta, written_inputs
 from amprewrite.graphs.fx.read.source_text import source_of
@@ -36,6 +35,8 @@ from amprewrite.runtime.ambient.kept_state import random_state_kept
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.unlogged import loggers_of
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
+from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
+from amprewrite.torch_internals.trees import tree_leaves, tree_map
 
 TOLERANCE = 1e-4
 """Relative L2 distance from which on two fp32 results are different results: a tenth of what bf16 rounds."""

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
 from amprewrite.graphs.fx.uncaptured import uncaptured
@@ -30,6 +28,8 @@ from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reas
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
+from amprewrite.torch_internals.dispatch import dispatch_modes, is_any_autocast_enabled, tracing_context
+from amprewrite.torch_internals.dynamo import skip_code
 
 EXACT = "inductor-exact"
 """The backend that has inductor compute eager code's numbers."""
@@ -284,18 +284,18 @@ def changes_objects() -> bool:
 # -- who else is at work -----------------------------------------------------------------
 def refuse_ambient_autocast() -> None:
     """Raise CaptureError inside a torch.autocast region."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         raise CaptureError(ambient_autocast())
 
 
 def user_modes() -> list[Any]:
     """The dispatch modes around us, outermost first."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if mode is not None]
+    return [mode for mode in dispatch_modes() if mode is not None]
 
 
 def at_work() -> bool:
     """Whether Dynamo is capturing, or would capture the frames that are called now."""
-    return torch._guards.TracingContext.try_get() is not None or get_eval_frame_callback() is not None
+    return tracing_context() is not None or get_eval_frame_callback() is not None
 
 
 def kept_out() -> bool:
@@ -305,7 +305,7 @@ def kept_out() -> bool:
 
 def never_read(function: Callable[..., Any]) -> None:
     """Have Dynamo run `function` as it is where it is called from code that runs as written: it asks what Dynamo is doing."""
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
+    skip_code(function.__code__)
 
 
 never_read(at_work)

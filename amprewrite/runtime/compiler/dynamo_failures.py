@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from amprewrite.graphs.log_quiet import FAKE_TENSORS, Quiet
 from amprewrite.runtime.compiler.plain_words import plain_reason
+from amprewrite.torch_internals.dynamo import SkipFrame, convert_again
 
 _LOG = logging.getLogger("torch._dynamo.convert_frame")
 _PASS = (
     torch._dynamo.exc.RestartAnalysis,
-    torch._dynamo.exc.SkipFrame,
+    SkipFrame,
     *torch._dynamo.exc.exceptions_allowed_to_be_fallback,
 )
 """What a backend may raise to steer Dynamo."""
@@ -53,7 +52,7 @@ def try_all_again() -> None:
     for found in _GIVEN_UP.valuerefs():
         code = found()
         if code is not None:
-            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+            convert_again(code)
     _GIVEN_UP.clear()
 
 

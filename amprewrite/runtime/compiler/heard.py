@@ -31,6 +31,7 @@ from torch._dynamo.variables import torch as torch_functions
 
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.formats import LOW_FORMATS
+from amprewrite.torch_internals.dispatch import is_any_autocast_enabled
 
 _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignore[assignment]
 _HALF = frozenset(each.dtype for each in LOW_FORMATS)
@@ -78,7 +79,7 @@ def told_of_autocast(root: nn.Module, inputs: Any, around: int) -> Iterator[None
         torch.is_autocast_cpu_enabled: answer(torch.is_autocast_cpu_enabled, on, "cpu"),
         torch.get_autocast_dtype: answer(torch.get_autocast_dtype, fp32, "cuda"),
         torch.get_autocast_gpu_dtype: answer(torch.get_autocast_gpu_dtype, fp32, "cuda"),
-        torch._C._is_any_autocast_enabled: answer(torch._C._is_any_autocast_enabled, on, min(devices)),
+        is_any_autocast_enabled: answer(is_any_autocast_enabled, on, min(devices)),
     }
     handlers = torch_functions.TorchInGraphFunctionVariable._get_handlers()
     with compile_lock:

@@ -17,13 +17,15 @@ import torch.autograd.forward_ad
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, reading, user_modes, wants_one_graph
 from amprewrite.runtime.compiler.plain_words import FORWARD_MODE, FUNCTORCH, one_graph, traced
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
+from amprewrite.torch_internals.autograd import in_forward_mode
+from amprewrite.torch_internals.dispatch import count_dispatch_modes, current_transform, is_any_autocast_enabled, tracing_context
+from amprewrite.torch_internals.trees import tree_leaves
 
 
 class WantsOneGraph(CaptureError, Unsupported):
@@ -33,8 +35,8 @@ class WantsOneGraph(CaptureError, Unsupported):
 def undisturbed() -> bool:
     """Whether there is nothing around a call that it must heed: one look, where all is well, for what is looked at one by one below."""
     return not (
-        torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_dispatch_stack()
+        is_any_autocast_enabled()
+        or count_dispatch_modes()
         or torch._C._is_tracing()
         or torch.compiler.is_exporting()
         or is_fx_symbolic_tracing()
@@ -48,10 +50,10 @@ def refuse_tracers() -> None:
 
     That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
     """
-    modes = {type(mode).__name__ for mode in user_modes()} if torch._C._len_torch_dispatch_stack() else ()
+    modes = {type(mode).__name__ for mode in user_modes()} if count_dispatch_modes() else ()
     if torch._C._is_tracing():
         tracer = "torch.jit.trace"
-    elif torch.compiler.is_exporting() and (modes or torch._guards.TracingContext.try_get() is not None):
+    elif torch.compiler.is_exporting() and (modes or tracing_context() is not None):
         tracer = "torch.export"
     elif "ProxyTorchDispatchMode" in modes or "FunctionalTensorMode" in modes:
         tracer = "make_fx"
@@ -88,9 +90,9 @@ def refuse_whole_graph(name: str) -> None:
 # -- derivatives -------------------------------------------------------------------------
 def transform_at_work() -> str:
     """Why a call cannot run its graphs: a transform of torch.func, or a level of forward-mode derivatives; "" for neither."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if current_transform() is not None:
         return FUNCTORCH
-    return FORWARD_MODE if torch.autograd.forward_ad._current_level >= 0 else ""
+    return FORWARD_MODE if in_forward_mode() else ""
 
 
 def asks_shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

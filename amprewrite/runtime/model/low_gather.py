@@ -26,6 +26,7 @@ from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.model.parts import fsdp_groups
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
+from amprewrite.torch_internals.kernels import copy_tensors
 
 _SENT_LOW = ("FORWARD", "PRE_BACKWARD")
 """What FSDP's training state is called while it gathers weights for the graphs, which it frees again."""
@@ -141,10 +142,10 @@ class LowGather:
         width = sum(length if low else length * words for low, _, length in spans)
         wire = self.inner.allocate((group.size() * width,), dtype=self.fmt.dtype, device=input_tensor.device).view(group.size(), width)
         mine = wire[group.rank()]
-        torch._foreach_copy_(*_pairs(mine, input_tensor, spans, words))
+        copy_tensors(*_pairs(mine, input_tensor, spans, words))
         self.inner(wire.view(-1), mine, group, False)
         sources, targets = _pairs(wire, rows, spans, words)
-        torch._foreach_copy_(targets, sources)
+        copy_tensors(targets, sources)
         return None
 
     def _for_graphs(self, sent: Tensor) -> bool:

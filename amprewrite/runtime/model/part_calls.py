@@ -59,7 +59,7 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
 
     never_read(inside)
     recurrent = isinstance(module, nn.RNNBase)
-    @torch._dynamo.disable(recursive=False, reason=DISABLE_REASON)  # type: ignore[misc]
+    @torch.compiler.disable(recursive=False, reason=DISABLE_REASON)  # type: ignore[misc]
     def call_unread(why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ran = len(session.state.ran)
         result = module._call_impl(*args, **kwargs)
@@ -86,5 +86,5 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
         return call_alone(*args, **kwargs)
 
     if recurrent and session.recurrent_apart:
-        return torch._dynamo.disable(call_alone, reason=DISABLE_REASON)  # type: ignore[no-any-return]
+        return torch.compiler.disable(call_alone, reason=DISABLE_REASON)  # type: ignore[no-any-return]
     return clone_code(call)

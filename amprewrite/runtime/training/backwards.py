@@ -31,6 +31,7 @@ from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
 from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_after_backward
+from amprewrite.torch_internals.autograd import call_after_backward, current_backward
 
 _ROUNDS = 3
 """How often the callback queues itself again: DDP with a static graph queues a callback that queues another."""
@@ -60,7 +61,7 @@ class BackwardEnd:
 
     @uncaptured
     def _entered(self, gradient: Tensor) -> None:
-        number = torch._C._current_graph_task_id()
+        number = current_backward()
         if number < 0 or number in self._under_way:
             return
         if len(self._under_way) >= _MOST:
@@ -72,7 +73,7 @@ class BackwardEnd:
     @uncaptured
     def _queue(self, number: int, rounds: int) -> None:
         callback = functools.partial(self._queue, number, rounds - 1) if rounds else functools.partial(self._end, number)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        call_after_backward(callback)  # type: ignore[attr-defined]
 
     @uncaptured
     def _end(self, number: int) -> None:

@@ -25,6 +25,7 @@ from amprewrite.graphs.fx.ops.finite_flags import finite_flags
 from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import NARROW_DTYPES
+from amprewrite.torch_internals.kernels import norms_of_tensors, unscale_and_check
 
 Group = tuple[Any, torch.device | None]
 """A process group, None for the world, and the device that its collectives need, None for any."""
@@ -104,7 +105,7 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
             where = where or values.device
             if values.numel():
                 by_device[values.device].append(values)
-        flags = [torch.stack([n.float() for n in torch._foreach_norm(g, math.inf)]).ne(0).any().float() for g in by_device.values()]
+        flags = [torch.stack([n.float() for n in norms_of_tensors(g, math.inf)]).ne(0).any().float() for g in by_device.values()]
         return any_of(flags) if flags else _flag(0.0, where or torch.device("cpu"))
 
 
@@ -137,7 +138,7 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | N
         if left:
             if where not in found:
                 found[where] = _flag(0.0, where)
-            torch._amp_foreach_non_finite_check_and_unscale_(left, found[where], _one(where))
+            unscale_and_check(left, found[where], _one(where))
     return [*found.values(), *flags]
 
 

@@ -24,7 +24,6 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.node_facts import NODE, is_batched
 from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
@@ -32,6 +31,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
+from amprewrite.torch_internals.trees import tree_leaves
 
 _INPUT, _PARAMETER, _ACTIVATION, _LOSS, _GRADIENT, _SEEN = "input", "parameter", "activation", "loss", "gradient", "seen"
 _KNOWN = {

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-import torch
-
 from amprewrite.tables.boundary.arguments import did_you_mean, shown
 from amprewrite.tables.errors import OpListError
 from amprewrite.tables.formats import Format
@@ -20,6 +18,7 @@ from amprewrite.tables.ops import list_presets
 from amprewrite.tables.ops.op_row import Op, Trait
 from amprewrite.tables.ops.op_table import ROWS
 from amprewrite.tables.vocabulary import OpKind
+from amprewrite.torch_internals.operators import OpOverload, OpOverloadPacket
 
 __all__ = ["OPS", "PRESETS", "Op", "OpLists", "Trait", "find_op", "is_inplace", "op_lists", "op_name", "ops_with"]
 
@@ -136,9 +135,9 @@ def op_name(target: Any) -> str:
 @cache
 def _target_name(target: Any, name: str) -> str:
     # The name is part of the cache key: builtins that share a C function compare equal (torch.mm == torch.spmm).
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return _schema_name(target._schema.name)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return _schema_name(target._qualified_op_name)
     if name == "__get__":  # the getter of a property: torch.Tensor.T.__get__
         return _method_name(getattr(target.__self__, "__name__", name))
@@ -167,13 +166,13 @@ def is_inplace(target: Any) -> bool:
     True for add_, operator.iadd, setitem and ATen overloads whose schema says so; relu(inplace=True) is an argument of
     the call and not seen here.
     """
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         arguments = target._schema.arguments
         return any(
             argument.alias_info is not None and argument.alias_info.is_write and (position == 0 or argument.kwarg_only)
             for position, argument in enumerate(arguments)
         )
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         name = target._qualified_op_name.partition("::")[2]
     elif isinstance(target, str):
         name = target

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.node_facts import Fact, arguments, example_value, is_checkpoint, tensors, written
 from amprewrite.ir.evidence.range_rules import (
@@ -34,6 +33,7 @@ from amprewrite.ir.evidence.range_rules import (
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Op, Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.torch_internals.trees import tree_leaves
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""

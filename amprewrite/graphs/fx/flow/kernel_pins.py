@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.flow.readers import MOST_READERS
 from amprewrite.graphs.fx.node_facts import Fact, arguments, device_of, example_value, hint, named_arguments
@@ -28,6 +27,7 @@ from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.list_presets import fp32_under_autocast
 from amprewrite.tables.ops.op_lists import OpLists, find_op, op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.torch_internals.trees import tree_leaves
 
 Pin = tuple[Colour, Reason, str]
 

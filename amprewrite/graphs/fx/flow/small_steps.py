@@ -28,6 +28,7 @@ from amprewrite.graphs.small_steps import Factor, SmallSteps
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
+from amprewrite.torch_internals.operators import HigherOrderOperator
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
 """What hands on its first operand times one, if it has as many elements: copies, views, conversions, and bounds, which let it pass."""
@@ -155,7 +156,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
 
     def _is_made_of(self, node: torch.fx.Node, sources: Set[torch.fx.Node]) -> bool:
         """Whether an op makes a tensor of these alone, by neither a product nor a draw."""
-        if node in self.heavy or op_name(node.target) in RANDOM or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node in self.heavy or op_name(node.target) in RANDOM or isinstance(node.target, HigherOrderOperator):
             return False
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
         return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from amprewrite.graphs.fx.node_facts import example_value, transformed_nodes
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
@@ -22,6 +21,7 @@ from amprewrite.graphs.fx.ops.fused_copy import is_plain
 from amprewrite.tables.formats import saturate
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
 from amprewrite.tables.vocabulary import Edit
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 
 PURE = ops_with(Trait.MAKES_MASK) | {saturate.__name__}
 """What masks are made of: ops, and what `insert-casts` puts before a low copy of one."""
@@ -154,7 +154,7 @@ class Masks:
         key = (sizes, lengths)
         found = self._kinds.get(key)
         if found is None:
-            with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            with disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
                 found = self._kinds[key] = kind_of(self._module(*sizes), lengths)
         return found
 

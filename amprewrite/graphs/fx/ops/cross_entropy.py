@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.torch_internals.autograd import in_forward_mode
 
 FROM_BYTES = 1 << 27
 """Bytes of logits in fp32 from which on it is worth some launches more."""
@@ -29,7 +29,7 @@ def cross_entropy_of_low(
 ) -> Tensor:
     """`cross_entropy(logits.float(), target)` of a row of low logits for each target; `wide` is their fp32 copy if there is one anyway."""
     parts = logits.numel() * 4 >= FROM_BYTES and target.dim() == 1 and logits.dim() == 2
-    if not parts or forward_ad._current_level >= 0:
+    if not parts or in_forward_mode():
         return torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=reduction)
     loss: Tensor = _InParts.apply(logits, target, ignore_index, reduction, logits.detach() if wide is None else wide.detach())
     return loss

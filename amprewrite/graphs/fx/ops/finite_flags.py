@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from amprewrite.torch_internals.autograd import current_backward
+
 _LATEST = 4
 """Backwards that are remembered: one that runs inside of another ends before it, and threads run theirs side by side."""
 _MADE: OrderedDict[int, dict[int, tuple[StorageWeakRef, int, Tensor]]] = OrderedDict()
@@ -25,7 +27,7 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
     """Remember that `flag` tells whether the `gradients`, each with a storage of its own, are finite."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
-    number = torch._C._current_graph_task_id()
+    number = current_backward()
     made = _MADE.get(number)
     if made is None or number < 0:  # outside of any backward
         made = _MADE[number] = {}

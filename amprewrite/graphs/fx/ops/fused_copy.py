@@ -24,6 +24,8 @@ from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
 from amprewrite.graphs.fx.uncaptured import GradMode
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import LOW_DTYPES
+from amprewrite.torch_internals.dispatch import is_legacy_batched, is_wrapped_by_transform
+from amprewrite.torch_internals.kernels import copy_tensors
 
 ONE_PASS_FROM = 1 << 22
 """Elements from which on a gradient, or a batch of them, goes through the kernel: it saves 8 bytes of each, by bandwidth
@@ -46,7 +48,7 @@ def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
                 left = sorted(set(range(len(targets))).difference(strided))
                 sources, targets = [sources[at] for at in left], [targets[at] for at in left]
         if targets:
-            torch._foreach_copy_(list(targets), list(sources))
+            copy_tensors(list(targets), list(sources))
 
 
 def unscale_many(gradients: Sequence[Tensor], factor: Tensor, flag: Tensor | None = None) -> list[Tensor] | None:
@@ -70,7 +72,7 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether it is dense memory and nothing else: no subclass, no transform's wrapper, nothing that is being traced."""
     if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
         return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+    wrapped = is_wrapped_by_transform(tensor) or is_legacy_batched(tensor)
     return not (wrapped or torch._is_functional_tensor(tensor))
 
 

@@ -32,12 +32,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from amprewrite.graphs.fx.ops.finite_flags import record_finite_flag
 from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_many
 from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.torch_internals.autograd import in_forward_mode
+from amprewrite.torch_internals.dispatch import is_legacy_batched
+from amprewrite.torch_internals.kernels import unscale_and_check
 
 
 def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[T
         made[place] = copy
     if factor is not None and flag is not None and left:
         unscaled = [made[place] for place in left]
-        torch._amp_foreach_non_finite_check_and_unscale_(unscaled, flag, factor)
+        unscale_and_check(unscaled, flag, factor)
         record_finite_flag(unscaled, flag)
     return made
 
@@ -143,7 +145,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     There torch batches gradients by a vmap that keeps the history inside its tensors. A Function in Python does not see it, and its
     result would have none. So the function gets the gradients of the whole batch as one tensor, and the batch is made again behind it.
     """
-    if not torch._C._functorch.is_legacy_batchedtensor(gradient):
+    if not is_legacy_batched(gradient):
         result: Tensor = _forward_too(function).apply(gradient, *others)
         return result
     depth = torch._C._vmapmode_increment_nesting() - 1
@@ -239,6 +241,6 @@ _DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {_Cr
 
 def _forward_too(function: type[torch.autograd.Function]) -> Any:
     """The function with forward-mode derivatives where those are taken: Dynamo captures no function that has them."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or not in_forward_mode():
         return function
     return _DUAL[function]

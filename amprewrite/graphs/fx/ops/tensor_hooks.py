@@ -15,6 +15,7 @@ import torch.fx
 from torch import Tensor
 
 from amprewrite.graphs.fx.ops.on_device import on_device
+from amprewrite.torch_internals.operators import HigherOrderOperator
 
 Body = Callable[..., Tensor]
 """What the hook does: takes the gradient and whatever else it reads, gives the gradient that goes on."""
@@ -24,7 +25,7 @@ def restore_hooks(module: torch.fx.GraphModule) -> bool:
     """Call `hooked` wherever the graph holds the higher-order op; True if there was one."""
     found = False
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "register_hook":
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
             node.target = hooked
             found = True
     if found:

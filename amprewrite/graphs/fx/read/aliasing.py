@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from amprewrite.graphs.fx.node_facts import (
@@ -40,6 +39,7 @@ from amprewrite.graphs.fx.ops.tensor_hooks import hooked
 from amprewrite.graphs.fx.uncaptured import unhooked
 from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+from amprewrite.torch_internals.dispatch import FakeTensor
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
 """Where capture finds the Python code that it runs in place of torch's."""

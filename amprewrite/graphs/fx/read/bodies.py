@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.node_facts import bodies, differentiable, example_value, held_value, is_checkpoint, tensors, written
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import Reason
+from amprewrite.torch_internals.operators import HigherOrderOperator
+from amprewrite.torch_internals.trees import tree_leaves
 
 KEPT = {
     "wrap_with_autocast": "the model's own autocast region decides there",
@@ -33,7 +34,7 @@ _NO_GRADIENT = ops_with(Trait.STOPS_GRADIENT) | ops_with(Trait.HAS_STEPS)
 def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, str]]:
     """Every node of `module` that runs a body with fp32 at its border, with the name of the attribute that holds the body."""
     for node in module.graph.nodes:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator) or is_checkpoint(node):
+        if not isinstance(node.target, HigherOrderOperator) or is_checkpoint(node):
             continue
         for held in _graphs(node):
             if isinstance(getattr(module, str(held.target), None), torch.fx.GraphModule):
@@ -59,7 +60,7 @@ def _of_function(node: torch.fx.Node) -> bool:
 
 def backward_of(node: torch.fx.Node) -> torch.fx.GraphModule | None:
     """The backward of the autograd Function that a node calls; None if it calls none."""
-    found = bodies(node) if isinstance(node.target, torch._ops.HigherOrderOperator) and _of_function(node) else []
+    found = bodies(node) if isinstance(node.target, HigherOrderOperator) and _of_function(node) else []
     return found[1] if len(found) == 2 else None
 
 
@@ -70,7 +71,7 @@ def _is_forward(node: torch.fx.Node, name: str) -> bool:
 
 def has_own_backward(node: torch.fx.Node) -> bool:
     """Whether gradients of the node's result must be as they are: an autograd Function sees them, or a hook in a body."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, HigherOrderOperator):
         return False
     if "autograd_function" in node.target.name():
         return not _backward_is_linear(node)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amprewrite.graphs.fx.node_facts import LEAVES, example_value, memory_of, tensors, transformed_nodes, written
 from amprewrite.ir.op_calls import Call, Ref, Shape, leaves
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.formats import Format, is_far
 from amprewrite.tables.ops.op_lists import Trait, is_inplace, op_name, ops_with
+from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 
 
 def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[str, Call]:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import example_value, held_value, is_held, is_opaque, tensors, value_dtype
@@ -18,6 +16,9 @@ from amprewrite.ir.evidence.counts import Count, keep_counts, made_of, most_exac
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.dispatch import FakeTensor
+from amprewrite.torch_internals.operators import HigherOrderOperator
+from amprewrite.torch_internals.trees import tree_leaves
 
 Counts = Mapping[torch.fx.Node, Count]
 
@@ -90,7 +91,7 @@ def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Co
         value = example_value(node)
         if node in known:
             found[node] = known[node]
-        elif node.op in ("call_function", "call_method") and not isinstance(node.target, torch._ops.HigherOrderOperator):
+        elif node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator):
             given = [found[each] for each in node.all_input_nodes]
             numbers = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if type(leaf) in (int, float)]
             found[node] = made_of(op_name(node.target), _dtype(value), given, numbers, low)

@@ -50,6 +50,7 @@ from amprewrite.graphs.fx.read.aliasing import is_view, made_inside, reads_back,
 from amprewrite.graphs.fx.run.repeated_calls import Alike
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
+from amprewrite.torch_internals.dispatch import is_wrapped_by_transform
 
 Node = torch.fx.Node
 _STOP = ops_with(Trait.STOPS_GRADIENT)
@@ -135,7 +136,7 @@ def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
 
 
 def _wrapped(node: Node) -> bool:
-    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(example_value(node))))
+    return any(map(is_wrapped_by_transform, tensors(example_value(node))))
 
 
 def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:

@@ -23,6 +23,7 @@ from amprewrite.ir.evidence.range_rules import (
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
+from amprewrite.torch_internals.kernels import norms_of_tensors
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
@@ -86,7 +87,7 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
     if not found:
         return {}
     with torch.no_grad(), unselected():
-        squares = _read(torch._foreach_norm(list(found.values())))
+        squares = _read(norms_of_tensors(list(found.values())))
         signs = _read([weight.mean() for weight in found.values()])
     return {
         name: math.copysign(square / math.sqrt(weight.numel()), sign)
@@ -111,7 +112,7 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     with torch.no_grad(), unselected():
-        found: list[float] = _read(torch._foreach_norm([tensor.detach() for tensor in tensors], ord=float("inf")))
+        found: list[float] = _read(norms_of_tensors([tensor.detach() for tensor in tensors], ord=float("inf")))
         for place, tensor in enumerate(tensors):
             if not math.isfinite(found[place]):
                 found[place] = float(torch.where(tensor.isfinite(), tensor.detach(), 0).abs().max())

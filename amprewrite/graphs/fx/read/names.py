@@ -12,6 +12,7 @@ import torch.fx
 
 from amprewrite.graphs.fx.node_facts import Fact, source_name
 from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in
+from amprewrite.torch_internals.operators import HigherOrderOperator
 
 _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
 
@@ -54,7 +55,7 @@ _PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 
 def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
     node = fact.node
-    if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, HigherOrderOperator):
         return f"size_{fact.op}" if fact.role == "op" else "size"  # they come and go with symbolic shapes
     if fact.role == "op":
         return fact.op

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.flow.far_numbers import FarNumbers
 from amprewrite.graphs.fx.flow.kernel_pins import pin_summing, pin_uneven, pin_unset
@@ -58,6 +57,7 @@ from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.torch_internals.trees import tree_leaves
 
 _FLOATING = ("fp", "bf", "float", "complex", *NOT_DENSE)
 """How the names of dtypes begin that hold fractions."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.fx
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 
 _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
@@ -31,7 +31,7 @@ class Constants:
         if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
             return self._module()  # type: ignore[no-any-return]
         if self._kept is None or recording(self._kept[0].device):
-            with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            with disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
                 made: tuple[Tensor, ...] = self._module()
             if recording(made[0].device):
                 return made  # the recorded graph may be replayed when this one is gone

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from amprewrite.graphs.fx.node_facts import example_value, is_checkpoint, is_opaque, tensors, written, written_unsaid
 from amprewrite.graphs.fx.run.checkpoint_state import checkpoint_with_state
 from amprewrite.tables.formats import LOW_DTYPES
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.graph_modules import force_recompile
+from amprewrite.torch_internals.operators import OpOverload, OpOverloadPacket
+from amprewrite.torch_internals.trees import tree_leaves, tree_map_only
 
 Refusals = dict[str, str]
 """What ops said that refused low operands, by the name of the op."""
@@ -91,7 +92,7 @@ def _widened(values: Any) -> Any:
 def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refused: Refusals) -> FirstRun:
     """A first run of `module`, and of the bodies of its checkpoints."""
     for body in _bodies(module):
-        _LazyGraphModule.force_recompile(body)
+        force_recompile(body)
         body.forward = runs_op_by_op(body, type(body).forward.__get__(body), refused)
     return FirstRun(module, later, refused)
 
@@ -109,7 +110,7 @@ def _bodies(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
 
 
 def _is_custom(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and "::" in op_name(node.target)
+    return isinstance(node.target, OpOverload | OpOverloadPacket) and "::" in op_name(node.target)
 
 
 def _is_low(node: torch.fx.Node) -> bool:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.node_facts import example_value, hint, tensors
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.ops.products import chain_flops, einsum_flops, pair_flops
+from amprewrite.torch_internals.trees import tree_leaves
 
 Shape = tuple[int, ...]
 

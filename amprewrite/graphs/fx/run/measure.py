@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import example_value, hint
@@ -26,6 +25,7 @@ from amprewrite.ir.cost import moves_nothing
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.tables.boundary.consoles import bar
 from amprewrite.tables.formats import FP32, Format
+from amprewrite.torch_internals.trees import tree_leaves
 
 RUN = 2e-3
 """Seconds that one run of calls takes at least; the best of `RUNS` counts."""

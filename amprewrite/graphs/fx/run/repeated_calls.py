@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from amprewrite.graphs.fx.node_facts import (
     MEMORY,
@@ -31,6 +30,7 @@ from amprewrite.graphs.fx.node_facts import (
     written,
 )
 from amprewrite.tables.ops.op_lists import op_name
+from amprewrite.torch_internals.dispatch import FakeTensor
 
 _PLAIN = NO_TREE | {complex, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Classes of arguments that are told apart by their value."""

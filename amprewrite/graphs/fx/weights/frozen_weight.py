@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 
 from amprewrite.graphs.fx.ops.pad_ops import slice_dims
 from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 from amprewrite.tables.formats import dtype_name
+from amprewrite.torch_internals.dispatch import FakeTensor, tracing_context
+from amprewrite.torch_internals.trees import tree_map_only
 
 aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default}
@@ -111,7 +111,7 @@ class FrozenWeight(Tensor):
     # -- what Python asks of a tensor -------------------------------------------------------
     def untyped_storage(self) -> torch.UntypedStorage:
         fakes = sys._getframe(1).f_globals.get("__name__") == _MAKES_FAKES
-        if fakes or torch._guards.TracingContext.try_get() is not None:
+        if fakes or tracing_context() is not None:
             return super().untyped_storage()  # capture makes its fake from the fp32 tensor that this seems to be
         return self.stored.untyped_storage()
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.ops.pad_ops import logical_part, pad_cast
@@ -27,6 +26,7 @@ from amprewrite.graphs.fx.ops.scale_ops import leaving_many, unscale_gradient
 from amprewrite.graphs.fx.uncaptured import GradMode, uncaptured, unselected
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.plans.pad_plan import Layout
+from amprewrite.torch_internals.autograd import in_forward_mode
 
 ELEMENTS = 1 << 24
 """Elements of a block: 32 MB of low gradients that wait for the last of them. A weight of so many is a block by itself."""
@@ -63,7 +63,7 @@ def cast_block(block: CastBlock, inverse: Tensor | None, *weights: Tensor) -> li
     with unselected(), GradMode(on=True):
         dtypes, layouts = block.dtypes, block.layouts
         wanted = list(zip(weights, dtypes, layouts, strict=True))
-        if forward_ad._current_level >= 0 or not _PLAIN.issuperset(map(type, weights)):
+        if in_forward_mode() or not _PLAIN.issuperset(map(type, weights)):
             return [_alone(*each, inverse) for each in wanted]
         copies, changed = list(weights), [at for at, (w, dtype, layout) in enumerate(wanted) if w.dtype != dtype or layout]
         made = block.cache.take([weights[at] for at in changed], [dtypes[at] for at in changed], [layouts[at] for at in changed])

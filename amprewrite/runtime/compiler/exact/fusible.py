@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._inductor.lowering import lowerings
 
 from amprewrite.tables.formats import LOW_DTYPES
+from amprewrite.torch_internals.operators import OpOverload
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -57,7 +58,7 @@ SPELLINGS = {
 
 def is_fusible(node: torch.fx.Node) -> bool:
     """Whether inductor's code for this call gives the bits that PyTorch's kernel gives."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True  # higher-order ops and Python arithmetic of sizes, which inductor must lower itself
     result = node.meta.get("val")
     if not _tensors(result):

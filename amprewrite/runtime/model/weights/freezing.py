@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
@@ -28,6 +27,7 @@ from amprewrite.runtime.options import Options
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
 from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
+from amprewrite.torch_internals.trees import tree_leaves
 
 Reads = Mapping[str, frozenset[Copy | None]]
 """The copies that a graph makes of each weight, by path, and None if it reads the weight as it is."""

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_map_only
+
+from amprewrite.torch_internals.trees import tree_map_only
 
 Look = Callable[[Optimizer], Tensor | None]
 """Gives a flag for the gradients of an optimizer; None without gradients."""

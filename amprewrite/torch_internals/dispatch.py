@@ -1,0 +1,36 @@
+"""Dispatch modes, transforms of torch.func, and tensors that stand for others."""
+
+import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+
+__all__ = [
+    "FakeTensor",
+    "count_dispatch_modes",
+    "current_transform",
+    "disable_dispatch_modes",
+    "dispatch_modes",
+    "is_any_autocast_enabled",
+    "is_legacy_batched",
+    "is_traceable_wrapper_subclass",
+    "is_wrapped_by_transform",
+    "tracing_context",
+]
+
+disable_dispatch_modes = _disable_current_modes
+"""A context without the dispatch modes that are active."""
+dispatch_modes = _get_current_dispatch_mode_stack
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+tracing_context = TracingContext.try_get
+"""What Dynamo and AOTAutograd know of the graph that they trace now; None outside of a trace."""
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+current_transform = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func; None outside of one."""
+is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+"""Whether `is_grads_batched=True` batches a tensor."""

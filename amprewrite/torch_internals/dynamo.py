@@ -1,0 +1,19 @@
+"""Which code Dynamo converts, and the exception by which a backend leaves a frame as it was written."""
+
+from types import CodeType
+
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+__all__ = ["SkipFrame", "convert_again", "skip_code"]
+
+
+def skip_code(code: CodeType, *, callees: bool = False) -> None:
+    """Have Dynamo run frames of `code` as they are written; with `callees` also the frames that these call."""
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT))
+
+
+def convert_again(code: CodeType) -> None:
+    """Have Dynamo convert frames of `code` that it had given up."""
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))

@@ -1,0 +1,9 @@
+"""Kernels over lists of tensors, for which torch has no public function."""
+
+import torch
+
+copy_tensors = torch._foreach_copy_
+"""Copy each tensor of the second list into that of the first."""
+norms_of_tensors = torch._foreach_norm
+unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiply tensors in place by a factor, and set a flag if one is not finite."""
