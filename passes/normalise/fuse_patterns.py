@@ -10,8 +10,8 @@ the whole reads and writes low and computes in fp32 inside. Recognised are, with
    kernel there and would convert and write it out again
 
 A pattern is fused only if nothing outside reads what is inside it, nothing later writes what it reads or gives, which the kernel may keep
-for backward, and for lists that call its op internal. Conversions inside are the kernel's business. The captured graph is left as it is:
-a copy is edited.
+for backward, and for lists by which its op may run low. Conversions inside are the kernel's business. A copy of the captured graph is
+edited.
 
 By name it knows what such patterns are written with: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`,
 `amax`, `max`, `getitem`, `detach`.
@@ -114,7 +114,7 @@ def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
 
 def _allowed(unit: Pattern, lists: OpLists) -> bool:
     ops = {op_name(node.target) for node in (*unit.inside, unit.end)}
-    return lists.kind(unit.op) is OpKind.INTERNAL and not ops & lists.asked
+    return lists.kind(unit.op) not in (None, OpKind.DENY) and not ops & lists.asked
 
 
 # -- reading expressions ----------------------------------------------------------------------

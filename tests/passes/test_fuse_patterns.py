@@ -153,6 +153,11 @@ def test_other_lists_and_overrides_of_what_is_inside_leave_it_alone(options: dic
     assert "tanh" in ops(Between(gelu_new), torch.randn(6, 24), **options)
 
 
+@pytest.mark.parametrize("kind", ["infer", "clear", "allow", "internal"])
+def test_a_unit_is_gathered_on_every_list_by_which_its_op_may_run_low(kind: str) -> None:
+    assert "softmax" in ops(Between(softmax), torch.randn(6, 24), overrides={"softmax": kind})
+
+
 @pytest.mark.parametrize("body", [norm_by_mean, gelu_new, softmax], ids=lambda body: body.__name__)
 def test_a_unit_rounds_no_more_than_its_parts(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
