@@ -1,6 +1,7 @@
 """Every pass has a text, `tests/passes/<pass>.txt`: what stands before it and after it, for a few small cases.
 
-`pytest tests/passes/test_fixtures.py --update-golden` writes the texts anew; read what changed. A case begins with `==`.
+`pytest tests/passes/test_fixtures.py --update-golden` writes the texts anew; read what changed. A case begins with `==`. In one
+case at least the pass must change something.
 
 Of a deciding pass it is one line: the lists, the format, what else holds, and a row of ops as `tests/chains.py` reads them.
 
@@ -56,7 +57,7 @@ from amprewrite.passes.driver import read_problem
 from amprewrite.passes.lower.dry_run import dry_run
 from amprewrite.tables import devices
 from amprewrite.tables.formats import FORMATS
-from amprewrite.tables.ops.op_lists import op_lists
+from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 HERE = Path(__file__).parent
@@ -70,6 +71,10 @@ DECIDING = [each.name for stage in ("paint", "repaint", "plan") for each in pass
 EDITING = [each.name for stage in ("normalise", "apply", "lower") for each in passes.stages()[stage]]
 
 
+OWN_LISTS = {"own": OpLists.from_sets("own", deny=["exp"], infer=["gelu"], rule="all-low")}
+"""Lists of a user, beside the presets."""
+
+
 # deciding passes --------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +85,7 @@ def decided(name: str, header: str, source: str) -> str:
     lists, low, *more = words.split()
     if source:
         return with_graph(source, "training" in more, False, lambda module: progress(name, Case(read(module, [low, *more]).problem)))
-    case = chain(text, lists, low, training="training" in more, device="cuda" if "cuda" in more else "cpu")
+    case = chain(text, OWN_LISTS.get(lists, lists), low, training="training" in more, device="cuda" if "cuda" in more else "cpu")
     case.know(**_facts(case, json.loads(facts or "{}")))
     if "given" in more:
         case.know(given=case.decide().plan)
@@ -262,6 +267,12 @@ def described(name: str, header: str, source: str) -> str:
     return with_graph(source, "training" in words, "exported" in words, lambda module: edited(name, words, module))
 
 
+def changes(body: str) -> bool:
+    """Whether a pass did something in a case, by the text of it."""
+    before, _, after = body.partition("\nafter")
+    return after.strip() not in (": the same", before.removeprefix("before").strip())
+
+
 # the texts ---------------------------------------------------------------------------------------------------------------
 
 
@@ -282,14 +293,27 @@ def test_the_text_of_a_pass_is_what_it_does(name: str, request: pytest.FixtureRe
     text = path.read_text()
     found = list(cases(text))
     assert found, f"{path.name} has no case"
-    blocks = []
-    for header, source in found:
-        body = described(name, header, source)
-        blocks.append(f"== {header}\n" + (f"{source}\n" if source else "") + body)
+    bodies = [described(name, header, source) for header, source in found]
+    assert any(map(changes, bodies)), f"{name} does nothing in any case of {path.name}: write one in which it does"
+    blocks = [f"== {header}\n" + (f"{source}\n" if source else "") + body for (header, source), body in zip(found, bodies, strict=True)]
     said = "\n\n".join(blocks) + "\n"
     if request.config.getoption("--update-golden"):
         path.write_text(said)
     assert said == text or request.config.getoption("--update-golden")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("before  H L\nafter   H L", False),
+        ("before  H L\nafter   L L", True),
+        ("before  H L\nafter   H L\ncast    c", True),
+        ("before\n    y = relu(x)\nafter: the same", False),
+        ("before\n    y = relu(x)\nafter\n    y = tanh(x)", True),
+    ],
+)
+def test_a_case_in_which_nothing_changes_is_seen(body: str, expected: bool) -> None:
+    assert changes(body) is expected
 
 
 def test_every_text_is_of_a_pass() -> None:

@@ -22,6 +22,7 @@ from amprewrite.graphs.fx.ops.fused_copy import copy_many, is_plain, unscale_man
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.linked_copies import CastBlock, cast_block
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.runtime.training import nonfinite
 from amprewrite.runtime.training.nonfinite import find_nonfinite, found_after_backward
 from amprewrite.tables.errors import AmpRewriteWarning
 
@@ -230,13 +231,13 @@ def delivered(weights: list[Tensor], values: list[float]) -> Tensor:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the gradients that the guard reads from here on."""
     sizes: list[int] = []
-    look = torch._amp_foreach_non_finite_check_and_unscale_
+    look = nonfinite.unscale_and_check
 
     def counted(gradients: list[Tensor], *rest: Tensor) -> None:
         sizes.extend(g.numel() for g in gradients)
         look(gradients, *rest)
 
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
+    monkeypatch.setattr(nonfinite, "unscale_and_check", counted)
     return sizes
 
 
