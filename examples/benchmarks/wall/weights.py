@@ -43,11 +43,14 @@ def as_trained(model: nn.Module, seed: int = 0) -> nn.Module:
 def of_positions(model: nn.Module, given: dict[str, Any]) -> float | None:
     """Relative change of the first result with all positions in reverse order; None if the model takes no positions.
 
-    A model whose results hardly change proves nothing about positions, however exact it is.
+    A model whose results hardly change proves nothing about positions, however exact it is. A mask of ones is given where the model takes
+    one and has none: without it, transformers takes positions that do not rise by one for sequences of their own, and masks each token.
     """
-    first = given.get("input_ids")
-    if first is None or "position_ids" not in inspect.signature(model.forward).parameters:
+    first, named = given.get("input_ids"), inspect.signature(model.forward).parameters
+    if first is None or "position_ids" not in named:
         return None
+    if "attention_mask" in named:
+        given = {"attention_mask": torch.ones(first.shape[:2], dtype=torch.long, device=first.device), **given}
     model = copy.deepcopy(model).eval()
     places = torch.arange(first.shape[-1], device=first.device).expand(first.shape[0], -1)
     with torch.no_grad():
