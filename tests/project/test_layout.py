@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from test_house import MODULES
+from test_house import MODULES, parsed
 
 import amprewrite
 from amprewrite import passes
@@ -55,31 +54,26 @@ def imported(node: ast.stmt) -> list[str]:
 # passes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_a_pass_is_one_file_one_class_one_name(name: str) -> None:
-    module = importlib.import_module(PASSES[name])
-    (found,) = [
-        c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Pass) and c.__module__ == module.__name__
-    ]
-    assert found.name == name.replace("_", "-")
-    assert found.__name__.lower() == name.replace("_", "")
+def test_a_pass_is_one_file_one_class_one_name() -> None:
+    for name in PASSES:
+        module = importlib.import_module(PASSES[name])
+        classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Pass) and c.__module__ == module.__name__]
+        assert [(c.name, c.__name__.lower()) for c in classes] == [(name.replace("_", "-"), name.replace("_", ""))], module.__file__
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_a_pass_is_in_the_pipeline(name: str) -> None:
-    listed = [each.name for members in passes.stages().values() for each in members]
-    assert listed.count(name.replace("_", "-")) == 1
+def test_every_pass_is_in_the_pipeline_once() -> None:
+    listed = [each.name.replace("-", "_") for members in passes.stages().values() for each in members]
+    assert sorted(listed) == sorted(PASSES)
 
 
-@pytest.mark.parametrize("stage", passes.stages())
-def test_a_pass_stands_in_the_folder_of_its_stage(stage: str) -> None:
-    assert {type(each).__module__.split(".")[2] for each in passes.stages()[stage]} <= ({stage, "lower"} if stage == "apply" else {stage})
+def test_a_pass_stands_in_the_folder_of_its_stage() -> None:
+    folders = {stage: {type(each).__module__.split(".")[2] for each in members} for stage, members in passes.stages().items()}
+    assert {stage: found for stage, found in folders.items() if not found <= {stage, "lower" if stage == "apply" else stage}} == {}
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_a_pass_has_a_docstring_and_a_text(name: str) -> None:
-    assert importlib.import_module(PASSES[name]).__doc__
-    assert (ROOT / "tests" / "passes" / f"{name}.txt").is_file()
+def test_every_pass_has_a_docstring_and_a_text() -> None:
+    assert [name for name, module in PASSES.items() if not importlib.import_module(module).__doc__] == []
+    assert [name for name in PASSES if not (ROOT / "tests" / "passes" / f"{name}.txt").is_file()] == []
 
 
 def test_every_line_of_the_pipeline_says_what_it_does() -> None:
@@ -89,11 +83,11 @@ def test_every_line_of_the_pipeline_says_what_it_does() -> None:
     assert all(re.search(r",  # \w.*$", line) for line in listed), listed
 
 
-@pytest.mark.parametrize("name", [type(each).__module__ for stage in ("paint", "repaint", "plan") for each in passes.stages()[stage]])
-def test_a_deciding_pass_knows_no_torch(name: str) -> None:
+def test_a_deciding_pass_knows_no_torch() -> None:
     """So every front end shares it."""
-    for node in at_import(ast.parse(MODULES[name].read_text())):
-        assert not [module for module in imported(node) if module.partition(".")[0] == "torch"]
+    deciding = [type(each).__module__ for stage in ("paint", "repaint", "plan") for each in passes.stages()[stage]]
+    known = {name: [module for node in at_import(parsed(MODULES[name].read_text())) for module in imported(node)] for name in deciding}
+    assert [name for name, modules in known.items() if any(module.partition(".")[0] == "torch" for module in modules)] == []
 
 
 # imports --------------------------------------------------------------------------------------------------------------
@@ -102,20 +96,22 @@ def test_a_deciding_pass_knows_no_torch(name: str) -> None:
 EVERY_FILE = [path for folder in ("amprewrite", "passes", "tests", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", EVERY_FILE, ids=shown)
-def test_the_bare_name_passes_is_never_imported(path: Path) -> None:
+def test_the_bare_name_passes_is_never_imported() -> None:
     """It would make a second copy of every pass."""
-    statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert not [name for node in statements for name in imported(node) if name.partition(".")[0] == "passes"]
+
+    def bare(path: Path) -> bool:
+        statements = (node for node in ast.walk(parsed(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom))
+        return any(name.partition(".")[0] == "passes" for node in statements for name in imported(node))
+
+    assert [shown(path) for path in EVERY_FILE if bare(path)] == []
 
 
 # documents ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=shown)
-def test_a_file_says_what_it_is_for(path: Path) -> None:
-    text = path.read_text()
-    assert not text.strip() or ast.get_docstring(ast.parse(text))
+def test_a_file_says_what_it_is_for() -> None:
+    texts = {shown(path): path.read_text() for path in LIBRARY}
+    assert [path for path, text in texts.items() if text.strip() and not ast.get_docstring(parsed(text))] == []
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
@@ -135,15 +131,21 @@ def test_public_methods_are_documented() -> None:
 
 
 MAKERS = {
-    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
-    "scalar_tensor", "tensor", "zeros",
+    f"torch.{name}" for name in (
+        "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
+        "scalar_tensor", "tensor", "zeros",
+    )
 }  # fmt: skip
 """What makes a tensor on the default device of the process, unless it is told another."""
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=shown)
-def test_what_makes_a_tensor_names_its_device(path: Path) -> None:
+def test_what_makes_a_tensor_names_its_device() -> None:
     """Users set another default device: a tensor of the host would come to lie there."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    makers = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}]
-    assert not [ast.unparse(call) for call in makers if not any(keyword.arg == "device" for keyword in call.keywords)]
+
+    def nameless(path: Path) -> Iterator[str]:
+        for node in ast.walk(parsed(path.read_text())):
+            makes = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in MAKERS
+            if makes and not any(keyword.arg == "device" for keyword in node.keywords):
+                yield f"{shown(path)}:{node.lineno}: {ast.unparse(node)}"
+
+    assert [line for path in LIBRARY for line in nameless(path)] == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_house import MODULES, ROOT
+from test_house import MODULES, ROOT, parsed
 
 PAGE = ROOT / "examples" / "guides" / "torch_internals.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| `([\w./]+)` \| (.+) \| (\d+\.\d+) \|$", re.M)
@@ -24,6 +24,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@cache
 def rows() -> dict[str, tuple[str, str]]:
     """The file of each name, and since when torch has it."""
     found = ROW.findall(PAGE.read_text())
@@ -49,7 +50,7 @@ def resolved(name: str) -> Any:
 
 def names_in(text: str) -> Iterator[str]:
     """Dotted private names of torch in a file: imported, reached through attributes, or written as a string."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     bound: dict[str, str] = {"torch": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -76,6 +77,7 @@ def row_of(name: str) -> str:
     return next((name for name in outer if name in rows()), "")
 
 
+@cache
 def uses() -> dict[str, set[str]]:
     """The files that use each row, and each private name without one."""
     found: defaultdict[str, set[str]] = defaultdict(set)
