@@ -4,10 +4,12 @@ The loss scale is there for the gradient of the loss. Gradients that are taken o
 of meta-learning are, would be scaled beyond fp16, and the loss would be NaN. So a backward has the scale, or 1 in its place:
 
 1. a backward while the forward is under way has 1: what it gives becomes part of the model's result;
-2. so has `torch.autograd.grad(create_graph=True)`: a loss is made of what it gives;
-3. where the scale is dynamic, a backward has 1 that gives no weight a gradient. A static scale is asked for by its user, and is applied;
-4. a backward inside another through the same forward, as a hook may take it, has what that one has, which goes on with it;
-5. every other backward has the scale, those through what an earlier backward gave among them (`scale_ops.py`).
+2. `backward()`, which keeps a gradient in `.grad`, has the scale, through what an earlier backward gave, too (`scale_ops.py`);
+3. `torch.autograd.grad` has the scale where two of three things hold: the scale is static, so that its user asks for it; a weight gets a
+   gradient; `create_graph` is not set, so that no loss is made of what it gives. So under a dynamic scale penalties are taken with 1 and
+   their loss is finite. If the loss's own backward overflows then, the scale comes down. Nothing takes a static one down: penalties on
+   gradients of weights have it, as in a loop that scales the inner loss by hand, and their loss meets gradients that are scaled already;
+4. a backward inside another through the same forward, as a hook may take it, has what that one has, which goes on with it.
 
 Scale and inverse are read when gradients pass, and written when a backward enters. Where a backward may come that has 1 (code of the model
 runs between graphs, an input takes gradients, or a weight is computed), a forward has copies of its own.
@@ -112,7 +114,7 @@ class ForwardScale:
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
         if self.apart:
             further = torch.is_grad_enabled()  # create_graph=True: what it gives is differentiated again
-            self._set(not self.under_way and (kept or (not further and (taken or self.static))))
+            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
         # Noted last: another thread of this backward that comes here meanwhile writes the same, before it reads.
         call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
