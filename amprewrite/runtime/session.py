@@ -40,6 +40,7 @@ from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale, ForwardScales
 from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
+from amprewrite.runtime.captured.past import asking_number
 from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
@@ -115,6 +116,10 @@ class Session:
         """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
         state, alone = self.state, undisturbed()
         nested = state.depth > 0
+        recomputes = current_backward() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
+        if nested and recomputes and state.recomputed != (asked := asking_number()):
+            with state.recomputes(asked, regions_around()):
+                return self.call(entry, args, kwargs)
         if nested and regions_around() > state.around:
             self.note(f"{entry.place} is called inside an autocast region of the model's own: there it runs as written, as the region says")
             return entry.function(*args, **kwargs)
@@ -126,7 +131,6 @@ class Session:
         if not alone and (why := transform_at_work()):
             self.gathered.check_call(entry, ())
             return self._transformed(entry, args, kwargs, why)
-        recomputes = current_backward() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
         if not nested and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
         if entry.hooks.changed() or entry.patched() or (entry.graphs.stale and not recomputes):
@@ -139,7 +143,7 @@ class Session:
             self.cache.look(self.weight_names)
             self._look_for_new_modules()
             state.entry, state.forwards, state.given_up = entry, state.forwards + (not recomputes), given_up
-            state.around = regions_around()
+            state.around, state.recomputed = regions_around(), asking_number() if recomputes else None
             if torch.is_grad_enabled() and self.loss_scale.enabled:
                 self.gate.forward_began()
         state.ran, state.depth = [], state.depth + 1

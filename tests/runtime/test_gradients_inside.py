@@ -705,3 +705,37 @@ def test_second_derivatives_go_through_autograd_functions_as_their_author_wrote(
         found.append((first, second))
     for want, got in zip(*found, strict=True):
         assert (got - want).norm() < 1e-2 * want.norm()
+
+
+class Sharp(Energy):
+    """Forces, of an energy whose first layer is apart from autocast, as its region says."""
+
+    def energy(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.a(x)
+        return self.b(torch.tanh(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("kind", [Forces, Sharp])
+@pytest.mark.parametrize("granularity", ["model", ["a", "b"]])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_checkpoint_around_a_forward_that_takes_gradients(kind, granularity, early, dtype):
+    """Its gradient asks for the recomputation while the forward is under way: that ran in fp32, and the checkpoint refused it."""
+    model, x = kind(), torch.randn(8, 4).requires_grad_()
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype=dtype, granularity=granularity)
+    for _ in range(3):
+        results = []
+        for net in (model, amp):
+            net.zero_grad()
+            with torch.utils.checkpoint.set_checkpoint_early_stop(early):
+                results.append(torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False))
+                (results[-1] - 1).square().sum().backward()
+        assert error(results[1], results[0]) < (2e-3 if dtype == "fp16" else 2e-2)
+        for p, q in zip(model.parameters(), amp.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or error(q.grad, p.grad) < (3e-3 if dtype == "fp16" else 3e-2)
+    assert sum(node.dtype == dtype for region in amp.plan.regions for node in region.nodes) >= 1

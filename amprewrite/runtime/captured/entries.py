@@ -280,14 +280,29 @@ class State(threading.local):
         self.check: CaptureCheck | None = None
         """What the call in flight captures is compared with the model as it is written."""
         self.around = 0
-        """How many regions of torch.autocast there were around the outermost call."""
+        """How many regions of torch.autocast there were around the outermost call, or around the recomputation that is under way in it."""
+        self.recomputed: tuple[int, int] | None = None
+        """What asked for the recomputation that the outermost call is, or that is under way in it: `asking_number()`."""
 
         self.low_caches: LowCaches | None = None
         """Those of the innermost call of `generate()` in flight; None if it keeps caches as they are."""
 
     def regions_around(self) -> int:
-        """How many regions of torch.autocast there are around the outermost call."""
+        """How many regions of torch.autocast there are around the outermost call, or the recomputation in it."""
         return self.around
+
+    @contextlib.contextmanager
+    def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
+        """Around a call that an activation checkpoint makes again while its forward is under way, as in a forward that takes gradients.
+
+        The checkpoint restores autocast as it was: these regions are none of the model's own.
+        """
+        outer = self.recomputed, self.around
+        self.recomputed, self.around = asked, self.around if asked is None else around
+        try:
+            yield
+        finally:
+            self.recomputed, self.around = outer
 
     @contextlib.contextmanager
     def generates(self, low_caches: LowCaches | None) -> Iterator[None]:

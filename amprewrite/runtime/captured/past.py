@@ -29,6 +29,12 @@ def asking_node() -> Any:
     return None if isinstance(node, CheckpointFunction._backward_cls) else node  # type: ignore[attr-defined]
 
 
+def asking_number() -> tuple[int, int] | None:
+    """Numbers of the backward and of the node that ask for the recomputation under way; None in any other call."""
+    node = asking_node()
+    return None if node is None else (current_backward(), node._sequence_nr())
+
+
 class Past(Generic[T]):
     """What stood in a place before, each with the number of the first autograd node that came after it."""
 
@@ -50,4 +56,4 @@ class Past(Generic[T]):
         return next((value for until, value in self._before if self._first <= number < until), now)
 
 
-__all__ = ["Past"]
+__all__ = ["Past", "asking_node", "asking_number"]
