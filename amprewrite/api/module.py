@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,20 +31,16 @@ class Rewritten(RewrittenBase):
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of the graphs that ran in the latest call. Before the first, reading it is a PlanError.
+        """The plan of all graphs that have run, in the order of their first calls. Before the first, reading it is a PlanError.
 
-        A method that calls parts, as `encode_image` does, is a call of each part: a note names those that ran by themselves.
+        Graphs that differ in sizes or mode alone are shown once, and a note says how many there are: `plans` has each. A method that
+        calls parts, as `encode_image` does, is a call of each part.
         """
         session = session_of(self)
         computed_nothing = any(entry.graphs.empty for entry in list(session.entries.values()))
         if not (session.last or session.left_out or computed_nothing):
             return PendingPlan()  # type: ignore[return-value]
-        plan, now = session.plan_of(session.last), {region.entry for region in session.last}
-        others = [call for call in list(session.calls) if not now.intersection(region.entry for region in call)]
-        if others:  # a method that calls parts is a call of each of them
-            parts = ", ".join(dict.fromkeys(region.entry.place for call in others for region in call))
-            plan = replace(plan, notes=(*plan.notes, f"of the latest call alone; {parts} ran in calls of their own: amp.plans has all"))
-        return CastPlan.of(plan)
+        return CastPlan.of(session.plan_of_all())
 
     @property
     def plans(self) -> tuple[CastPlan, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ from amprewrite.graphs.fx.weights.linked_copies import block_size
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, parameters_fingerprint
 from amprewrite.ir.pass_base import failing_as_pass
+from amprewrite.ir.plans.each_once import each_once
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan, Skipped
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
@@ -509,12 +510,24 @@ class Session:
         """What ran outside the rewritten graphs since each entry last started afresh."""
         return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
 
-    def plan_of(self, regions: tuple[Region, ...]) -> ModelPlan:
+    def plan_of(self, regions: Iterable[Region]) -> ModelPlan:
+        """The plan of these graphs."""
+        return self._plan([region.plan for region in dict.fromkeys(regions)])
+
+    def plan_of_all(self) -> ModelPlan:
+        """The plan of all graphs that have run, in the order of their first calls, each kind once."""
+        ran = [region.plan for region in dict.fromkeys(region for call in (*self.calls, self.last) for region in call)]
+        shown = each_once(ran)
+        more = len(ran) - len(shown)
+        alike = f"{more} more graph{'s' * (more > 1)} ran the same ops in the same colours, at other sizes or in another mode"
+        return self._plan(shown, *[f"{alike}: amp.plans has each"] * (more > 0))
+
+    def _plan(self, plans: Sequence[RegionPlan], *notes: str) -> ModelPlan:
         return ModelPlan(
             low=self.policy_for(self._device()).low.name,
-            regions=tuple(part for index, region in enumerate(dict.fromkeys(regions)) for part in region.plan.flat(f"graph{index}")),
+            regions=tuple(part for index, plan in enumerate(plans) for part in plan.flat(f"graph{index}")),
             skipped=self.left_out,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *notes),
             lists=lists if isinstance(lists := self.options.lists, str) else lists.name,
         )
 

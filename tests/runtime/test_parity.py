@@ -181,8 +181,8 @@ def test_other_sizes_take_over_the_colours_of_the_first():
         amp(first)
         decided = colours(amp.plan)
         amp(then)
-        assert colours(amp.plan) == decided
-        assert Reason.AGREED in {node.reason for node in amp.plan.nodes}
+        assert colours(amp.plans[-1]) == decided and len(amp.plans) == 2
+        assert Reason.AGREED in {node.reason for node in amp.plans[-1].nodes}
 
 
 def test_a_graph_that_another_one_runs_low_with_is_not_left_in_fp32():
@@ -273,12 +273,13 @@ def test_what_overflows_in_one_graph_is_high_in_all():
     assert alone.isfinite().all()
     assert torch.equal(amp(large), alone)
     assert "captured anew: another graph keeps high" in "\n".join(amp.plan.notes)
-    captured = amp.plan
+    with torch.no_grad():
+        assert torch.equal(amp(large), alone)
+    captured = amp.plan, amp.plans
     amp(large)
     with torch.no_grad():
         assert torch.equal(amp(large), alone)
-    amp(large)
-    assert amp.plan == captured, "agreeing comes to an end"
+    assert (amp.plan, amp.plans) == captured, "agreeing comes to an end"
 
 
 class Recomputed(nn.Module):
@@ -340,15 +341,44 @@ class Encodes(nn.Module):
         return self.encode(x)
 
 
-def test_a_plan_names_the_parts_that_a_method_called():
+def test_a_plan_shows_the_parts_that_a_method_called():
     amp = amprewrite.rewrite(Encodes(), dtype="bf16").eval()
-    x = torch.randn(8, 64)
-    amp(x)
-    assert not [note for note in amp.plan.notes if "amp.plans" in note]
-    amp.encode(x)
-    (note,) = [note for note in amp.plan.notes if "amp.plans" in note]
-    assert "Encodes.image" in note and "Encodes.text" in note
-    assert {node.op for plan in amp.plans for node in plan.nodes} >= {"linear", "layer_norm"}
+    amp.encode(torch.randn(8, 64))
+    assert [region.entry for region in amp.plan.regions] == ["image", "text", "norm"]
+    assert [node.op for node in amp.plan.nodes if node.role == "op"] == ["linear", "linear", "layer_norm"]
+    assert "low does 100.0 %" in amp.plan.summary()
+    amp(torch.randn(8, 64))
+    assert [region.entry for region in amp.plan.regions] == ["image", "text", "norm", ""]
+
+
+def test_a_plan_shows_graphs_of_other_sizes_and_modes_once_and_says_how_many():
+    torch._dynamo.reset()  # it may have seen other sizes, and would capture one graph for all
+    net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64))
+    amp = low(net)
+    amp(torch.randn(8, 64)).sum().backward()
+    first = amp.plan
+    amp(torch.randn(9, 64)).sum().backward()
+    amp.eval()
+    with torch.no_grad():
+        amp(torch.randn(9, 64))
+    assert [region.nodes for region in amp.plan.regions] == [region.nodes for region in first.regions]
+    assert all(node.reason is not Reason.AGREED for node in amp.plan.nodes)
+    assert len(amp.plans) == 3 and [note for note in amp.plan.notes if note.startswith("2 more graphs")]
+    assert amp.plan.regions[0].notes != first.regions[0].notes and amp.plan.regions[0].notes[-1].startswith("in inference: ")
+
+
+def test_a_model_follows_the_plan_of_training_and_evaluation():
+    """Batch norm counts its calls in training alone: one graph does not stand for the other."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64))
+    amp, x = low(net), torch.randn(8, 64)
+    amp(x).sum().backward()
+    with torch.no_grad():
+        amp.eval()(x)
+    again = amprewrite.rewrite(net.train(), plan=amp.plan)
+    again(x).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(again.eval()(x), amp.eval()(x))
+    assert [region.training for region in again.plan.regions] == [True, False]
 
 
 def test_an_op_that_follows_another_graph_has_the_reason_of_that_one():
@@ -358,6 +388,6 @@ def test_an_op_that_follows_another_graph_has_the_reason_of_that_one():
     first = {node.op: node.reason.value for node in amp.plan.nodes}
     with torch.no_grad():
         amp(torch.randn(8, 64))
-    then = {node.op: node for node in amp.plan.nodes}
+    then = {node.op: node for node in amp.plans[-1].nodes}
     followed = [op for op, node in then.items() if node.reason is Reason.AGREED]
     assert {"gelu", "relu"} <= {*followed} and all(then[op].detail.startswith(first[op]) for op in followed)

@@ -184,7 +184,7 @@ def test_control_flow_on_data():
     amp = low(model)
     for x in (data(), -data(), data(5, 8)):
         assert ran_low(amp(x), model(x))
-    assert len(amp.plan.regions) == 2
+    assert len(amp.plans[-1].regions) == 2 <= len(amp.plan.regions)
     assert any("graph break" in part.why and "test_runtime_inside.py" in part.where for part in amp.plan.skipped)
     with pytest.raises(CaptureError, match=r"strict=True.*whole"):
         low(model, strict=True)(data())

@@ -29,6 +29,7 @@ _REASONS = {
     "Untraceable C tp_hash": "it hashes an object that capture cannot read",
     "Untraceable C tp_richcompare": "it compares objects that capture cannot read",
     "Attempt to trace generator": "it runs a generator, which capture cannot read",
+    "Attempted to call function marked as skipped": "it calls a function that capture does not read",
     "Attempted to inline function marked as skipped": "it calls a function that capture does not read",
     "UnspecializedNNModuleVariable missing method": "it calls a method that its module does not have",
     "Attempted to wrap sparse Tensor": "it works on a sparse tensor, which capture cannot read",
