@@ -82,7 +82,32 @@ def test_a_half_checkpoint_gets_fp32_master_weights_and_says_so(tmp_path: Path):
     plain.save_pretrained(tmp_path)
     with pytest.warns(AmpRewriteWarning, match="would be loaded in bf16"):
         model = type(plain).from_pretrained(tmp_path, dtype="auto", quantization_config=ours.AmpRewriteConfig(dtype="bf16"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32} and is_rewritten(model)
+    assert is_rewritten(model)
+    assert_masters(model, plain)
+
+
+def assert_masters(model: nn.Module, half: nn.Module) -> None:
+    """The model holds, bit for bit, the values of a half checkpoint in fp32."""
+    got = model.state_dict()
+    for name, tensor in half.state_dict().items():
+        want = tensor.float() if tensor.is_floating_point() else tensor
+        assert got[name].dtype == want.dtype and torch.equal(got[name], want), name
+
+
+def test_the_trainer_answers_a_half_checkpoint_as_rewrite_does(tmp_path: Path):
+    settings = arguments(tmp_path, max_steps=2)
+    with pytest.raises(PolicyError) as by_rewrite:
+        amprewrite.rewrite(bert().bfloat16(), dtype="bf16")
+    with pytest.raises(PolicyError) as by_trainer:
+        transformers.Trainer(bert().bfloat16(), settings, callbacks=[ours.AmpRewriteCallback(dtype="bf16")])
+    assert str(by_trainer.value) == str(by_rewrite.value) and "upcast=True" in str(by_rewrite.value)
+    model, half = bert().bfloat16(), bert().bfloat16()
+    options = ours.AmpRewriteCallback(dtype="bf16", upcast=True)
+    trainer = transformers.Trainer(model, settings, train_dataset=Rows(), callbacks=[options])
+    assert is_rewritten(model)
+    assert_masters(model, half)
+    trainer.train()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_such_a_model_trains_and_comes_back_plain(tmp_path: Path):
