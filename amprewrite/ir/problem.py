@@ -8,6 +8,7 @@ from typing import Literal
 
 from amprewrite.ir.cost import CostModel, Timings
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
+from amprewrite.ir.evidence.constants import ConstantRead
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.op_calls import Call
@@ -18,18 +19,6 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.tables.devices import Device, device_row
 from amprewrite.tables.ops.op_lists import OpLists
 from amprewrite.tables.vocabulary import Edit, Reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConstantRead:
-    """An op that reads a constant of a file; the constant is no vertex of the graph."""
-
-    constant: str
-    reader: str
-    follows: str
-    """The op in whose format the constant must arrive: the reader, or the op that it feeds."""
-    saturates: bool
-    """The constant holds finite values beyond the low format's range."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -30,7 +30,7 @@ def plan_constants(problem: Problem, decisions: Decisions) -> tuple[Cast, ...]:
     for read in problem.constants:
         if decisions.paints[read.follows].colour is Colour.LOW:
             readers.setdefault(read.constant, {})[read.reader] = None
-    saturating = {read.constant for read in problem.constants if read.saturates}
+    saturating = {read.constant for read in problem.constants if read.loss is not None and read.loss.saturated}
     return tuple(
         Cast(value=constant, to=problem.policy.low.name, users=tuple(users), saturate=constant in saturating, weight=True)
         for constant, users in readers.items()

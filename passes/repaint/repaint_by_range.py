@@ -1,17 +1,19 @@
-"""Keep high what the range of a narrow low format (fp16) cannot hold: what calibration saw, and what weights are.
+"""Keep high what a low format cannot hold: by calibration or a sample run, and by weights and constants.
 
-1. *Overflow.* A value is at risk where its largest magnitude comes near the format's end, or where the fit to
+1. *Overflow* (fp16). A value is at risk where its largest magnitude comes near the format's end, or where the fit to
    its tail gives a forward pass that overflows a probability above RISK. Masks that saturate by design are not.
-2. *Underflow.* A value is at risk where all of it lies below the normal range and it does not drown in larger summands, or
+2. *Underflow* (fp16). A value is at risk where all of it lies below the normal range and it does not drown in larger summands, or
    where it would be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
 4. Weights are known without calibration: the readers of one beyond the range run high, and those of its views, such as `weight.t()`.
    A bias may be flushed: it is only added.
-5. Ties share a colour; overrides stand, and a note says what they risk.
+5. Constants of a file are looked at element by element (`ir/evidence/constants.py`).
+6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: neither is made low.
+7. Ties share a colour; overrides stand, and a note says what they risk.
 
 What the lists or facts keep high already stays as it is: nothing here makes a node low.
 
-By name it knows sums, in which small values drown (`add`, `sub`), `mul`, which hands them on, and `div`, whose pole is its divisor.
+By name it knows sums and differences (`add`, `sub`), `div`, whose pole is its divisor, and `to`, which may make whole numbers floating.
 """
 
 from __future__ import annotations
@@ -19,7 +21,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from amprewrite.ir.evidence.range_rules import POLES, SUMS_SMALL, Fit, drowns_in, fit, hands_on_small, near_the_end, thinned_out
+from amprewrite.ir.evidence.constants import lost_constants
+from amprewrite.ir.evidence.range_rules import (
+    MASK,
+    POLES,
+    SUMS_SMALL,
+    Fit,
+    drowned,
+    fit,
+    hands_on_small,
+    near_the_end,
+    thinned_out,
+)
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
@@ -33,25 +46,33 @@ RISK = 1e-3
 """Probability of an overflow in a forward pass from which on a value counts as at risk."""
 FLUSHED = 1e-3
 """Share of the values of an operand that may be flushed, or lose bits, before an op with a pole at zero."""
+MAGNIFIES = 16
+"""Ratio of operand to difference, at the largest, from which on rounding counts as magnified: four bits are lost then."""
 
 
 class RepaintByRange(Pass[Problem, Decisions]):
     name = "repaint-by-range"
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
-        if not problem.policy.low.narrow:
-            return False
-        before = dict(decisions.paints)
+        low, before = problem.policy.low, dict(decisions.paints)
         seen = problem.calibration.of(problem.graph) if problem.calibration is not None else None
-        if seen is None and problem.calibration is not None and problem.calibration.model:  # else it was learnt in first calls
-            decisions.note("calibration never ran this graph: no ranges are known here")
-        risks = find_risks(problem, seen.values if seen is not None else {})
-        for name, text in risks.makers.items():
-            _keep_high(decisions, problem.graph[name], text)
-        for name, text in risks.readers.items():
-            _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
+        values = seen.values if seen is not None else {}
+        for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
+            _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
+        if low.narrow:
+            if seen is None and problem.calibration is not None and problem.calibration.model:  # else it was learnt in first calls
+                decisions.note("calibration never ran this graph: no ranges are known here")
+            risks = find_risks(problem, values)
+            for name, text in risks.makers.items():
+                _keep_high(decisions, problem.graph[name], text)
+            for name, text in risks.readers.items():
+                _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
+        for name, text in find_cancelling(problem, values).items():
+            _keep_high(decisions, problem.graph[name], text, Reason.CANCELS)
+        if decisions.paints == before:
+            return False
         paint_ties(problem, decisions)
-        return decisions.paints != before
+        return True
 
 
 @dataclass
@@ -113,7 +134,7 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
     chance = seen.overflow_in_pass(low)
     if near_the_end(seen.amax, low) or chance > RISK:
         return f"{node.name} reaches {seen.amax:.3g}, {low.name} ends at {low.max:g}: P(overflow) is {chance:.2g} a pass"
-    if thinned_out(seen.amax, low) and not _drowned(problem, node, values):
+    if thinned_out(seen.amax, low) and not drowned(problem.graph, node, values, low):
         return f"{node.name} stays within {seen.amax:.3g}, {low.name} thins out at {low.smallest_normal:.3g}"
     return ""
 
@@ -138,19 +159,6 @@ def _fit(problem: Problem, weight: OpNode) -> Fit:
     return fit(problem.magnitudes.get(_of_weight(problem, weight), 0.0), problem.policy.low)
 
 
-def _drowned(problem: Problem, node: OpNode, values: Mapping[str, ValueRange], depth: int = 4) -> bool:
-    """Whether a small value, or its products, are only added to far larger ones: its rounding is nothing beside theirs."""
-    low, readers = problem.policy.low, list(problem.graph.readers(node.name))
-    for reader in readers:
-        seen = values.get(reader.name)
-        if reader.op in ("add", "sub"):
-            if seen is None or not drowns_in(seen.amax, low):
-                return False
-        elif not (reader.kind is OpKind.CLEAR or reader.op == "mul") or not depth or not _drowned(problem, reader, values, depth - 1):
-            return False
-    return bool(readers)
-
-
 # -- underflow ------------------------------------------------------------------------------
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
     """Operands of `node` at which it has a pole at zero."""
@@ -168,7 +176,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
     if seen is None or not seen.nonzero:
         return ""
     flushed, thin = seen.underflow(low), seen.subnormal(low)
-    if max(flushed, thin) <= FLUSHED:
+    if max(flushed, thin) <= FLUSHED and seen.smallest >= low.smallest_subnormal:  # one element that becomes zero makes an infinity
         return ""
     share = f"{100 * flushed:.2g} % of it would be zero in {low.name}, {100 * thin:.2g} % lose bits"
     return f"{pole} has a pole at zero, {name} comes down to {seen.smallest:.3g}: {share}"
@@ -185,3 +193,25 @@ def _keep_exact(
     if depth and (node.kind is OpKind.CLEAR or hands_on_small(node.op) or node.op in SUMS_SMALL):
         for operand in node.operands:
             _keep_exact(problem, operand.value, pole, values, risks, low, depth - 1)
+
+
+# -- cancellation -----------------------------------------------------------------------------
+def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
+    """Differences far smaller than their operands, and those operands, with the evidence."""
+    graph, found = problem.graph, dict[str, str]()
+    for node in graph:
+        result = values.get(node.name)
+        if node.op not in ("add", "sub") or len(node.operands) != 2 or result is None or not result.amax or node.may_saturate:
+            continue
+        for operand in node.operands:
+            made, seen = graph[operand.value], values.get(operand.value)
+            exact = made.op == "to" and not made.operands and made.pinned is None  # whole numbers that every format holds
+            if seen is None or exact or not MAGNIFIES * result.amax < seen.amax < MASK:
+                continue
+            text = f"{node.name} stays within {result.amax:.3g}, {made.name} reaches {seen.amax:.3g}"
+            found.setdefault(node.name, text)
+            while made.name not in found:
+                found[made.name] = text
+                if made.kind is OpKind.CLEAR and made.operands:  # a view is no more exact than its base
+                    made = graph[made.operands[0].value]
+    return found

@@ -45,13 +45,13 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, Target
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED
+from amprewrite.ir.evidence.constants import ConstantRead, Loss
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
 from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.problem import ConstantRead
 from amprewrite.passes import CLEAN_EXPORTED, NORMALISE, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.lower.dry_run import dry_run
@@ -119,7 +119,7 @@ def _facts(case: Case, given: dict[str, Any]) -> dict[str, Any]:
         asked = (replace(node, colour=Colour(words[node.name])) for node in case.decide().plan.nodes if node.name in words)
         given["agreed"] = NOTHING_AGREED.joined(asked)
     if "constants" in given:
-        given["constants"] = tuple(ConstantRead(**each) for each in given["constants"])
+        given["constants"] = tuple(ConstantRead(**each | {"loss": Loss(**each["loss"])}) for each in given["constants"])
     return given
 
 

@@ -61,6 +61,17 @@ def test_the_reason_names_value_size_limit_and_probability() -> None:
     assert case.paints["relu"].detail.startswith("its input matmul reaches 1e+05")
 
 
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+@pytest.mark.parametrize(("difference", "colours"), [(1.0, "H H H L"), (100.0, "L L L L")])
+def test_a_difference_far_smaller_than_its_operands_is_not_made_of_low_values(low: str, difference: float, colours: str) -> None:
+    values = {"matmul": seen(1000.0), "view": seen(1000.0), "sub": seen(difference)}
+    case = with_ranges("matmul view sub(view,x) matmul", low, **values)
+    assert letters(case) == colours
+    if colours[0] == "H":
+        assert case.paints["matmul"].reason is Reason.CANCELS
+        assert case.paints["sub"].detail == "sub stays within 1, view reaches 1e+03"
+
+
 def test_bf16_has_the_range_of_fp32() -> None:
     assert letters(with_ranges("matmul relu matmul", low="bf16", matmul=seen(1e30))) == "L L L"
 

@@ -28,7 +28,6 @@ from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.offsets import read_offsets
 from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.small_steps import read_small_steps
-from amprewrite.graphs.onnx.read.weights import Loss
 from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
 from amprewrite.graphs.onnx.run.raised import check_raised
@@ -36,9 +35,11 @@ from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
 from amprewrite.graphs.onnx.write.save import Written, written
+from amprewrite.ir.evidence.constants import Loss
+from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
 from amprewrite.ir.plans.plan import ModelPlan, RegionPlan
 from amprewrite.ir.policies.policy import Policy
-from amprewrite.ir.problem import ConstantRead, Problem
+from amprewrite.ir.problem import Problem
 from amprewrite.passes import plan_region
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, shown
@@ -46,6 +47,7 @@ from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
+from amprewrite.tables.vocabulary import Colour
 
 TARGET = "meta"
 """Device whose lists and costs are used: no particular one, a file is made for any accelerator."""
@@ -195,14 +197,14 @@ class Job:
         if self.torch_plan is not None:
             self.notes.append(carry_over(self.torch_plan[0], reading, self.torch_plan[1]).note())
         self.notes += keep_out(self.kept_out, reading)
-        region = decide_region(reading, self.policy, self.lists, self.given)
+        region = decide_region(reading, self.policy, self.lists, samples, self.given)
         apply_plan(self.model, reading, region, self.low)
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
         report = OnnxReport(
             samples=samples.seen,
             weights_before=self.before,
             weights_after=constant_bytes(self.model),
-            losses=tuple(reading.losses.values()),
+            losses=losses(reading, region),
         )
         try:
             return self.emit(region, report, samples, order)
@@ -350,30 +352,26 @@ class Job:
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
 
 
-def decide_region(reading: Reading, policy: Policy, lists: OpLists, given: ModelPlan | None = None) -> RegionPlan:
+def decide_region(reading: Reading, policy: Policy, lists: OpLists, samples: Samples, given: ModelPlan | None = None) -> RegionPlan:
     """Run the deciding passes over what was read; edits nothing. PlanError if `given` does not fit."""
+    seen = RegionRanges(fingerprint(reading.graph), REGION, reading.ranges)
     problem = Problem(
-        graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=constant_reads(reading),
-        offsets=read_offsets(reading), small_steps=read_small_steps(reading),
+        graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
+        calibration=Calibration("", "", samples.seen, (seen,)), offsets=read_offsets(reading), small_steps=read_small_steps(reading),
     )  # fmt: skip
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
     return plan_region(problem)
 
 
-def constant_reads(reading: Reading) -> tuple[ConstantRead, ...]:
-    """Which ops read which constants of the file, for the passes."""
-    return tuple(
-        ConstantRead(
-            constant=each.constant, reader=each.reader, follows=each.partner or each.reader, saturates=_saturates(reading, each.constant)
-        )
-        for each in reading.constants
-    )
-
-
-def _saturates(reading: Reading, constant: str) -> bool:
-    loss = reading.losses.get(str(reading.values[constant].name))
-    return loss is not None and loss.saturated
+def losses(reading: Reading, region: RegionPlan) -> tuple[Loss, ...]:
+    """The constants that a low copy harms, and whether an op that reads one stays fp32 by the plan."""
+    colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
+    for read in reading.constants:
+        kept = colours[read.follows] is Colour.HIGH
+        if read.loss is not None and (kept or not read.loss.kept):  # else its error drowns
+            found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
+    return tuple((found | reading.kept).values())
 
 
 def constant_bytes(model: ir.Model) -> int:

@@ -27,7 +27,7 @@ REGION = "onnx"
 """Name of the one region of a plan of an ONNX file."""
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
 """Reasons of colours that the user chose node by node."""
-SOFT = (Reason.CONSTANT, Reason.OUT_OF_RANGE, Reason.CANCELS)
+SOFT = (Reason.CONSTANT, Reason.CANCELS)
 """Facts that a given plan of the very graph may overrule: its author has seen them."""
 
 
@@ -124,14 +124,14 @@ def _counts(node: NodePlan, only_chosen: bool) -> bool:
 
 
 def _pin(reading: Reading, name: str, planned: NodePlan) -> bool:
-    vertex = reading.graph[name]
+    vertex, chosen = reading.graph[name], planned.reason in CHOSEN
     if planned.colour is Colour.LOW:
-        chosen = planned.reason in CHOSEN
         if vertex.pinned is not None and not (chosen and vertex.pinned[1] is Reason.CONSTANT):
             return False
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
-    reason = Reason.ASKED if planned.reason is Reason.ASKED else Reason.IN_PLAN
+    low = planned.colour is Colour.LOW  # what the user chose low stays so, with a note on what that risks
+    reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)
     return True

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence, Set
 import numpy as np
 import onnx_ir as ir
 
+from amprewrite.graphs.masks import Masks
 from amprewrite.graphs.onnx.ops import bodies, constant_tensor, is_float, op_of
-from amprewrite.ir.evidence.range_rules import MAKES_SCORES, POLES, Read, hands_on_small, only_blocks
+from amprewrite.ir.evidence.range_rules import POLES, Read, hands_on_small
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.onnx_names import DOMAIN
 from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
@@ -21,7 +22,6 @@ from amprewrite.tables.vocabulary import OpKind
 BOUNDS, DIVIDES, SCALES = ops_with(Trait.BOUNDS), ops_with(Trait.DIVIDES), ops_with(Trait.SCALES)
 LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
 """Ops whose constants say what becomes of a number beyond the range."""
-MAKE_MASKS = ops_with(Trait.MAKES_MASK)
 MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
 """Which operand attention adds to its scores: of onnx's own op, and of ONNX Runtime's two."""
 
@@ -50,33 +50,19 @@ def _is_positive(value: ir.Value | None) -> bool:
     return tensor is not None and bool((tensor.numpy() > 0).all())
 
 
-def reaches_softmax(node: ir.Node) -> bool:
-    """Whether scores are made of the result, and a softmax of those."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        for use in waiting.pop().outputs[0].uses():
-            op = op_of(use.node)
-            if op == "softmax":
-                return True
-            if op in MAKES_SCORES and use.node not in seen:
-                seen.add(use.node)
-                waiting.append(use.node)
-    return False
-
-
-class Readers:
+class Readers(Masks[ir.Value]):
     """Who reads a value of a graph, inside the bodies of its loops and branches, too."""
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, low: Format) -> None:
+        super().__init__(low)
         self._leaving: dict[ir.Value, list[ir.Value]] = {}
         """What a body gives, with what it may be outside or in the next turn."""
-        self._blocking: set[tuple[ir.Value, int]] = set()
         for node in graph.all_nodes():
             for body in bodies(node):
                 for value in body.outputs:
                     self._leaving.setdefault(value, []).extend((*node.outputs, *body.inputs))
 
-    def of(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
+    def reads(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
         """The reads of `value`; one that makes the value itself, by no op, where it leaves the model."""
         for made in self._leaving.get(value, [value] if value.is_graph_output() else []):
             yield Read("", OpKind.CLEAR if made is not value else None, made, floating=is_float(made))
@@ -85,13 +71,21 @@ class Readers:
             for made in (*use.node.outputs, *inner):
                 yield _read(use.node, use.idx, made, crosses=bool(inner))
 
-    def only_block(self, node: ir.Node, sides: Set[int], low: Format) -> bool:
-        """Whether numbers beyond the range, which the results of a node hold on `sides` of zero, block and do nothing else.
+    def made_of(self, value: ir.Value) -> tuple[str, list[ir.Value]] | None:
+        maker = value.producer()
+        if maker is None:
+            return None
+        return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
-        The end of a wide format differs from them by a rounding, in fp32, at most.
-        """
+    def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
+        """Whether numbers beyond the range, which the results of a node hold on `sides` of zero, block and do nothing else."""
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
-        return not low.narrow or all(only_blocks(each, sides, self.of, low, self._blocking) for each in made if is_float(each))
+        return all(self.only_block(each, sides) for each in made if is_float(each))
+
+    def masks_scores(self, value: ir.Value) -> bool:
+        """Whether all that reads a value makes scores of it for a softmax, and none takes it for a bound."""
+        uses = value.uses()
+        return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 
 
 def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.Value]:
@@ -113,35 +107,6 @@ def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float,
     finite = [each[np.isfinite(each)] for each in held if each.dtype.kind == "f"]
     ends = [float(end(each)) for each in finite if each.size for end in (np.min, np.max)]
     return () if of_one_sign and ends and min(ends) * max(ends) <= 0 else tuple(ends)
-
-
-def is_mask(node: ir.Node) -> bool:
-    """Whether the results of a node are made of numbers and masks alone, without data."""
-    waiting, seen = [node], {node}
-    while waiting:
-        at = waiting.pop()
-        if at is not node and op_of(at) not in MAKE_MASKS:
-            return False
-        given = [value for value in at.inputs if value is not None and is_float(value) and constant_tensor(value) is None]
-        makers = [value.producer() for value in given]
-        if any(maker is None for maker in makers):
-            return False
-        fresh = {maker for maker in makers if maker is not None} - seen
-        seen |= fresh
-        waiting += fresh
-    return True
-
-
-def feeds_product(node: ir.Node) -> bool:
-    """Whether a matrix product or a convolution reads a result of a node."""
-    rows = (find_op(op_of(use.node)) for value in node.outputs for use in value.uses())
-    return any(row is not None and row.kind is OpKind.ALLOW for row in rows)
-
-
-def is_score_mask(value: ir.Value) -> bool:
-    """Whether all that reads a value makes scores of it for a softmax, and none takes it for a bound."""
-    uses = value.uses()
-    return bool(uses) and all(op_of(use.node) not in BOUNDS and reaches_softmax(use.node) for use in uses)
 
 
 def is_distance(node: ir.Node) -> bool:
@@ -167,4 +132,4 @@ def _holds_sum(value: ir.Value | None) -> bool:
     return any(part is not None and op_of(part) == "sum" for part in parts)
 
 
-__all__ = ["Readers", "before_a_pole", "feeds_product", "has_pole", "is_distance", "is_mask", "is_score_mask", "reaches_softmax"]
+__all__ = ["Readers", "before_a_pole", "has_pole", "is_distance"]

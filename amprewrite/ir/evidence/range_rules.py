@@ -2,16 +2,18 @@
 
 Evidence is the largest and the smallest magnitude of a value: of a weight, on sample batches, or in a sample run.
 
-By name it knows what becomes of the sign of a far number: `neg`, `abs`, `sub`, and `div`, which may divide by it.
+By name it knows what becomes of the sign of a far number: `neg`, `abs`, `sub`, and `div`, which may divide by it; sums, in which small
+values drown (`add`, `sub`), and `mul`, which hands them on.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
@@ -231,6 +233,22 @@ def drowns_in(largest_sum: float, low: Format) -> bool:
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
 
 
+def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: Format, depth: int = 4) -> bool:
+    """Whether a small value, or its products, are only added to far larger ones, so that its rounding is nothing beside theirs.
+
+    `seen`: ranges of values on samples, by vertex.
+    """
+    readers = list(graph.readers(node.name))
+    for reader in readers:
+        result = seen.get(reader.name)
+        if reader.op in ("add", "sub"):
+            if result is None or not drowns_in(result.amax, low):
+                return False
+        elif not (reader.kind is OpKind.CLEAR or reader.op == "mul") or not depth or not drowned(graph, reader, seen, low, depth - 1):
+            return False
+    return bool(readers)
+
+
 def near_a_pole(smallest: float, low: Format) -> bool:
     """Whether an operand that comes down to `smallest` may be flushed before an op of `POLES`."""
     return smallest < HEADROOM * low.smallest_normal
@@ -243,6 +261,6 @@ def hands_on_small(op: str) -> bool:
 
 
 __all__ = [
-    "ABOVE", "BELOW", "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "Read", "drowns_in", "fit", "handed_on", "hands_on_small",
-    "has_offset", "near_a_pole", "near_the_end", "only_blocks", "summands", "thinned_out",
+    "ABOVE", "BELOW", "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "Read", "drowned", "drowns_in", "fit", "handed_on",
+    "hands_on_small", "has_offset", "near_a_pole", "near_the_end", "only_blocks", "summands", "thinned_out",
 ]  # fmt: skip

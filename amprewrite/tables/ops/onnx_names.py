@@ -57,8 +57,6 @@ POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "sq
 """Exponents that are plain arithmetic."""
 SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
 """Ops whose float operands beyond the result's own type go along with it: kernels of mixed types are rare."""
-FILLS = {"where", "constant_pad_nd"}
-"""What files fill with a constant: negative ones become the lowest where a softmax reads what is made of them."""
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
 """Op types whose results need no rounding of their own."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}

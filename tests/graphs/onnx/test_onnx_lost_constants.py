@@ -111,7 +111,7 @@ def test_a_sequence_beyond_the_range_is_kept_in_the_body_of_a_scan():
     steps = np.abs(noise(5, 8, 64)) * np.float32(1e6)
     given = parsed(body, "float[8,64] x", "float[8,64] y, float[5,8,64] z", {"W": W, "steps": steps}, {"x": X[:8]})
     result = rewrite_onnx(given.model)
-    assert [loss.name for loss in result.report.losses] == ["steps"]
+    assert "steps" in [loss.name for loss in result.report.losses if loss.kept]
     assert true_error(given, result) < 3e-3
 
 
@@ -212,6 +212,29 @@ def test_data_beside_a_mask_does_not_become_the_end_of_the_range(then):
     given = parsed(body, "float[32,64] x, bool[32,64] m", "float[32,64] y", inits, feed)
     error = true_error(given, rewrite_onnx(given.model, calibration={**feed, "x": X / 1000}))
     assert error < 3e-3 or not np.isfinite(error)
+
+
+@pytest.mark.parametrize("pole", ["r = Reciprocal(s)", "r = Div(one, s)"])
+def test_a_value_that_comes_to_a_pole_is_not_flushed_where_it_is_made(pole):
+    """A few elements of it would become zero: fp32 at the pole comes too late, and one of them makes an infinity."""
+    body = f"a = MatMul(x, W)\n s = Mul(a, a)\n {pole}\n t = Mul(r, tiny)\n q = MatMul(s, W)\n y = Add(q, t)"
+    inits = {"W": W, "tiny": np.float32(1e-4), "one": np.float32(1)}
+    given = parsed(body, "float[32,64] x", "float[32,64] y", inits, {"x": X * np.float32(3e-3)})
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert next(node for node in result.plan.nodes if node.name == "mul").colour is Colour.HIGH
+    assert np.isfinite(true_error(given, result))
+
+
+def test_attention_that_takes_a_mask_of_numbers_takes_its_end():
+    """The lowest number blocks a position in ONNX's own attention as it does in front of a softmax."""
+    body = "q = MatMul(x, W)\n r = Reshape(q, heads)\n m = Where(b, zero, far)\n s = Attention(r, r, r, m)\n y = Relu(s)"
+    inits = {"W": W, "zero": np.float32(0), "far": np.float32(-1e5), "heads": np.array([1, 1, 32, 64])}
+    given = parsed(
+        body, "float[32,64] x, bool[32,32] b", "float[1,1,32,64] y", inits, {"x": X, "b": np.tri(32, dtype=bool)}, opset=23
+    )  # fmt: skip
+    result = rewrite_onnx(given.model, calibration=given.feed)
+    assert next(node for node in result.plan.nodes if node.op == "where").colour is Colour.LOW
+    assert true_error(given, result) < 3e-3
 
 
 @pytest.mark.parametrize("leaves", [True, False])

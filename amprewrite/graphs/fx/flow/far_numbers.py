@@ -18,6 +18,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import Fact, arguments, example_value, is_checkpoint, tensors, written
+from amprewrite.graphs.masks import FILLS, Masks
 from amprewrite.ir.evidence.range_rules import (
     ABOVE,
     ADDS_UP,
@@ -28,36 +29,51 @@ from amprewrite.ir.evidence.range_rules import (
     bound_fits,
     handed_on,
     means_mask,
-    only_blocks,
 )
 from amprewrite.tables.formats import Format
 from amprewrite.tables.ops.op_lists import Op, Trait, find_op, op_name, ops_with
-from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.tables.vocabulary import Colour, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 _ORDINARY = 64
 """Activations of this size are nothing out of the ordinary."""
 _FLUSHES = ops_with(Trait.ZERO_MATTERS)
-_FILLS, _BOUNDS, _MAKE_MASKS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.MAKES_MASK)
+_BOUNDS = ops_with(Trait.BOUNDS)
 _SCALES, _WRITE_DOWN = ops_with(Trait.SCALES), ops_with(Trait.FILLS, Trait.HOLDS_NUMBERS)
 _TAKE_NUMBERS = _WRITE_DOWN | _BOUNDS | _SCALES | ADDS_UP
 
 
-class FarNumbers:
+class FarNumbers(Masks[torch.fx.Node]):
     """The values of a graph that hold numbers beyond the range, gathered in the order in which it is read."""
 
     def __init__(self, low: Format) -> None:
-        self.low = low
+        super().__init__(low)
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
         """On which sides of zero a value holds a number beyond the range that the model wrote down, as a mask does."""
         self.sizes: dict[torch.fx.Node, float] = {}
         """How large those are at most."""
         self.computed_with: set[torch.fx.Node] = set()
         """The values among them that some op computes with."""
-        self._blocking: set[tuple[torch.fx.Node, int]] = set()
+
+    def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
+        """The ops that read a value; the base that one writes to is made by it, too. The body of a checkpoint is a graph of its own."""
+        for user in value.users:
+            row = _row(user)
+            if row is None and not is_checkpoint(user):
+                yield Read("", None, user)
+            elif row is not None:
+                for place in _places(value, user):
+                    for made in (user, *written(user)):
+                        yield _read(value, user, row, made, place)
+
+    def made_of(self, value: torch.fx.Node) -> tuple[str, list[torch.fx.Node]] | None:
+        if value.op not in ("call_function", "call_method"):
+            return None
+        floating = [each for each in value.all_input_nodes if any(t.is_floating_point() for t in tensors(example_value(each)))]
+        return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """Take in what the result of an op holds. The end of a wide format differs by a rounding from what exceeds it, in fp32, at most."""
+        """Note the numbers beyond the range that the result of an op holds."""
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)
@@ -70,7 +86,7 @@ class FarNumbers:
         for node in (fact.node, *written(fact.node)):
             self.sides[node] = sides | self.sides.get(node, frozenset())
             self.sizes[node] = max(size, self.sizes.get(node, 0.0))
-            if not only_blocks(node, self.sides[node], _reads, self.low, self._blocking):
+            if not self.only_block(node, self.sides[node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
@@ -79,14 +95,14 @@ class FarNumbers:
         size = max(map(abs, far), default=0.0)
         if fact.op in _WRITE_DOWN:
             return frozenset(ABOVE if constant > 0 else BELOW for constant in far), size
-        if far and (fact.op in ADDS_UP or (fact.op in _SCALES and _is_mask(fact))):
+        if far and (fact.op in ADDS_UP or (fact.op in _SCALES and self.is_mask(fact.node))):
             return frozenset({ABOVE, BELOW}), size
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
         """The same of the numbers that come with an operand."""
         sides, size = set[int](), 0.0
-        for read in (each for each in _reads(given) if each.made is fact.node):
+        for read in (each for each in self.reads(given) if each.made is fact.node):
             size = max(size, self.sizes[given] * max(map(abs, read.factors), default=1.0))
             for side in self.sides[given]:
                 handed = handed_on(read, side, self.low)
@@ -115,31 +131,36 @@ class FarNumbers:
         """Whether an op that runs low may take the end of the range for a constant beyond it; a whole one is not edited."""
         if type(constant) is int:
             return False
-        if fact.op in _FILLS:
-            return _blocks(fact.node, constant) and fact.node not in self.computed_with
+        if fact.op in FILLS:
+            return self._blocks(fact.node, constant) and fact.node not in self.computed_with
         if fact.op not in _BOUNDS:
             return False
         return all(bound_fits(bound, lower, self.low) for bound, lower in _bounds(fact.op, fact.node) if isinstance(bound, float))
 
     def may_saturate(self, fact: Fact, facts: Mapping[torch.fx.Node, Fact]) -> bool:
-        """Whether values beyond the range may become its end in a low copy: those of a mask, and of what is made of one.
-
-        What holds data beside a mask, as scores do in which positions are blocked, may if it is moved alone or if a softmax reads it.
-        Data that is computed with may not: what became the end of the range would be wrong, and finite.
-        """
+        """Whether values beyond the range may become its end in a low copy."""
         if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
-            return _may_be_mask(fact.node)
+            return self._may_be_mask(fact.node)
         if fact.role != "op" or fact.dtype != "fp32" or fact.row is None or fact.node in self.computed_with:
             return False
-        if fact.row.kind in (OpKind.ALLOW, OpKind.INTERNAL, OpKind.DENY):
-            return False
-        given = [facts[node] for _, node in arguments(fact.node)]
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
-        if fact.op in _FILLS and any(_blocks(fact.node, constant) for constant in far):
-            return _is_mask(fact) or _reaches_softmax(fact.node) or not any(map(_is_product, fact.node.users))
-        if not any(map(means_mask, far)) and not any(each.may_saturate for each in given):
-            return False
-        return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)
+        masks = any(self._blocks(fact.node, constant) if fact.op in FILLS else means_mask(constant) for constant in far)
+        beside = any(facts[node].may_saturate for _, node in arguments(fact.node))
+        return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
+
+    def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
+        """Whether a constant that is filled in blocks a position: it is too large for anything else, or a negative score."""
+        return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
+
+    def _may_be_mask(self, node: torch.fx.Node) -> bool:
+        """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
+
+        Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
+        """
+        for reader in _followers(node, PASSES_MASK):
+            if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and self.reaches_softmax(user)) for user in reader.users):
+                return True
+        return False
 
 
 def _constants(node: torch.fx.Node) -> list[float]:
@@ -158,18 +179,6 @@ def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
     args, named = node.args, node.kwargs
     yield from zip(args[1:3], (False,) if op == "clamp_max" else (True, False), strict=False)
     yield from ((named.get(name), name.startswith("min")) for name in ("min", "min_val", "max", "max_val"))
-
-
-def _reads(node: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-    """The ops that read a value; what one writes in place is made by it, too. The body of a checkpoint is read as a graph of its own."""
-    for user in node.users:
-        row = _row(user)
-        if row is None and not is_checkpoint(user):
-            yield Read("", None, user)
-        elif row is not None:
-            for place in _places(node, user):
-                for made in (user, *written(user)):
-                    yield _read(node, user, row, made, place)
 
 
 def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node, place: int) -> Read[torch.fx.Node]:
@@ -193,47 +202,6 @@ def _places(node: torch.fx.Node, user: torch.fx.Node) -> Iterator[int]:
 
 def _row(node: torch.fx.Node) -> Op | None:
     return find_op(op_name(node.target)) if node.op in ("call_function", "call_method") else None
-
-
-def _blocks(node: torch.fx.Node, constant: float) -> bool:
-    """Whether a constant that is filled in blocks a position: it is too large for anything else, or a negative score."""
-    return means_mask(constant) or (constant < 0 and _reaches_softmax(node))
-
-
-def _is_product(node: torch.fx.Node) -> bool:
-    """Whether an op is a matrix product or a convolution, by its row."""
-    row = _row(node)
-    return row is not None and row.kind is OpKind.ALLOW
-
-
-def _is_mask(fact: Fact) -> bool:
-    """Whether a value is made of numbers and masks alone, without data."""
-    waiting, seen = [fact.node], {fact.node}
-    while waiting:
-        node = waiting.pop()
-        if node.op not in ("call_function", "call_method") or (node is not fact.node and op_name(node.target) not in _MAKE_MASKS):
-            return False
-        floating = [each for each in node.all_input_nodes if any(t.is_floating_point() for t in tensors(example_value(each)))]
-        waiting += [each for each in floating if each not in seen]
-        seen.update(floating)
-    return True
-
-
-def _may_be_mask(node: torch.fx.Node) -> bool:
-    """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
-
-    Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
-    """
-    for reader in _followers(node, PASSES_MASK):
-        if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and _reaches_softmax(user)) for user in reader.users):
-            return True
-    return False
-
-
-def _reaches_softmax(node: torch.fx.Node) -> bool:
-    """Whether scores are made of a value, and a softmax of those, or attention adds it to its scores."""
-    made = ((each, user) for each in _followers(node, MAKES_SCORES) for user in each.users)
-    return any(op_name(user.target) == "softmax" or _takes_as_mask(user, each) for each, user in made)
 
 
 def _takes_as_mask(node: torch.fx.Node, value: torch.fx.Node) -> bool:

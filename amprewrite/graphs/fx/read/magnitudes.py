@@ -25,11 +25,7 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.kernels import norms_of_tensors
 
-_ORDINARY = 64
-"""Activations of this size are nothing out of the ordinary."""
-_FLUSHES = ops_with(Trait.ZERO_MATTERS)
 _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
-_FILLS, _BOUNDS, _MAKE_MASKS = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.MAKES_MASK)
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:

@@ -4,8 +4,8 @@
 2. What enters and leaves a body has a vertex of its own: a loop's state enters and leaves in one colour, by a precision_group.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
 4. Constants cost nothing: an op that reads one low gets it stored low, and no cast is ever made of it.
-5. Pin what facts decide: unlisted ops, types that the opset does not take, quantised neighbours, constants that would be lost,
-   and tensors that left the low format's range in a sample run.
+5. Pin what the file decides: unlisted ops, types that the opset does not take, quantised neighbours. What constants and sample runs
+   say is evidence, which passes judge.
 
 By name it knows bodies (`Scan`, `Loop`), what holds or takes a type of its own (`Cast`, in the vocabulary `to`, `Constant`,
 `ConstantOfShape`, `DequantizeLinear`), and products whose FLOPs it counts: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
@@ -28,9 +28,11 @@ import onnx_ir as ir
 from amprewrite.graphs.onnx.further_on import is_distance
 from amprewrite.graphs.onnx.guesses import guess
 from amprewrite.graphs.onnx.ops import Signature, bodies, constant_tensor, fill_types, format_of, op_of, signature
-from amprewrite.graphs.onnx.read.pins import RangeFacts
-from amprewrite.graphs.onnx.read.weights import Loss
+from amprewrite.graphs.onnx.read.constants import ConstantFacts
+from amprewrite.graphs.onnx.read.kinds import Kinds
 from amprewrite.graphs.onnx.run.samples import Samples, elements
+from amprewrite.ir.evidence.constants import ConstantRead, Loss
+from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import FP32, Format
@@ -58,16 +60,6 @@ class Slot:
             self.owner.outputs[self.index] = value
 
 
-@dataclass(frozen=True)
-class ConstantRead:
-    """A constant that goes along with the op that reads it."""
-
-    constant: str
-    reader: str
-    partner: str = ""
-    """The operand it must agree with, where the reader itself has no colour: one side of a comparison."""
-
-
 @dataclass
 class Reading:
     """The op graph of a model, and where in the model its vertices are."""
@@ -79,7 +71,12 @@ class Reading:
     slots: dict[tuple[str, str], list[Slot]] = field(default_factory=dict)
     """Where a vertex (first) reads the value of another (second)."""
     constants: list[ConstantRead] = field(default_factory=list)
-    losses: dict[str, Loss] = field(default_factory=dict)
+    kept: dict[str, Loss] = field(default_factory=dict)
+    """Constants that stay fp32 where they are read, whatever passes decide, and the harm of a low copy."""
+    masks: set[str] = field(default_factory=set)
+    """Constants and fills that block scores and do nothing else: they become less than half of the lowest number."""
+    ranges: dict[str, ValueRange] = field(default_factory=dict)
+    """Ranges of vertices in sample runs, and the ends of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)
     """Unlisted ops, and how often they occur."""
 
@@ -88,17 +85,20 @@ def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> Reading:
     """Read `model`. `samples` are what sample runs showed, `asked_ops` the ops whose list an override names."""
-    reader = _Reader(model, low, lists, RangeFacts(low, lists, samples, asked_ops), keep_io)
+    reader = _Reader(model, Kinds(low, lists, samples, asked_ops), keep_io)
     reader.read_top()
+    reader.read_numbers()
     return reader.reading
 
 
 class _Reader:
-    def __init__(self, model: ir.Model, low: Format, lists: OpLists, ranges: RangeFacts, keep_io: bool) -> None:
-        self.model, self.low, self.lists, self.ranges, self.keep_io = model, low, lists, ranges, keep_io
+    def __init__(self, model: ir.Model, kinds: Kinds, keep_io: bool) -> None:
+        self.model, self.kinds, self.low, self.keep_io = model, kinds, kinds.low, keep_io
+        self.held = ConstantFacts(model, kinds.low)
         self.opset = model.opset_imports.get("", 1)
         self.reading = Reading()
-        self.ranges.losses = self.reading.losses
+        self.masked: set[str] = set()
+        """Vertices where a mask's constant comes in, of which a low one holds the end of the range."""
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1
@@ -107,10 +107,9 @@ class _Reader:
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
         graph = self.model.graph
-        self.ranges.begin(graph)
         for value in graph.inputs:
             pinned = (Colour.HIGH, Reason.BOUNDARY, "input") if self.keep_io or not _is_fp32(value) else None
-            self.add_value(value, "input", pinned=pinned or self.ranges.pin_value(value), kind=OpKind.CLEAR)
+            self.add_value(value, "input", pinned=pinned, kind=OpKind.CLEAR)
         self.read_nodes(graph)
         for index, value in enumerate(graph.outputs):
             if _is_fp32(value):
@@ -121,6 +120,22 @@ class _Reader:
                 if demand is Demand.HIGH:
                     self.keep_unsaturated([self.maker(value)], f"{value.name} leaves in fp32 with what lies beyond {self.low.name}'s range")
                 self.reading.graph.add(OpNode(name, "output", None, operands, role="output", pinned=_PLAIN))
+
+    def read_numbers(self) -> None:
+        seen = self.kinds.samples.ranges
+        for name, value in self.reading.values.items():
+            if str(value.name) in seen:
+                self.reading.ranges[name] = seen[str(value.name)]
+        for name, node in self.reading.nodes.items():
+            if node.op_type == "ConstantOfShape" and self.held.readers.masks_scores(node.outputs[0]):
+                self.reading.masks.add(name)
+        for constant in {read.constant for read in self.reading.constants}:
+            value = self.reading.values[constant]
+            found = self.held.facts(value)
+            if found.overflow and self.held.readers.masks_scores(value):
+                self.reading.masks.add(constant)
+            if found.error:
+                self.reading.ranges[constant] = ValueRange(least=-found.largest, greatest=found.largest)
 
     def read_nodes(self, graph: ir.Graph) -> None:
         for node in graph:
@@ -177,7 +192,6 @@ class _Reader:
         self.reading.values[name] = value
         if dtype == "fp32":
             self.of[value] = name
-            self.ranges.observe(name, value, may_saturate)
         return name
 
     def read(self, reader: str, value: ir.Value, slot: Slot) -> str:
@@ -197,8 +211,8 @@ class _Reader:
         name = self.unique(node.name or op)
         inner = bodies(node)
         typed = all(value is None or value.type is not None for value in node.inputs)
-        listed = typed and row is not None and sig is not None and self.lists.kind(row.name) is not None and not inner
-        kind = self.ranges.kind(op, node) if listed else None
+        listed = typed and row is not None and sig is not None and self.kinds.lists.kind(row.name) is not None and not inner
+        kind = self.kinds.of(op, node) if listed else None
         if listed and sig is not None:
             operands = self.operands(name, node, sig, group, bool(floats))
         else:
@@ -206,11 +220,9 @@ class _Reader:
             if operands or floats:
                 self.reading.walls[f"{node.domain or 'ai.onnx'}::{node.op_type}"] += 1
         pinned = self.pin(node, op, listed, sig, group, operands) if floats else _PLAIN
-        may_saturate = bool(floats) and self.ranges.may_saturate(node, op, kind, operands)
-        if may_saturate and self.ranges.takes_mask(node, op):
-            self.ranges.masked.add(name)
-        if pinned is None:
-            pinned = self.ranges.pin_ranges(node, floats, operands, may_saturate)
+        may_saturate = bool(floats) and self.held.may_saturate(node, op, kind, self.saturates(operands))
+        if may_saturate and self.held.takes_mask(node, op):
+            self.masked.add(name)
         module, source = provenance(node)
         shown = floats[0] if floats else results[0] if results else None
         numel = sum(map(elements, floats)) * self.turns
@@ -222,12 +234,10 @@ class _Reader:
             )
         )  # fmt: skip
         self.reading.nodes[name] = node
-        self.ranges.settle(name, op, pinned, operands)
         if len(floats) == 1:
             self.of[floats[0]], self.reading.values[name] = name, floats[0]
-            self.ranges.observe(name, floats[0], may_saturate)
         elif floats and sig is not None:
-            fixed = self.ranges.fixed_groups(node, sig, group) if listed else set()
+            fixed = self.held.fixed_groups(node, sig, group) if listed else {}
             for value in floats:
                 place = value.index() or 0
                 grouped = sig.result_follows(node.op_type, place, group, self.low) and sig.output(place) not in fixed
@@ -248,8 +258,9 @@ class _Reader:
     def operands(self, name: str, node: ir.Node, sig: Signature, group: str, gives_float: bool) -> tuple[Operand, ...]:
         demands: dict[str, Demand] = {}
         computed = [v for v in node.inputs if v is not None and _is_fp32(v) and not self.constant(v)]
-        misread = not gives_float and bool(computed) and self.ranges.misreads(node)
-        fixed = self.ranges.fixed_groups(node, sig, group)
+        misread = self.held.misreads(node) if computed and not gives_float else []
+        fixed = self.held.fixed_groups(node, sig, group)
+        self.reading.kept |= {loss.name: loss for loss in (*misread, *fixed.values()) if loss is not None}
         for index, value in enumerate(node.inputs):
             if value is None or not _is_fp32(value):
                 continue
@@ -263,9 +274,10 @@ class _Reader:
             else:
                 demand = Demand.COLOUR if follows else Demand.HIGH
             if self.constant(value) and demand is not Demand.HIGH:
-                partner = self.of[computed[0]] if computed and not gives_float else ""
-                if gives_float or partner:
-                    self.reading.constants.append(ConstantRead(made, name, partner))
+                if gives_float:
+                    self.reading.constants.append(self.held.read(made, value, name, node, op_of(node), node.outputs[0], index))
+                elif computed:  # one side of a comparison goes along with the other
+                    self.reading.constants.append(ConstantRead(constant=made, reader=name, follows=self.of[computed[0]]))
                 demand = Demand.ANY
             if demands.setdefault(made, demand) is not demand:
                 demands[made] = Demand.HIGH
@@ -283,14 +295,15 @@ class _Reader:
             if vertex.name not in seen and vertex.may_saturate:
                 seen.add(vertex.name)
                 waiting += [operand.value for operand in vertex.operands]
-        if not seen & self.ranges.masked:
+        if not seen & self.masked:
             return
         for name in seen:
             vertex = self.reading.graph[name]
             self.reading.graph.nodes[name] = replace(vertex, pinned=vertex.pinned or (Colour.HIGH, Reason.CONSTANT, text))
-        for read in self.reading.constants:
-            if read.reader in seen:
-                self.ranges.keep_fp32(self.reading.values[read.constant])
+
+    def saturates(self, operands: Iterable[Operand]) -> bool:
+        """Whether an operand may hold what a mask's constant became."""
+        return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
         """The operands of an unlisted op. All that it and its bodies read stays fp32."""
@@ -316,14 +329,14 @@ class _Reader:
         if any(v is not None and (v.producer() or node).op_type == "DequantizeLinear" for v in node.inputs):
             return Colour.HIGH, Reason.EXPLICIT_DTYPE, "quantised: it reads a DequantizeLinear"
         if node.op_type == "Cast":
-            return self.ranges.pin_cast(node)
+            return self.kinds.pin_cast(node)
         if "dtype" in node.attributes:
             return Colour.HIGH, Reason.EXPLICIT_DTYPE, "dtype attribute"
         if not operands and node.op_type != "ConstantOfShape":
             return Colour.HIGH, Reason.BOUNDARY, "makes fp32 from other types"
-        if op not in self.ranges.asked_ops and is_distance(node):
+        if op not in self.kinds.asked_ops and is_distance(node):
             return Colour.HIGH, Reason.CANCELS, "the squared distances of torch.cdist"
-        return self.ranges.pin_constants(node, op, sig, group, operands)
+        return None
 
     # -- bodies --------------------------------------------------------------------------------
     def read_if(self, node: ir.Node) -> None:
@@ -391,22 +404,18 @@ class _Reader:
         for slot, read in reads:
             made = self.read(name, read, slot)
             if self.constant(read):
-                self.reading.constants.append(ConstantRead(made, name))
+                self.reading.constants.append(self.held.read(made, read, name, node, node.op_type.lower(), value, slot.index))
             demands[made] = Demand.ANY if self.constant(read) else Demand.COLOUR
         operands = tuple(Operand(made, demand) for made, demand in demands.items())
-        op, constants = node.op_type.lower(), [read for _, read in reads if self.constant(read)]
-        may_saturate = any(self.reading.graph[o.value].may_saturate for o in operands)
-        if any(self.ranges.saturates(each, node, op) for each in constants):
-            may_saturate = True
-            self.ranges.masked.add(name)
-        pinned = self.pin_border(node) or self.ranges.pin_far(operands) or (None if may_saturate else self.ranges.pin_value(value))
-        pinned = pinned or self.ranges.pin_crossing(name, node, value, constants, operands)
+        op = node.op_type.lower()
+        masked = any(self.held.saturates(read, node, op) for _, read in reads if self.constant(read))
+        if masked:
+            self.masked.add(name)
         self.add_value(
-            value, "op", pinned, op=op, name=name, kind=OpKind.CLEAR, operands=operands,
-            precision_group=precision_group, may_saturate=may_saturate,
-        )
+            value, "op", self.pin_border(node), op=op, name=name, kind=OpKind.CLEAR, operands=operands,
+            precision_group=precision_group, may_saturate=masked or self.saturates(operands),
+        )  # fmt: skip
         self.reading.nodes[name] = node
-        self.ranges.settle(name, op, pinned, operands)
 
     def pin_border(self, node: ir.Node) -> Pin | None:
         """Pin a loop or branch high if its opset takes no low format; None if it takes one."""

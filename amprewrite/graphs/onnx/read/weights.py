@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from amprewrite.ir.evidence.constants import Loss
 from amprewrite.ir.evidence.range_rules import EXTREME, MASK
 from amprewrite.tables.formats import LOW_FORMATS, Format
 
@@ -26,22 +27,6 @@ takes the bits from scores below 8, so that a row that is blocked whole is as ev
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What rounding did to one constant."""
-
-    name: str
-    why: str
-    kept: bool = False
-    """Whether its op stays in fp32 for its sake."""
-    saturated: bool = False
-    """Whether it is a mask or a bound of which values become the end of the range."""
-
-    def __str__(self) -> str:
-        done = "stays fp32 where it is read" if self.kept else "stored low"
-        return f"{self.name}: {self.why}; {done}"
-
-
-@dataclass(frozen=True)
 class Facts:
     """Numbers about one constant and one format."""
 
@@ -52,8 +37,12 @@ class Facts:
     flushed: int
     worst: float
     """Largest relative L2 error of a slice along the first or last axis, and of the whole."""
+    least: float
+    most: float
     largest: float
+    """Largest finite magnitude."""
     smallest: float
+    """Smallest magnitude that is not zero."""
     error: float
     """Largest absolute error of a value that does not overflow."""
 
@@ -72,7 +61,7 @@ def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.n
 def facts(values: np.ndarray, fmt: Format) -> Facts:
     """Look at a constant once."""
     if not values.size:
-        return Facts(0, 0, False, 0, 0.0, 0.0, 0.0, 0.0)
+        return Facts(0, 0, False, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         low = values.astype(NUMPY[fmt.name]).astype(np.float32)
         size = np.abs(values)
@@ -85,8 +74,8 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
     largest = float(present.max()) if present.size else 0.0
     worst = _worst_slice(error, np.where(np.isfinite(values) & ~over, values, 0)) if _may_lose(size, fmt, largest) else 0.0
     return Facts(
-        values.size, int(over.sum()), mask, int(flushed.sum()), worst, largest, float(present.min()) if present.size else 0.0,
-        float(np.abs(error).max()),
+        values.size, int(over.sum()), mask, int(flushed.sum()), worst, float(values.min()), float(values.max()), largest,
+        float(present.min()) if present.size else 0.0, float(np.abs(error).max()),
     )  # fmt: skip
 
 
@@ -110,20 +99,17 @@ def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores:
 
     `saturates`: its reader means a large number as a mask or a bound. `masks_scores`: as a mask of scores, and so do all others.
     """
+    of, kept, saturated = f"of {found.elements} values", True, False
     if found.overflow and not saturates:
-        why = f"{found.overflow} of {found.elements} values exceed {fmt.name}'s {fmt.max:g} (largest {found.largest:.3g})"
-        return Loss(name, why, kept=True)
-    if found.worst > LOSS * fmt.eps:
-        why = f"{found.flushed} of {found.elements} values vanish in {fmt.name}, others lose bits (smallest {found.smallest:.3g})"
-        return Loss(name, why, kept=True)
-    if found.overflow:
+        why = f"{found.overflow} {of} exceed {fmt.name}'s {fmt.max:g} (largest {found.largest:.3g})"
+    elif found.worst > LOSS * fmt.eps:
+        why = f"{found.flushed} {of} vanish in {fmt.name}, others lose bits (smallest {found.smallest:.3g})"
+    elif found.overflow:
         end = "less than half of its lowest: a mask of scores" if masks_scores else "its lowest or highest: a mask or bound"
-        why = f"{found.overflow} of {found.elements} values exceed {fmt.name}'s range and become {end}"
-        return Loss(name, why, saturated=True)
-    if found.flushed:
-        why = (
-            f"{found.flushed} of {found.elements} values vanish in {fmt.name}, negligible beside their neighbours "
-            f"(smallest {found.smallest:.3g}, largest {found.largest:.3g})"
-        )
-        return Loss(name, why)
-    return None
+        why, kept, saturated = f"{found.overflow} {of} exceed {fmt.name}'s range and become {end}", False, True
+    elif found.flushed:
+        beside = f"negligible beside their neighbours (smallest {found.smallest:.3g}, largest {found.largest:.3g})"
+        why, kept = f"{found.flushed} {of} vanish in {fmt.name}, {beside}", False
+    else:
+        return None
+    return Loss(name, why, kept, saturated, found.overflow, found.flushed, found.error)

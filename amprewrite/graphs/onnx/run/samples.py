@@ -2,8 +2,8 @@
 
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for what feeds a table.
 2. The fp32 model runs with its inner values as extra outputs, a GB of them at a time.
-3. Of every floating value the least and the largest magnitude is kept, over all samples, and of the first few samples the
-   inputs and outputs, to measure errors on. Samples are taken one at a time: any number of them needs the memory of one.
+3. Of every floating value its range is kept, over all samples, and of the first few samples the inputs and outputs, to measure
+   errors on. Samples are taken one at a time: any number of them needs the memory of one.
 
 By name it knows `Gather`, whose table says how large an index may be.
 """
@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from amprewrite.graphs.onnx.check import memory, too_large
 from amprewrite.graphs.onnx.run.onnx_runtime import Runnable, TimeLimit, TooSlow, run_within
+from amprewrite.ir.evidence.ranges import ValueRange, merge
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PolicyError, one_line
 
@@ -45,17 +47,6 @@ class CallersError(Exception):
         self.original = original
 
 
-@dataclass(frozen=True)
-class Range:
-    """Magnitudes seen at one value."""
-
-    smallest: float
-    largest: float
-
-    def __or__(self, other: Range) -> Range:
-        return Range(min(self.smallest, other.smallest), max(self.largest, other.largest))
-
-
 @dataclass
 class Samples:
     """What sample runs showed."""
@@ -64,7 +55,7 @@ class Samples:
     """The first of them."""
     outputs: list[list[np.ndarray]] = field(default_factory=list)
     """What the fp32 model gave for those, one list a feed."""
-    ranges: dict[str, Range] = field(default_factory=dict)
+    ranges: dict[str, ValueRange] = field(default_factory=dict)
     seen: int = 0
     """How many there were in all."""
     made_up: bool = True
@@ -277,7 +268,7 @@ class _Observer:
 
     def run(self, feed: Feed, samples: Samples) -> str:
         """Take one sample in; what went wrong, "" if nothing did."""
-        ranges: dict[str, Range] = {}
+        ranges: dict[str, ValueRange] = {}
         outputs: list[np.ndarray] = []
         try:
             self.sessions = self.sessions or [self.runnable.session(chunk) for chunk in self.chunks]
@@ -289,12 +280,11 @@ class _Observer:
                 outputs = outputs or found[len(chunk) :]
                 for name, array in zip(names, found, strict=True):
                     if isinstance(array, np.ndarray) and array.dtype == np.float32 and has_numbers(array):
-                        ranges[name] = _range(array)
+                        ranges[name] = ValueRange.of(torch.from_numpy(array))
         except Exception as error:
             self.too_slow = isinstance(error, TooSlow)
             return one_line(error)
-        for name, seen in ranges.items():
-            samples.ranges[name] = samples.ranges[name] | seen if name in samples.ranges else seen
+        samples.ranges = merge(samples.ranges, ranges)
         samples.seen += 1
         samples.empty |= {name for name, given in feed.items() if isinstance(given, np.ndarray) and not has_numbers(given)}
         held = sum(_bytes(feed.values()) + _bytes(kept) for feed, kept in zip(samples.feeds, samples.outputs, strict=True))
@@ -330,11 +320,3 @@ def elements(value: ir.Value) -> int:
     """Elements of a value; open dims count 64."""
     dims = (dim if isinstance(dim, int) else 64 for dim in (value.shape or ()))
     return int(np.prod([*dims, 1], dtype=np.int64))
-
-
-def _range(array: np.ndarray) -> Range:
-    """Magnitudes of one result that has numbers. NaN and infinities of the fp32 model itself do not count."""
-    size = np.abs(array)
-    if not np.isfinite(size.max()):
-        size = size[np.isfinite(size)]
-    return Range(float(size.min()), float(size.max()))

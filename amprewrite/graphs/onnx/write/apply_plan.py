@@ -13,7 +13,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.further_on import is_score_mask
 from amprewrite.graphs.onnx.guesses import describe_copy
 from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, constant_tensor, describe
 from amprewrite.graphs.onnx.read.reader import Reading
@@ -79,7 +78,7 @@ def _retype(reading: Reading, colours: dict[str, Colour], low: Format) -> None:
         elif node.op_type == "ConstantOfShape":
             held = node.attributes.get("value")
             fill = np.zeros(1, np.float32) if held is None else held.as_tensor().numpy()
-            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(rounded(fill, low, is_score_mask(node.outputs[0]))))
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(rounded(fill, low, name in reading.masks)))
 
 
 # -- 2. casts -------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def _store_low(reading: Reading, cast: Cast, names: _Names) -> None:
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
     assert tensor is not None
-    low = ir.tensor(rounded(tensor.numpy(), to, is_score_mask(value)), name=value.name)
+    low = ir.tensor(rounded(tensor.numpy(), to, cast.value in reading.masks), name=value.name)
     describe(low, tensor)
     node, graph = value.producer(), value.graph
     if graph is None:  # a graph without nodes, as the branch of an If may be, is false

@@ -1,0 +1,76 @@
+"""The list of an op of a file, by its name, its attributes, and the values that samples showed.
+
+By name it knows `exp`, an `einsum` that is a `mul`, and `Cast`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.ops import constant_tensor, format_of
+from amprewrite.graphs.onnx.run.samples import Samples
+from amprewrite.ir.evidence.range_rules import HEADROOM, POLES, near_a_pole, near_the_end
+from amprewrite.tables.formats import FORMATS, LOW_NAMES, Format
+from amprewrite.tables.ops.op_lists import OpLists, find_op
+from amprewrite.tables.ops.products import sums_products
+from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+
+EXP_MOST = 8.0
+"""An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The lists, beside what samples showed. `asked_ops`: those whose list an override names."""
+
+    low: Format
+    lists: OpLists
+    samples: Samples
+    asked_ops: frozenset[str] = frozenset()
+
+    def of(self, op: str, node: ir.Node) -> OpKind | None:
+        """The kind of the op by the lists; in fp16 that for bf16 if ranges were the reason and are seen to be kept.
+
+        An einsum that sums over no dim of two operands, as an outer product, is no matrix product. An exp of small numbers is none that
+        magnifies errors.
+        """
+        row = find_op(op)
+        assert row is not None
+        kind = self.lists.kind(row.name)
+        if self.lists.rule != "cost" or row.name in self.asked_ops:
+            return kind
+        if kind is OpKind.ALLOW and op == "einsum" and not sums_products(node.attributes.get_string("equation", "")):
+            return self.lists.kind("mul")
+        if kind is not OpKind.DENY:
+            return kind
+        if row.narrow is OpKind.DENY and row.kind is not OpKind.DENY:
+            return row.kind if self.low.narrow and self._in_range(op, node) else kind
+        small_exp = op == "exp" and self._in_range(op, node) and self.samples.ranges[str(node.outputs[0].name)].amax <= EXP_MOST
+        return OpKind.INFER if small_exp else kind
+
+    def _in_range(self, op: str, node: ir.Node) -> bool:
+        read = [v for v in node.inputs if v is not None and format_of(v) == "fp32" and constant_tensor(v) is None]
+        made = [v for v in node.outputs if format_of(v) == "fp32"]
+        for value in (*read, *made):
+            seen = self.samples.ranges.get(str(value.name))
+            if seen is None or near_the_end(seen.amax, self.low):
+                return False
+            if op in POLES and value in read and (seen.zeros or near_a_pole(seen.smallest, self.low)):
+                return False
+        return bool(read)
+
+    def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
+        """Pin a Cast to fp32 high; None if it may go to the low format straight away and loses nothing by that."""
+        source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
+        if source in ("fp32", self.low.name, "bool"):
+            return None
+        if source in LOW_NAMES and (FORMATS[source].narrow or seen is not None):
+            return None  # one low format into the other
+        if source.startswith(("int", "uint")) and seen is not None and seen.amax * HEADROOM <= 2 / self.low.eps:
+            return None  # such integers are exact
+        return Colour.HIGH, Reason.BOUNDARY, f"makes fp32 from {source}"
+
+
+__all__ = ["Kinds"]
