@@ -26,7 +26,7 @@ from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.counts import with_counts
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.offsets import read_offsets
-from amprewrite.graphs.onnx.read.reader import Reading, provenance, read_onnx
+from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
 from amprewrite.graphs.onnx.read.small_steps import read_small_steps
 from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
@@ -352,7 +352,7 @@ class Job:
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
 
 
-def decide_region(reading: Reading, policy: Policy, lists: OpLists, samples: Samples, given: ModelPlan | None = None) -> RegionPlan:
+def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples: Samples, given: ModelPlan | None = None) -> RegionPlan:
     """Run the deciding passes over what was read; edits nothing. PlanError if `given` does not fit."""
     seen = RegionRanges(fingerprint(reading.graph), REGION, reading.ranges)
     problem = Problem(
@@ -364,7 +364,7 @@ def decide_region(reading: Reading, policy: Policy, lists: OpLists, samples: Sam
     return plan_region(problem)
 
 
-def losses(reading: Reading, region: RegionPlan) -> tuple[Loss, ...]:
+def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     """The constants that a low copy harms, and whether an op that reads one stays fp32 by the plan."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.plans.follow_plan import match_region
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.problem import Problem
@@ -62,7 +62,7 @@ class Carried:
         return f"{text}; lists decide what {', '.join(self.missed[:4])}{more} became: it is no op of its own there"
 
 
-def carry_over(plan: ModelPlan, reading: Reading, only_chosen: bool) -> Carried:
+def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carried:
     """Pin the vertices of `reading` to the colours of a PyTorch plan; `only_chosen`: those that an override names."""
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:
@@ -89,7 +89,7 @@ def carry_over(plan: ModelPlan, reading: Reading, only_chosen: bool) -> Carried:
     return Carried(followed, tuple(missed))
 
 
-def keep_out(ops: frozenset[str], reading: Reading) -> list[str]:
+def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Pin high what the model runs with torch.autocast disabled, and give a note on it; `ops` are the names of such ops.
 
     A product in another kind of region, such as one of torch.no_grad, stays open unless one of its name is among `ops`.
@@ -123,7 +123,7 @@ def _counts(node: NodePlan, only_chosen: bool) -> bool:
     return not only_chosen or (node.reason is Reason.ASKED and node.detail.startswith("node:"))
 
 
-def _pin(reading: Reading, name: str, planned: NodePlan) -> bool:
+def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
     vertex, chosen = reading.graph[name], planned.reason in CHOSEN
     if planned.colour is Colour.LOW:
         if vertex.pinned is not None and not (chosen and vertex.pinned[1] is Reason.CONSTANT):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 import numpy as np
 import onnx_ir as ir
 
-from amprewrite.graphs.masks import Masks
+from amprewrite.graphs.mask_rules import MaskRules
 from amprewrite.graphs.onnx.ops import bodies, constant_tensor, is_float, op_of
 from amprewrite.ir.evidence.range_rules import POLES, Read, hands_on_small
 from amprewrite.tables.formats import Format
@@ -50,7 +50,7 @@ def _is_positive(value: ir.Value | None) -> bool:
     return tensor is not None and bool((tensor.numpy() > 0).all())
 
 
-class Readers(Masks[ir.Value]):
+class Readers(MaskRules[ir.Value]):
     """Who reads a value of a graph, inside the bodies of its loops and branches, too."""
 
     def __init__(self, graph: ir.Graph, low: Format) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import Fact, arguments, example_value, is_checkpoint, tensors, written
-from amprewrite.graphs.masks import FILLS, Masks
+from amprewrite.graphs.mask_rules import FILLS, MaskRules
 from amprewrite.ir.evidence.range_rules import (
     ABOVE,
     ADDS_UP,
@@ -43,7 +43,7 @@ _SCALES, _WRITE_DOWN = ops_with(Trait.SCALES), ops_with(Trait.FILLS, Trait.HOLDS
 _TAKE_NUMBERS = _WRITE_DOWN | _BOUNDS | _SCALES | ADDS_UP
 
 
-class FarNumbers(Masks[torch.fx.Node]):
+class FarNumbers(MaskRules[torch.fx.Node]):
     """The values of a graph that hold numbers beyond the range, gathered in the order in which it is read."""
 
     def __init__(self, low: Format) -> None:

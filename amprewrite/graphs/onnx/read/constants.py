@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from amprewrite.graphs.masks import FILLS
+from amprewrite.graphs.mask_rules import FILLS
 from amprewrite.graphs.onnx.further_on import Readers, before_a_pole, has_pole
 from amprewrite.graphs.onnx.ops import Signature, constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.weights import Facts, facts, loss_of

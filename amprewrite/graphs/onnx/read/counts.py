@@ -12,14 +12,14 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import bodies, constant_tensor, format_of, op_of
-from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.run.samples import elements
 from amprewrite.ir.evidence.counts import FRACTIONS, Count, keep_counts, made_of, most_exact
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.formats import Format
 
 
-def with_counts(reading: Reading, model: ir.Model, low: Format) -> OpGraph:
+def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
     """The graph that was read, with a word on every product that would round what counts something."""
     if not any(node.flops for node in reading.graph):
         return reading.graph

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of
-from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.ir.evidence.range_rules import has_offset, rows_have_offset, summands, tables
 from amprewrite.tables.formats import FP32
 
 
-def read_offsets(reading: Reading) -> frozenset[str]:
+def read_offsets(reading: OnnxReading) -> frozenset[str]:
     """The fp32 constants with an offset among those that are added to something, and among tables, whose rows may have one in common."""
     added, looked_up = summands(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
@@ -21,7 +21,7 @@ def read_offsets(reading: Reading) -> frozenset[str]:
     return frozenset(found | {name for name, values in rows if rows_have_offset(values)})
 
 
-def _values(reading: Reading, names: Iterable[str]) -> list[tuple[str, np.ndarray[Any, Any]]]:
+def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.ndarray[Any, Any]]]:
     """The numbers of the fp32 constants among these vertices."""
     held = ((name, reading.values[name]) for name in names if name in reading.values)
     constants = ((name, constant_tensor(value)) for name, value in held if format_of(value) == FP32.name)

@@ -61,7 +61,7 @@ class Slot:
 
 
 @dataclass
-class Reading:
+class OnnxReading:
     """The op graph of a model, and where in the model its vertices are."""
 
     graph: OpGraph = field(default_factory=OpGraph)
@@ -83,7 +83,7 @@ class Reading:
 
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
-) -> Reading:
+) -> OnnxReading:
     """Read `model`. `samples` are what sample runs showed, `asked_ops` the ops whose list an override names."""
     reader = _Reader(model, Kinds(low, lists, samples, asked_ops), keep_io)
     reader.read_top()
@@ -96,7 +96,7 @@ class _Reader:
         self.model, self.kinds, self.low, self.keep_io = model, kinds, kinds.low, keep_io
         self.held = ConstantFacts(model, kinds.low)
         self.opset = model.opset_imports.get("", 1)
-        self.reading = Reading()
+        self.reading = OnnxReading()
         self.masked: set[str] = set()
         """Vertices where a mask's constant comes in, of which a low one holds the end of the range."""
         self.of: dict[ir.Value, str] = {}

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import constant_tensor
-from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.small_steps import Factor, SmallSteps
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.tables.ops.op_lists import Trait, ops_with
@@ -29,7 +29,7 @@ SUMS = ops_with(Trait.ADDS_UP)
 BODIES = ("loop", "scan")
 
 
-def read_small_steps(reading: Reading) -> tuple[str, ...]:
+def read_small_steps(reading: OnnxReading) -> tuple[str, ...]:
     """Sums that go on with one value in many small steps, where products are in each, and what scales or copies that value in between."""
     steps = _Steps(reading)
     kept = steps.found(lambda name: reading.graph[name].op in SUMS and len(steps.given(name)) == 2, steps.is_state)
@@ -39,7 +39,7 @@ def read_small_steps(reading: Reading) -> tuple[str, ...]:
 class _Steps(SmallSteps[str]):
     """The steps of one file, by the names of vertices."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: OnnxReading) -> None:
         self.graph, self.nodes = reading.graph, reading.nodes
         self.order = self.graph.rank
         self.names = {value: name for name, value in reading.values.items()}

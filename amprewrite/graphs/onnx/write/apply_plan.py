@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.guesses import describe_copy
 from amprewrite.graphs.onnx.ops import DTYPES, FLOATS, constant_tensor, describe
-from amprewrite.graphs.onnx.read.reader import Reading
+from amprewrite.graphs.onnx.read.reader import OnnxReading
 from amprewrite.graphs.onnx.read.weights import rounded
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.tables.errors import PassError
@@ -27,7 +27,7 @@ CAST = "amprewrite.cast"
 COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
 
 
-def apply_plan(model: ir.Model, reading: Reading, plan: RegionPlan, low: Format) -> None:
+def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
     """Edit `model` in place; PassError if the casts made are not those planned."""
     colours = {node.name: node.colour for node in plan.nodes}
     for node in model.graph.all_nodes():  # what an earlier rewrite wrote
@@ -66,7 +66,7 @@ class _Names:
 
 
 # -- 1. types -------------------------------------------------------------------------
-def _retype(reading: Reading, colours: dict[str, Colour], low: Format) -> None:
+def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
             value.type = ir.TensorType(DTYPES[low.name])
@@ -82,13 +82,13 @@ def _retype(reading: Reading, colours: dict[str, Colour], low: Format) -> None:
 
 
 # -- 2. casts -------------------------------------------------------------------------
-def _put(reading: Reading, cast: Cast, copy: ir.Value) -> None:
+def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
     for user in cast.users:
         for slot in reading.slots[user, cast.value]:
             slot.put(copy)
 
 
-def _store_low(reading: Reading, cast: Cast, names: _Names) -> None:
+def _store_low(reading: OnnxReading, cast: Cast, names: _Names) -> None:
     """Store a constant low: under its own name if nothing reads it high, else a second time."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
@@ -115,7 +115,7 @@ def _store_low(reading: Reading, cast: Cast, names: _Names) -> None:
     _put(reading, cast, copy)
 
 
-def _insert_cast(model: ir.Model, reading: Reading, cast: Cast, names: _Names) -> ir.Node:
+def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _Names) -> ir.Node:
     """One Cast right behind the maker. A graph output keeps its name: what is cast gives it up."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
@@ -200,7 +200,7 @@ def _target(node: ir.Node) -> tuple[int, int]:
 
 
 # -- 4. provenance ----------------------------------------------------------------------
-def _annotate(reading: Reading, plan: RegionPlan) -> None:
+def _annotate(reading: OnnxReading, plan: RegionPlan) -> None:
     """Write colour and reason into the metadata of each node. Of several results the first counts."""
     for planned in plan.nodes:
         node = reading.nodes.get(planned.name)

@@ -21,7 +21,7 @@ FILLS, MAKE_MASKS = ops_with(Trait.FILLS), ops_with(Trait.MAKES_MASK)
 Value = TypeVar("Value", bound=Hashable)
 
 
-class Masks(ABC, Generic[Value]):
+class MaskRules(ABC, Generic[Value]):
     """The masks of one graph and one format. A subclass reads its ops."""
 
     def __init__(self, low: Format) -> None:
@@ -86,4 +86,4 @@ class Masks(ABC, Generic[Value]):
         return self.is_mask(value) or self.reaches_softmax(value)
 
 
-__all__ = ["FILLS", "Masks"]
+__all__ = ["FILLS", "MaskRules"]
