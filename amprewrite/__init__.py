@@ -8,6 +8,7 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from amprewrite.tables.extras import EXTRAS as _EXTRAS
 from amprewrite.tables.version import VERSION as _VERSION
 
 # In a checkout `passes/` stands beside this folder; an installed wheel holds it as amprewrite/passes.
@@ -18,7 +19,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").i
 if _TYPE_CHECKING:
     from amprewrite.accuracy.calibrate import calibrate
     from amprewrite.accuracy.debug import debug
-    from amprewrite.accuracy.sensitivity import sensitivity
+    from amprewrite.accuracy.frontier import sensitivity
     from amprewrite.accuracy.verify import verify
     from amprewrite.api.compile_backend import compile_backend, compiled
     from amprewrite.api.gather_low import LowGathers, gather_low
@@ -62,12 +63,11 @@ _HOMES = {
     "amprewrite.ir.plans.plan": ("Cast", "NodePlan", "RegionPlan", "Skipped"),
     "amprewrite.report.cast_plan": ("CastPlan",),
     "amprewrite.ir.evidence.ranges": ("Calibration",),
-    "amprewrite.api.compile_backend": ("compile_backend", "compiled"),
     "amprewrite.api.gather_low": ("LowGathers", "gather_low"),
     "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
-    "amprewrite.accuracy.sensitivity": ("sensitivity",),
     "amprewrite.accuracy.verify": ("verify",),
     "amprewrite.api.training_log": ("TrainingLog",),
+    **{extra.home: extra.public for extra in _EXTRAS.values() if extra.public},
 }  # fmt: skip
 """Where each public name comes from: its file is imported when the name is first used, Dynamo, scipy and the rest at the first call."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -140,3 +140,4 @@ __all__ = [
     "sensitivity",
     "verify",
 ]
+__all__[:] = [name for name in __all__ if name in _HOME or name in globals()]  # without the names of extras that are taken out

@@ -28,6 +28,7 @@ from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keyword
 from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import OpListError, PlanError, PolicyError
+from amprewrite.tables.extras import load_extra
 from amprewrite.tables.formats import FP32, LOW_FORMATS, Format, parse_format
 from amprewrite.tables.ops.op_lists import PRESETS, OpLists, op_lists
 
@@ -204,7 +205,6 @@ def measured_options(
     if calibration is None and all(each is None for each in target):
         return {}
     from amprewrite.accuracy.calibrate import calibrate
-    from amprewrite.accuracy.frontier import check_target, search
     from amprewrite.accuracy.strict.metric import parse_metric
     from amprewrite.accuracy.trial import Call, tee
 
@@ -218,13 +218,15 @@ def measured_options(
     if calibration is not None:
         found["calibration"].check(module)
     tolerance, accuracy, metric = target
-    check_target(tolerance, accuracy, parse_metric(metric))
+    parsed = parse_metric(metric)
     if metric is not None and tolerance is None and accuracy is None:
         raise PolicyError("metric= says what tolerance= and accuracy= measure, and neither is given: pass one of them, or leave it out")
     if tolerance is not None or accuracy is not None:
+        frontier = load_extra("accuracy search", "tolerance=" if accuracy is None else "accuracy=")
+        frontier.check_target(tolerance, accuracy, parsed)
         if options.given is not None:
             raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")
-        found["keep_high"] = search(module, batches, replace(options, **found), tolerance, accuracy, metric=metric).keep_high
+        found["keep_high"] = frontier.search(module, batches, replace(options, **found), tolerance, accuracy, metric=metric).keep_high
     return found
 
 

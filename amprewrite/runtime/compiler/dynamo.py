@@ -28,6 +28,7 @@ from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reas
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import CaptureError
+from amprewrite.tables.extras import load_extra
 from amprewrite.torch_internals.dispatch import dispatch_modes, is_any_autocast_enabled, tracing_context
 from amprewrite.torch_internals.dynamo import skip_code
 
@@ -216,10 +217,9 @@ def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(backend):
         return backend
     if backend == EXACT:
-        from amprewrite.runtime.compiler.exact.backend import check_inductor, compile_exactly
-
-        check_inductor()
-        return compile_exactly
+        exact = load_extra("exact rounding", f"backend={EXACT!r}")
+        exact.check_inductor()
+        return exact.compile_exactly  # type: ignore[no-any-return]
     found: Callable[..., Any] = torch._dynamo.backends.registry.lookup_backend(backend)
     return found
 
