@@ -119,9 +119,18 @@ def test_a_model_around_it_converts_it_too():
         Halved().half()
 
 
+def inside_dynamo(cause):
+    """As Dynamo wraps an error of its own."""
+    error = torch._dynamo.exc.InternalTorchDynamoError(f"{type(cause).__name__}: {cause}\n")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [
+        (inside_dynamo(NotImplementedError()), "PyTorch's capture fails on it (NotImplementedError)"),
+        (inside_dynamo(KeyError("x")), "'x'"),
         (NotImplementedError(), "PyTorch's capture fails on it (NotImplementedError)"),
         (KeyError("x"), "PyTorch's capture fails on it: 'x' (KeyError)"),
         (torch._dynamo.exc.Unsupported("Uninitialized nn.Module"), "it reads a module that did not call nn.Module.__init__"),

@@ -81,11 +81,15 @@ def failure_of(error: BaseException) -> Failure:
     line = getattr(error, "innermost_user_frame_summary", None)
     place = f"{line.filename}:{line.lineno} in {_RESUMED.sub('', line.name)}" if line is not None else ""
     said, _, more = str(error).partition("\nfrom user code")[0].strip().partition("\n")
+    name, cause = type(error).__name__, error.__cause__
+    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError) and cause is not None:  # says "KeyError: " and what the KeyError says
+        name = type(cause).__name__
+        said = said.removeprefix(f"{name}:")
     explained = _EXPLANATION.search(more)
     why = f"{said.strip()}: {explained[1].strip()}" if explained else said.strip()
     known = isinstance(error, torch._dynamo.exc.TorchDynamoException)
     if not (known and why):
-        why = f"PyTorch's capture fails on it{': ' * bool(why)}{why} ({type(error).__name__})"
+        why = f"PyTorch's capture fails on it{': ' * bool(why)}{why} ({name})"
     return Failure(plain_reason(why), place)
 
 

@@ -32,6 +32,7 @@ _REASONS = {
     "Attempted to call function marked as skipped": "it calls a function that capture does not read",
     "Attempted to inline function marked as skipped": "it calls a function that capture does not read",
     "UnspecializedNNModuleVariable missing method": "it calls a method that its module does not have",
+    "Unexpected type in sourceless builder": "it makes an object that capture cannot follow",
     "Attempted to wrap sparse Tensor": "it works on a sparse tensor, which capture cannot read",
     "Attempted to wrap strided NestedTensor": "it works on a nested tensor, which capture cannot read",
     "Attempted to wrap a set with tensors": "it keeps tensors in a set, which capture cannot read",
