@@ -63,7 +63,7 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs an installed Chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: no Chromium is installed (Debian: apt-get install chromium)")
 def test_a_browser_searches_and_follows_links(address: str) -> None:
     sync = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     with sync.sync_playwright() as play:
@@ -75,8 +75,8 @@ def test_a_browser_searches_and_follows_links(address: str) -> None:
         assert "amprewrite" in page.title()
         page.click("text=API reference")
         page.wait_for_selector("h3:has-text('rewrite')")
-        page.click("label[for=__search] >> visible=true")
-        page.fill("input[name=query]", "GradScaler")
+        page.click("input[name=query]")
+        page.locator("input[name=query]").press_sequentially("GradScaler")
         page.wait_for_selector(".md-search-result__item a")
         assert "from_autocast" in page.inner_html(".md-search-result__list")
         page.goto(f"{address}/index.html")
