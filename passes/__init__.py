@@ -12,6 +12,7 @@ from amprewrite.passes.apply.fold_masks import FoldMasks
 from amprewrite.passes.apply.insert_casts import InsertCasts
 from amprewrite.passes.apply.insert_norm_weights import InsertNormWeights
 from amprewrite.passes.apply.insert_pads import InsertPads
+from amprewrite.passes.apply.insert_products import InsertProducts
 from amprewrite.passes.apply.keep_views import KeepViews
 from amprewrite.passes.apply.pad_apart import PadApart
 from amprewrite.passes.apply.scale_loss import ScaleLoss
@@ -45,6 +46,7 @@ from amprewrite.passes.plan.plan_gradient_blocks import PlanGradientBlocks
 from amprewrite.passes.plan.plan_kernel_needs import PlanKernelNeeds
 from amprewrite.passes.plan.plan_masks import PlanMasks
 from amprewrite.passes.plan.plan_pads import PlanPads
+from amprewrite.passes.plan.plan_products import PlanProducts
 from amprewrite.passes.plan.weigh_plans import WeighPlans
 from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
@@ -81,6 +83,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanCasts(),  # one cast wherever two colours meet, and several copies of what many read in training
     PlanConstants(),  # constants of an ONNX file are stored in the format in which they are read
     PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
+    PlanProducts(),  # which low products read fp8 copies of their operands, in which direction
     PlanClamps(),  # constants beyond the low range become its ends
     PlanKernelNeeds(),  # a CPU's norms without weights keep their statistics in fp32; its convolutions set all gradients
     PlanGradientBlocks(),  # which weights share an autograd node in training
@@ -110,6 +113,7 @@ APPLY: tuple[Applying, ...] = (
     InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
     FoldMasks(),  # take the masks from the attention calls that the plan names
+    InsertProducts(),  # products that the plan names read fp8 copies, one for all readers of a value
     KeepViews(),  # a result that is a view in fp32 leaves as one
 )
 TIDY: tuple[Applying, ...] = (

@@ -23,6 +23,7 @@ from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, lead
 from amprewrite.graphs.fx.read.calls import read_bare_norms, read_calls, read_far_constants
 from amprewrite.graphs.fx.read.counts import read_counts
 from amprewrite.graphs.fx.read.magnitudes import factors, magnitudes, offsets
+from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
 from amprewrite.graphs.fx.run.unseen_overflow import exchanges_infinities
@@ -96,6 +97,7 @@ def read_problem(
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
         far_constants=read_far_constants(nodes, policy.low), bare_taps=read_bare_taps(nodes, policy.low) if reading.training else (),
         trained=trained, read_by_many=read_by_many(graph, nodes, trained),
+        matrix_products=read_matrix_products(graph, nodes, trained) if _may_quantise(policy, given) else {},
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
     read_counts(captured, inputs)
@@ -116,6 +118,11 @@ def read_problem(
         captured.match_given = match
         captured.know(given=match(captured.problem))
     return captured
+
+
+def _may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
+    """Whether a product may read fp8 copies: a given plan says so itself."""
+    return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
 def clean_exported(module: torch.fx.GraphModule) -> None:
@@ -200,7 +207,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
     for node, name in inner_graphs(captured.module):
         if name in bodies:
             continue
-        part = _read_inner_graph(captured, node, name, replace(captured.problem.policy, may_decline=False))
+        part = _read_inner_graph(captured, node, name, replace(captured.problem.policy, may_decline=False, products=None))
         scaled = captured.problem.scale_loss or captured.problem.inside_scaled
         narrow = captured.problem.training and captured.problem.policy.low.narrow
         reason = kept_high(node, name, scaled) if scaled or narrow else None

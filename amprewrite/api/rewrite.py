@@ -17,6 +17,7 @@ from torch import nn
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy, parse_overrides
+from amprewrite.ir.policies.product_policy import ProductPolicy, parse_products
 from amprewrite.report.cast_plan import CastPlan
 from amprewrite.runtime.model.parts import MODEL, parse_granularity
 from amprewrite.runtime.model.weights.half_parameters import half_put_back, refuse_trainable
@@ -31,6 +32,7 @@ from amprewrite.tables.errors import OpListError, PlanError, PolicyError
 from amprewrite.tables.extras import load_extra
 from amprewrite.tables.formats import FP32, LOW_FORMATS, Format, parse_format
 from amprewrite.tables.ops.op_lists import PRESETS, OpLists, op_lists
+from amprewrite.tables.recipes import BASE
 
 M = TypeVar("M")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -57,6 +59,7 @@ def rewrite(
     high: str = "fp32",
     loss_scale: Any = "auto",
     pad: Any = "auto",
+    products: Any = None,
     granularity: str | Iterable[str] = MODEL,
     backend: str | Callable[..., Any] = "eager",
     cache_weights: bool | str = True,
@@ -104,6 +107,11 @@ def rewrite(
         pad: round dims of low matrix products up to what Tensor Cores want: "auto" where the device's cost table says it pays,
             "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
             gradients, state_dict and results keep their sizes.
+        products: let bf16 products of rows and a matrix (linear, addmm, mm, matmul of a matrix) read fp8 copies of their operands where it
+            pays: "fp8" (a scale a tensor; gradients of weights by price, too), "fp8-safe" (a scale a row; gradients of weights stay in
+            bf16), "fp8-rowwise", or "fp8-all" (whatever the kernels take at any price, for tests). A mapping has rules as well:
+            `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. Needs
+            dtype="bf16". A device without fp8 units computes the same numbers by emulation, where a rule or "fp8-all" asks for it.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its
             kernels, so its numbers differ from those of "eager" by the rounding; "inductor-exact" fuses less and gives the same numbers.
         cache_weights: True: eager graphs on a GPU cast many weights in one launch, and in training few launches bring their
@@ -145,6 +153,7 @@ def rewrite(
     options = checked_options(
         dtype=dtype, lists=lists, overrides=overrides, plan=plan, backend=backend, cache_weights=cache_weights, strict=strict,
         device=device, measure=measure, memory=memory, high=high, loss_scale=loss_scale, pad=pad, parity=parity,
+        products=products,
     )  # fmt: skip
     options = replace(options, granularity=parse_granularity(granularity, module))
     check_patterns(options, module)
@@ -262,6 +271,7 @@ def checked_options(
     loss_scale: Any = "auto",
     pad: Any = "auto",
     parity: str | float = "train",
+    products: Any = None,
 ) -> Options:
     """The options of `rewrite` that can be checked without a model; raises as `rewrite` does."""
     if not is_flag(cache_weights) and not is_word(cache_weights, "step"):
@@ -292,6 +302,7 @@ def checked_options(
         memory=_checked_memory(memory),
         pad=parse_pad(pad, torch.cuda.is_available()),
         parity=_checked_parity(parity),
+        products=_checked_products(products, low, plan, backend),
     )  # fmt: skip
 
 
@@ -300,6 +311,8 @@ def check_patterns(options: Options, module: nn.Module) -> None:
     paths = [path for path, _ in module.named_modules()]
     Policy(options.low or LOW_FORMATS[1], overrides=options.overrides).check_modules(paths)
     options.pad.check_modules(paths)
+    if options.products is not None:
+        options.products.check_modules(paths)
 
 
 def _check_backend(backend: Any) -> None:
@@ -352,6 +365,18 @@ def _checked_parity(parity: Any) -> float | None:
     if not isinstance(parity, int | float) or not 0 <= parity <= 1:
         raise PolicyError(f"parity={shown(parity)} is not understood: use 'train', 'eval', a number between 0 and 1, or False")
     return float(parity)
+
+
+def _checked_products(products: Any, low: Format | None, plan: CastPlan | None, backend: Any) -> ProductPolicy | None:
+    """`products` as `parse_products` reads it; PolicyError if the other options leave nothing for it to choose."""
+    checked = parse_products(products, not is_word(backend, "eager"))
+    if checked is not None and plan is not None:
+        raise PolicyError("plan= says which products run in fp8 and leaves products= nothing to choose; edit the plan, or pass one of them")
+    if checked is not None and low not in (None, BASE):
+        scaled = "a loss scale and the scales of fp8 gradients would fight over the same range"
+        why = scaled if low.narrow else "fp8 copies are made of low values, and fp32 has none"
+        raise PolicyError(f"products={shown(products)} needs dtype={BASE.name!r}, not {low.name!r}: {why}")
+    return checked
 
 
 def _check_high(high: Any) -> None:

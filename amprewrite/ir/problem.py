@@ -10,6 +10,7 @@ from amprewrite.ir.cost import CostModel, Timings
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.constants import ConstantRead
 from amprewrite.ir.evidence.keep_high import KeepHigh
+from amprewrite.ir.evidence.matrix_products import MatrixProduct
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.op_calls import Call
 from amprewrite.ir.op_graph import OpGraph
@@ -56,6 +57,8 @@ class Problem:
     """Values that a backward gives gradients."""
     read_by_many: tuple[str, ...] = ()
     """Values with gradients to which more ops give a share than a low format adds up well; weights are none of them."""
+    matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
+    """Products that fp8 kernels could run, by name; read only if some may."""
     rounded: frozenset[str] = frozenset()
     """Inputs of an inner graph that the graph around it made of a product."""
     partly: frozenset[str] = frozenset()

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from amprewrite.ir.plans.pad_plan import pad_summary
 from amprewrite.ir.plans.plan import ModelPlan, Skipped, region_lines
+from amprewrite.report.counts import fp8_counts
 from amprewrite.report.schema import schema
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
@@ -83,6 +84,7 @@ class CastPlan(ModelPlan):
             f"{colours[Colour.HIGH]} high (fp32), {colours[Colour.PLAIN]} without fp32 values",
             f"{len(self.casts)} casts: {weights} of weights, {len(self.casts) - weights} of activations; low does {share}",
         ]
+        lines += fp8_counts(self)
         foreign = Counter(node.op for node in ops if node.reason is Reason.UNLISTED and "::" in node.op)
         lines += [f"{op} ({count} x) is on no list: it runs in fp32, and its FLOPs are not counted" for op, count in foreign.items()]
         lines += [f"note: {note}" for note in self.notes]

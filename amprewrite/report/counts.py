@@ -10,6 +10,7 @@ from itertools import groupby
 
 from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan
 from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.recipes import OUT
 from amprewrite.tables.vocabulary import Colour, Reason
 
 _OTHERS = {"fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -39,6 +40,22 @@ def cast_kind(cast: Cast) -> str:
 def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
     found = Counter(map(cast_kind, casts))
     return {kind: found[kind] for kind in ("weights to low", "activations to low", "activations to fp32")}
+
+
+def fp8_counts(plan: ModelPlan) -> list[str]:
+    """A line on how much runs in fp8, if that was asked for."""
+    if not any(region.quantised for region in plan.regions):
+        return []
+    weighed = [each for region in plan.regions for each in region.quantised.products]
+    gemms = [gemm for each in weighed for gemm in each.gemms]
+    flops = sum(node.flops for region in plan.regions for node in region.nodes)
+    sizes = {(region.name, node.name): node.flops for region in plan.regions for node in region.nodes}
+    out = sum(sizes[region.name, each.node] for region in plan.regions for each in region.quantised.products if each.takes(OUT))
+    copies = sum(len(region.quantised.copies) for region in plan.regions)
+    return [
+        f"fp8: {sum(each.fp8 for each in gemms)} of {len(gemms)} GEMMs of {len(weighed)} products, {share(out, flops)} of forward FLOPs; "
+        f"{copies} copies"
+    ]
 
 
 def is_heavy_high(node: NodePlan) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from amprewrite.ir.plans.plan import Cast, ModelPlan, NodePlan, shape_of
+from amprewrite.ir.plans.product_plan import QuantisedCopy
 from amprewrite.report.counts import ModuleRow, amount, by_region, folded, module_tree, share
 from amprewrite.tables.boundary.printable import printable
+from amprewrite.tables.recipes import OUT
 from amprewrite.tables.vocabulary import Colour
 
 SCREEN = 40
@@ -44,12 +46,20 @@ def code_lines(plan: ModelPlan) -> Iterator[Line]:
         for cast in casts:
             made.setdefault(cast.users[0] if cast.users else "", []).append(cast)
         reads = {(cast.value, user): cast.to for cast in casts for user in cast.users}
+        first: dict[str, list[QuantisedCopy]] = {}
+        for copy in region.quantised.copies:
+            first.setdefault(f"{prefix}{copy.readers[0].rpartition('.')[0]}" if copy.role != "g" else "", []).append(copy)
+            reads |= {(prefix + copy.value, f"{prefix}{r.rpartition('.')[0]}"): copy.to for r in copy.readers if r.endswith(f".{OUT}")}
         for module, group in groupby((n for n in nodes if n.role == "op"), key=lambda node: node.module):
             inside = list(group)
             yield Line("module", f"# {module or 'the model'}: {_tally(inside)}")
             for node in inside:
                 for cast in made.pop(node.name, ()):
                     yield _cast_line(cast, module, prefix)
+                for copy in first.get(node.name, ()):
+                    value = _short(prefix + copy.value, module, prefix)
+                    code = f"{value}:{copy.to} = quantise({value}, {copy.scales})"
+                    yield Line("cast", code, copy.to, why=f"for {', '.join(copy.readers)}")
                 operands = ", ".join(_short(value, module, prefix, reads.get((value, node.name), "")) for value in _inputs(node, prefix))
                 code = f"{node.name.removeprefix(prefix)} = {node.op}({operands or '…'})"
                 yield Line(node.colour.value, code, node.dtype, shape_of(node), node.source, node.why())

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from amprewrite.ir.plans.pad_plan import PadCopy, PaddedValue, PadPlan, PadRegion
 from amprewrite.ir.plans.plan import Candidate, Cast, ModelPlan, NodeEdit, NodePlan, RegionPlan, Skipped
+from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, QuantisedCopy, QuantisedProducts
 from amprewrite.ir.plans.versions import SCHEMA
 
 KINDS = {
@@ -14,6 +15,10 @@ KINDS = {
     "node": NodePlan,
     "cast": Cast,
     "candidate": Candidate,
+    "quantised": QuantisedProducts,
+    "product": ProductPlan,
+    "gemm": GemmPlan,
+    "fp8 copy": QuantisedCopy,
     "pads": PadPlan,
     "pad region": PadRegion,
     "padded value": PaddedValue,
@@ -62,6 +67,21 @@ MEANING = {
     "weight": "whether it copies a parameter",
     "write_version": "in-place writes that the value had seen",
     "gradient_blocks": "weights that share an autograd node: their gradients come back together",
+    "region.quantised": "fp8 products; left out if none was asked for",
+    "recipe": "name of a row of amprewrite.tables.recipes",
+    "products": "low products of rows and a matrix, a GEMM each way",
+    "copies": "of quantised: fp8 copies, which follow from the products and may be left empty",
+    "product.node": "the product",
+    "gemms": "those that the graph has",
+    "gemm": "out, grad_in or grad_weight",
+    "formats": 'of its two operands, such as "e5m2 x e4m3"; "bf16": not in fp8',
+    "gemm.reason": "name of a member of amprewrite.ir.plans.product_plan.ProductReason",
+    "fp8 copy.value": "the node whose result is copied, or its gradient",
+    "fp8 copy.weight": "whether it copies a parameter or a view of one",
+    "scales": "one a tensor, or one for each of its rows or columns",
+    "readers": 'GEMMs that read the copy, such as "linear_3.grad_weight"',
+    "fp8 copy.role": "x, w, or g for a gradient",
+    "kept": "whether backward reads it",
     "pads": "what is padded",
     "pads.regions": "groups of dims that were considered, padded or not",
     "pads.values": "results that come out padded",

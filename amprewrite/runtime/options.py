@@ -11,10 +11,12 @@ from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Override, Policy
+from amprewrite.ir.policies.product_policy import ProductPolicy
 from amprewrite.runtime.model.parts import MODEL, Granularity
 from amprewrite.tables.devices import Device, best_format
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.op_lists import OpLists
+from amprewrite.tables.recipes import BASE
 
 WHERE_READ = frozenset({"cpu"})
 """Kinds of devices with no launches to save. There a cast of each weight where it is read is faster than one of many: by 3 to 10 % of a
@@ -47,6 +49,8 @@ class Options:
     parity: float | None = 1.0
     """How much a step of training counts in the prices that all graphs share; None: each graph is decided by itself."""
     pad: PadPolicy = field(default_factory=PadPolicy)
+    products: ProductPolicy | None = None
+    """Which low products may read fp8 copies of their operands; None: none."""
     frozen: tuple[str, ...] | None = None
     """Names of the fp32 parameters of a frozen model that took gradients before; None: not frozen."""
 
@@ -70,9 +74,15 @@ def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: 
             note(f"left in fp32: {row.name} gains nothing from low precision; pass dtype='bf16' to rewrite anyway")
     elif low is not FP32 and low.name not in row.low_formats:
         note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
+    products = options.products
+    if products is not None and low != BASE:
+        note(f"products: fp8 is made of {BASE.name} alone, and the low format on {row.name} is {(low or FP32).name}; none runs in fp8")
+        products = None
+    elif products is not None and products.preset.priced and not row.fp8:
+        note(f"products: {row.name} multiplies no fp8, so products run in bf16; device='h100' plans for a device that does")
     return Policy(
         low or FP32, options.lists, options.overrides, cache_weights=options.cache_weights and kept, device=options.device,
-        measure=options.measure, memory=options.memory, parity=options.parity,
+        measure=options.measure, memory=options.memory, parity=options.parity, products=products,
         may_decline=options.low is None and options.backend == "eager" and not options.overrides,
     )  # fmt: skip
 

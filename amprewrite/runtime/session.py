@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -289,10 +290,29 @@ class Session:
             return
         if entry.path == "":
             self._check_node_overrides()
+            self._check_products()
         with self.lock:
             entry.fresh_starts = 0
             self.last = ran
             self.calls[tuple(dict.fromkeys(ran))] = None
+
+    def _check_products(self) -> None:
+        """Raise PolicyError if a rule of `products=` matches no node, or nothing runs in fp8 on a device that could."""
+        asked = self.options.products
+        if asked is None:
+            return
+        plans = [part for each in list(self.entries.values()) for region in each.graphs.regions for part in region.plan.flat("")]
+        asked.check_nodes(node.name for plan in plans for node in plan.nodes)
+        weighed = [gemm for plan in plans for product in plan.quantised.products for gemm in product.gemms]
+        if any(gemm.fp8 for gemm in weighed) or not (self._row(self._device()).fp8 or not asked.preset.priced):
+            return
+        reasons = Counter(gemm.reason for gemm in weighed).most_common()
+        counted = "; ".join(f"{count} because {reason.value}" for reason, count in reasons)
+        why = counted or "the graphs have no low product of rows and a matrix"
+        raise PolicyError(
+            f"products={asked.name!r} runs none of {len(weighed)} GEMMs in fp8: {why}. Leave products= out, try 'fp8-safe', whose copies "
+            "cost less, or ask for some at any price: products={'preset': 'fp8-safe', 'module:encoder.*': 'fp8'}"
+        )
 
     def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):

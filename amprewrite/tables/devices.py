@@ -2,7 +2,8 @@
 
 Rates of NVIDIA's rows are the data sheets' (dense, no sparsity; SXM boards where there are several), bandwidths too:
 V100 (2020), T4 (2019), A100 80 GB (2021), L4 (2023), H100 (2023), H200 (2024) and HGX B200 (2024, an eighth of the board). Formats
-that the matrix units do not have run on the fp32 units. A launch is what eager PyTorch pays for an op, 4 to 5 µs. The CPU rows are
+that the matrix units do not have run on the fp32 units. "fp8" is the rate of products that read e4m3 or e5m2 and give bf16; devices
+without it have none. A launch is what eager PyTorch pays for an op, 4 to 5 µs. The CPU rows are
 round figures for eight server cores on two channels of memory; `measure=True` asks the machine instead.
 """
 
@@ -28,7 +29,7 @@ class Device:
     type: str
     """As in torch: "cpu", "cuda"."""
     flops: Mapping[str, float] = field(hash=False)
-    """Dense FLOP/s of a matrix product in "fp32", "tf32", "fp16" and "bf16", the last three where they differ from fp32."""
+    """Dense FLOP/s of a matrix product in "fp32", "tf32", "fp16", "bf16" and "fp8", the last four where they differ from fp32."""
     bandwidth: float
     """Bytes per second."""
     launch: float
@@ -41,6 +42,11 @@ class Device:
         """Whether PyTorch's flash attention runs here: from sm_80 on, as bf16 does (ATen/native/transformers/cuda/sdp_utils.cpp)."""
         return self.type != "cpu" and "bf16" in self.low_formats
 
+    @property
+    def fp8(self) -> bool:
+        """Whether its matrix units multiply fp8: from sm_89 on."""
+        return "fp8" in self.flops
+
     def rate(self, fmt: str) -> float:
         """FLOP/s of a matrix product in the format called `fmt`."""
         return self.flops.get(fmt, self.flops["fp32"])
@@ -50,9 +56,10 @@ GPUS: list[Device] = []
 """Every row that `_gpu` made, oldest first."""
 
 
-def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str) -> Device:
+def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str, fp8: float = 0) -> Device:
     """A row in TFLOP/s and GB/s."""
     rates = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, **dict.fromkeys(low_formats, low * 1e12)}
+    rates |= {"fp8": fp8 * 1e12} if fp8 else {}
     GPUS.append(Device(name, "cuda", rates, bandwidth * 1e9, 4e-6, low_formats))
     return GPUS[-1]
 
@@ -62,10 +69,10 @@ CPU_BF16 = Device("cpu with native bf16", "cpu", {"fp32": 5e11, "bf16": 1e12, "f
 V100 = _gpu("v100", 15.7, 15.7, 125, 900, "fp16")
 T4 = _gpu("t4", 8.1, 8.1, 65, 320, "fp16")
 A100 = _gpu("a100", 19.5, 156, 312, 2039, "bf16", "fp16")
-L4 = _gpu("l4", 30.3, 60, 121, 300, "bf16", "fp16")
-H100 = _gpu("h100", 67, 494, 989, 3350, "bf16", "fp16")
-H200 = _gpu("h200", 67, 494, 989, 4800, "bf16", "fp16")
-B200 = _gpu("b200", 75, 1100, 2250, 8000, "bf16", "fp16")
+L4 = _gpu("l4", 30.3, 60, 121, 300, "bf16", "fp16", fp8=242.5)
+H100 = _gpu("h100", 67, 494, 989, 3350, "bf16", "fp16", fp8=1979)
+H200 = _gpu("h200", 67, 494, 989, 4800, "bf16", "fp16", fp8=1979)
+B200 = _gpu("b200", 75, 1100, 2250, 8000, "bf16", "fp16", fp8=4500)
 CUDA_OLD = Device("cuda before sm_70", "cuda", {"fp32": 1e13}, 3e11, 5e-6, ())
 CUDA_NO_TENSOR_CORES = Device("cuda sm_75 without Tensor Cores (GTX 16xx)", "cuda", {"fp32": 5e12, "fp16": 1e13}, 2.5e11, 5e-6, ())
 OTHER = Device("other accelerator", "other", {"fp32": 2e13, "fp16": 1e14, "bf16": 1e14}, 5e11, 4e-6, ("bf16", "fp16"))

@@ -56,7 +56,7 @@ def _row(name: str, dtype: torch.dtype, *spellings: str, onnx: str, narrow: bool
         spellings=(library_name, *spellings),
         library_name=library_name,
         onnx=onnx,
-        onnx_type=f"tensor({'float' if onnx == 'FLOAT' else library_name})",
+        onnx_type=f"tensor({'float' if onnx == 'FLOAT' else library_name.replace('_', '')})",
         ort_cpu=ort_cpu,
     )
 
@@ -65,11 +65,16 @@ FP32 = _row("fp32", torch.float32, "float", onnx="FLOAT")
 FP16 = _row("fp16", torch.float16, "half", onnx="FLOAT16", narrow=True)
 BF16 = _row("bf16", torch.bfloat16, onnx="BFLOAT16", ort_cpu=False)
 
+E4M3 = _row("e4m3", torch.float8_e4m3fn, onnx="FLOAT8E4M3FN")
+E5M2 = _row("e5m2", torch.float8_e5m2, onnx="FLOAT8E5M2")
+
 FORMATS: dict[str, Format] = {row.name: row for row in (FP32, FP16, BF16)}
 LOW_FORMATS = (FP16, BF16)
 LOW_NAMES = tuple(row.name for row in LOW_FORMATS)
 LOW_DTYPES = tuple(row.dtype for row in LOW_FORMATS)
 NARROW_DTYPES = tuple(row.dtype for row in LOW_FORMATS if row.narrow)
+SCALED_FORMATS: dict[str, Format] = {row.name: row for row in (E4M3, E5M2)}
+"""Formats of eight bits. A value in one means something only times a scale, so no op runs in them: products read copies (`recipes.py`)."""
 NARROWEST = FP16
 """The format whose range decides what a loss scale may be."""
 DEFAULT_LOW = BF16
@@ -109,6 +114,8 @@ def parse_format(dtype: str | torch.dtype | Format) -> Format:
         name = _SPELLINGS.get(name, name)
         if name in FORMATS:
             return FORMATS[name]
+        if name in ("fp8", *SCALED_FORMATS, *(row.library_name for row in SCALED_FORMATS.values())):
+            raise PolicyError(f"dtype={shown(dtype)}: no op runs in it, but products may read copies; use dtype='bf16', products='fp8'")
     raise PolicyError(f"dtype={shown(dtype)} is not a format amprewrite knows; use one of {', '.join(FORMATS)}, or their torch dtypes")
 
 

@@ -98,10 +98,13 @@ def test_edit_save_read_apply_plan_again(name: str) -> None:
 def test_the_schema_is_versioned_and_documented() -> None:
     """Every key that is written is described, and no other."""
     model, inputs = convnet()
-    data = json.loads(amprewrite.plan(model, (), inputs, dtype="bf16").to_json())
+    assert "quantised" not in amprewrite.plan(model, (), inputs, dtype="bf16").to_json()  # only plans that weighed fp8 have it
+    small = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    data = json.loads(amprewrite.plan(small, (torch.ones(4, 16),), dtype="bf16", products="fp8-all").to_json())
     assert data["version"] == SCHEMA
     described = CastPlan.schema()
     region = data["regions"][0]
-    for kind, held in {"plan": data, "region": region, "node": region["nodes"][0], "cast": region["casts"][0]}.items():
+    parts = {"plan": data, "region": region, "node": region["nodes"][0], "cast": region["casts"][0], "quantised": region["quantised"]}
+    for kind, held in parts.items():
         assert set(held) == set(described[kind]), kind
     assert all(meaning for keys in described.values() for meaning in keys.values())

@@ -18,7 +18,8 @@ Of a pass over fx graphs it is a function. Its arguments are named in INPUTS bel
         def f(x, w):
             return x + x @ w
 
-Words before the colon: training, scaled, fp16, pad, masks, cuda, exported, compiled, cached, frozen (w is).
+Words before the colon: training, alike (over graphs), scaled, fp16, pad, masks, cuda, exported, compiled, cached, frozen (w is), and
+presets of products such as fp8-all.
 A deciding pass may have such cases, too.
 """
 
@@ -52,12 +53,14 @@ from amprewrite.ir.pass_base import run_passes
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy
+from amprewrite.ir.policies.product_policy import parse_products
 from amprewrite.passes import CLEAN_EXPORTED, NORMALISE, plan_region
 from amprewrite.passes.driver import read_problem
 from amprewrite.passes.lower.dry_run import dry_run
 from amprewrite.tables import devices
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
+from amprewrite.tables.recipes import PRESETS
 from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 HERE = Path(__file__).parent
@@ -135,6 +138,8 @@ def _written(decisions: Decisions) -> list[str]:
         *(f"why     {name}: {p.reason.value} ({p.because_of or p.detail})" for name, p in painted if p.because_of or p.detail),
         *(f"cast    {cast}" for cast in decisions.casts),
         *(f"pad     {region}" for region in decisions.pads.regions),
+        *(f"product {each}" for each in decisions.quantised.products),
+        *(f"fp8     {copy}" for copy in decisions.quantised.copies),
         *(f"edit    {edit}" for edit in decisions.edits),
         *(f"block   {' '.join(block)}" for block in decisions.gradient_blocks),
         *(f"weighed {each.name}, {each.casts} casts" for each in decisions.candidates),
@@ -157,10 +162,10 @@ class Held(nn.Module):
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """By the name of the argument: x, y are inputs of 4x8, q of 1x2x4x8, g of 1x8x4x8, i an image; parameters are w, v, o and b."""
-    given = {"x": (4, 8), "y": (4, 8), "q": (1, 2, 4, 8), "g": (1, 8, 4, 8), "i": (1, 2, 4, 4)}
-    shapes: dict[str, tuple[int, ...]] = {**given, "w": (8, 8), "v": (8, 8), "o": (8, 9), "b": (8,)}
-    return {name: nn.Parameter(torch.ones(shape)) if name in "wvob" else torch.ones(shape) for name, shape in shapes.items()}
+    """By the name of the argument: x, y are inputs of 4x8, r of 4x16, q of 1x2x4x8, g of 1x8x4x8, i an image; wvobmk are parameters."""
+    given = {"x": (4, 8), "y": (4, 8), "r": (4, 16), "q": (1, 2, 4, 8), "g": (1, 8, 4, 8), "i": (1, 2, 4, 4)}
+    shapes: dict[str, tuple[int, ...]] = {**given, "w": (8, 8), "v": (8, 8), "o": (8, 9), "b": (8,), "m": (16, 16), "k": (16, 32)}
+    return {name: nn.Parameter(torch.ones(shape)) if name in "wvobmk" else torch.ones(shape) for name, shape in shapes.items()}
 
 
 def with_graph(source: str, training: bool, exported: bool, then: Callable[[torch.fx.GraphModule], str]) -> str:
@@ -187,8 +192,10 @@ def read(module: torch.fx.GraphModule, words: list[str]) -> Captured:
     """The problem of a function."""
     training, low = "training" in words, FORMATS["fp16" if "fp16" in words else "bf16"]
     pad = parse_pad("always", False) if "pad" in words else None
+    products = next((parse_products(word) for word in words if word in PRESETS), None)
+    policy = Policy(low, products=products, parity=1.0 if "alike" in words else None)
     found = read_problem(
-        module, Policy(low), training=training, pad=pad, scale_loss="scaled" in words,
+        module, policy, training=training, pad=pad, scale_loss="scaled" in words,
         fold_masks="any" if "masks" in words else "",
     )  # fmt: skip
     if "cuda" in words:

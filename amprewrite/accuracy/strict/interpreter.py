@@ -2,7 +2,7 @@
 
 `verify` and `debug` are built on it: it measures every result against what it was before rounding and against a first,
 unrounded run. With gradients on, the rounding of a low value rounds its gradient on the way back, times the loss scale, as the
-low kernels would hand it on; those are measured, too.
+low kernels would hand it on; those are measured, too. Products that read fp8 copies read them here as well, forward and backward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from torch.fx.node import map_aggregate, map_arg
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
+from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
+from amprewrite.graphs.fx.ops.scaled_casts import Scaled
+from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
+from amprewrite.ir.plans.product_plan import ProductPlan
 from amprewrite.runtime.compiler.capture_check import Values
 from amprewrite.tables.formats import FP32, Format, is_far, saturate
+from amprewrite.tables.recipes import GEMMS, RECIPES, W, X
 from amprewrite.tables.vocabulary import Colour, Edit
 from amprewrite.torch_internals.trees import tree_leaves, tree_map
 
@@ -191,6 +196,9 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.region, self.recording, self.path = region, recording, path
         self.low = region.captured.problem.policy.low
         self.copies: dict[Cast, Any] = {}
+        self.fp8 = {each.node: each for each in region.plan.quantised.chosen}
+        self.quantised: dict[str, list[str]] = {}
+        """By product: the names of the rows of the fp8 copies that it reads."""
         self.clamped = region.plan.edited(Edit.CLAMP_CONSTANTS)
         self.casts = {
             (cast.value, user): cast
@@ -216,7 +224,8 @@ class StrictInterpreter(torch.fx.Interpreter):
         low = self._is_low(planned)
         if low and planned.name in self.clamped:
             args, kwargs = map_aggregate((args, kwargs), self._fit)
-        result = getattr(self, n.op)(n.target, args, kwargs)
+        fp8 = self.fp8.get(planned.name) if low else None
+        result = getattr(self, n.op)(n.target, args, kwargs) if fp8 is None else self._product(n, planned, fp8)
         shown = args[0] if result is None and args else result  # setitem and the like stand for what they write
         before = [t.detach().clone() if low else t.detach() for t in floats(shown)]
         if low:
@@ -226,8 +235,33 @@ class StrictInterpreter(torch.fx.Interpreter):
         if before:
             limit = self.low.max if low and planned.name in self.region.may_saturate else math.inf
             row = self._row(planned, floats(shown), before, limit)
-            self.recording.rows.append(replace(row, inputs=tuple(self._read(planned, value) for value in planned.inputs)))
+            copies = {value.partition(" -> ")[0]: value for value in self.quantised.get(planned.name, ())}
+            read = (copies.get(f"{self.path}{value}") or self._read(planned, value) for value in planned.inputs)
+            self.recording.rows.append(replace(row, inputs=tuple(read)))
         return result
+
+    def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
+        """A product of which some GEMMs read fp8 copies, in this run and in a backward through it. Each copy has a row of its own."""
+        recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
+        read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
+        values = [self._operand(planned, node) for node in read]
+        copies = [quantise(value, role, recipe, gemms, transposed and role == W) for role, value in zip((X, W), values, strict=True)]
+        for role, node, value, copy in zip((X, W), read, values, copies, strict=True):
+            found = copy.straight or (copy.turned and Scaled(copy.turned.data.t(), copy.turned.scale.t()))
+            if found is not None:
+                got = found.values().t() if transposed and role == W else found.values().reshape(value.shape)
+                self._note_copy(planned, self.region.nodes[node], RECIPES[recipe].format(role).name, got, value)
+        wide = None if bias is None else self._operand(planned, bias)
+        return quantised_product(values[0], values[1], wide, copies[0], copies[1], recipe, gemms, transposed)
+
+    def _note_copy(self, reader: NodePlan, planned: NodePlan, to: str, got: torch.Tensor, before: torch.Tensor) -> None:
+        row = self._row(planned, [got], [before.detach()], math.inf)
+        name = f"{row.name} -> {to}"
+        self.quantised.setdefault(reader.name, []).append(name)
+        if all(name != other.name for other in self.recording.rows):
+            weight = planned.role == "parameter"
+            read = (self._read(reader, planned.name),)
+            self.recording.rows.append(replace(row, name=name, op="cast", colour=Colour.LOW, weight=weight, inputs=read))
 
     def _is_low(self, planned: NodePlan) -> bool:
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept

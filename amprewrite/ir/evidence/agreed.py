@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from amprewrite.tables.vocabulary import Colour, Reason
@@ -68,6 +68,8 @@ class Agreed:
     places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)
     """The reasons of the graphs that decided."""
+    products: Agreed | None = None
+    """Whether products give their results in fp8 (low) or not (high); None: nothing is known."""
 
     def of(self, ops: Iterable[Op]) -> dict[str, Colour]:
         """The colours of those of the ops of one graph that are agreed on, by name."""
@@ -98,7 +100,13 @@ class Agreed:
                 known[match] = known[call] = colour
                 why[call] = why[match]
             places[place], whys[place] = known, why
-        return Agreed(places, whys) if changed else self
+        return replace(self, places=places, whys=whys) if changed else self
+
+    def joined_by_products(self, products: Iterable[Planned]) -> Agreed:
+        """This with what one planned graph decided on products; the very same if it changes nothing."""
+        known = self.products or Agreed()
+        joined = known.joined(products)
+        return self if joined is known else replace(self, products=joined)
 
     def contradicts(self, plan: Iterable[Planned]) -> bool:
         """Whether an op of a planned graph has another colour than the one that is agreed on, for no fact of its own."""

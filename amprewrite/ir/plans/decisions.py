@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from amprewrite.ir.plans.pad_plan import PadPlan
 from amprewrite.ir.plans.plan import Candidate, Cast, NodeEdit, NodePlan, RegionPlan
+from amprewrite.ir.plans.product_plan import QuantisedProducts
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
@@ -32,6 +33,7 @@ class Decisions:
     """What the plan was weighed against, itself first."""
     edits: list[NodeEdit] = field(default_factory=list)
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
+    quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
     notes: list[str] = field(default_factory=list)
 
     def paint(self, name: str, colour: Colour, reason: Reason, because_of: str = "", detail: str = "") -> None:
@@ -80,6 +82,7 @@ class Decisions:
             edits=tuple(self.edits),
             scales_loss=problem.scale_loss,
             gradient_blocks=self.gradient_blocks,
+            quantised=self.quantised,
             basis=replace(problem, pads_off=True),
             candidates=self.candidates,
             priced_on=place if problem.given is None else problem.given.priced_on,

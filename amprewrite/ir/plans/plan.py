@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from amprewrite.ir.plans.pad_plan import PadPlan
+from amprewrite.ir.plans.product_plan import ProductReason, QuantisedProducts
 from amprewrite.ir.plans.versions import SCHEMA, migrate
 from amprewrite.tables.boundary.arguments import did_you_mean, shown
 from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
-from amprewrite.tables.formats import FORMATS
+from amprewrite.tables.formats import FORMATS, SCALED_FORMATS
+from amprewrite.tables.recipes import BASE, FP8, GEMMS, RECIPES
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
 
@@ -156,6 +158,8 @@ class RegionPlan:
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
     """Weights that share an autograd node: one launch casts them, and their gradients come back together. If the graph may write a
     weight, that is cast where it is read all the same."""
+    quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
+    """Products that read fp8 copies of their operands. The JSON has it only if there are such."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
         """The ops to which one of these edits is done, and which; switched off ones are left out."""
@@ -237,8 +241,10 @@ class ModelPlan:
     def to_json(self, indent: int | None = 1) -> str:
         """The whole plan as JSON text; `from_json` gives it back exactly."""
         data = asdict(replace(self, regions=tuple(replace(region, basis=None) for region in self.regions)))
-        for region in data["regions"]:
+        for region, each in zip(data["regions"], self.regions, strict=True):
             del region["basis"]
+            if not each.quantised:
+                del region["quantised"]
         return json.dumps(data, indent=indent, default=_encode)
 
     @classmethod
@@ -264,13 +270,18 @@ class ModelPlan:
     def edit(self, colours: dict[str, str]) -> Self:
         """A copy with the named nodes or modules recoloured, e.g. `{"softmax_2": "high", "encoder.layer.0": "high"}`.
 
-        Casts follow from the colours when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32
+        In a plan with fp8 products, "fp8" and "bf16" say what the products of a node or module read, and "linear_3.grad_weight" names a
+        single GEMM. Casts and copies follow when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32
         value keep what they are. PlanError for an unknown name or colour.
         """
+        formats = {name: word for name, word in colours.items() if word in (FP8, BASE.name)}
+        if formats:
+            rest = {name: word for name, word in colours.items() if name not in formats}
+            return self._edit_products(formats).edit(rest) if rest else self._edit_products(formats)
         new: dict[str, Colour] = {}
         for name, word in colours.items():
             if word not in ("low", "high"):
-                raise PlanError(f"{shown(name)}: colour {shown(word)} is neither 'low' nor 'high'")
+                raise PlanError(f"{shown(name)}: {shown(word)} is neither 'low' nor 'high', and for products {FP8!r} or {BASE.name!r}")
             found = [node for node in self.find(name) if node.colour is not Colour.PLAIN and node.role == "op"]
             if not found:
                 raise PlanError(f"{shown(name)} holds no op with an fp32 value: it has no colour to change; inputs and weights stay fp32")
@@ -294,6 +305,21 @@ class ModelPlan:
             return replace(region, nodes=nodes, casts=(), pads=PadPlan(), gradient_blocks=(), candidates=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
+
+    def _edit_products(self, formats: dict[str, str]) -> Self:
+        """A copy in which the products of named nodes or modules, or single GEMMs of them, read fp8 copies or do not."""
+        regions = {region.name: region for region in self.regions}
+        for name, word in formats.items():
+            stem, _, last = name.rpartition(".")
+            whole, gemm = (stem, last) if last in GEMMS and stem else (name, "")
+            self.find(whole)
+            found = [(region, node) for region in self.regions for node in self._nodes_of(region, whole) if region.quantised.of(node)]
+            if not found:
+                raise PlanError(f"{shown(name)} holds no product that fp8 was weighed for; rewrite(..., products='fp8') weighs it")
+            for region, node in found:
+                edited = regions[region.name].quantised.edited(node, gemm, word == FP8)
+                regions[region.name] = replace(regions[region.name], quantised=edited, candidates=(), basis=None)
+        return replace(self, regions=tuple(regions.values()))
 
     def switch_off(self, *names: str) -> Self:
         """A copy without some of what is done beside casts and pads: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
@@ -336,10 +362,28 @@ class ModelPlan:
         mine_edits, their_edits = ({str(edit): None for region in plan.regions for edit in region.edits} for plan in (self, other))
         lines += [f"edit gone: {text}" for text in mine_edits if text not in their_edits]
         lines += [f"edit new: {text}" for text in their_edits if text not in mine_edits]
+        mine_gemms, their_gemms = (plan._gemms() for plan in (self, other))
+        lines += [
+            f"{name}: {mine_gemms[name][0] if name in mine_gemms else self.low} -> {formats} ({why})"
+            for name, (formats, why) in their_gemms.items()
+            if formats != (mine_gemms[name][0] if name in mine_gemms else self.low)
+        ]
+        gone = {name: formats for name, (formats, _) in mine_gemms.items() if name not in their_gemms and formats != other.low}
+        lines += [f"{name}: {formats} -> {other.low}" for name, formats in gone.items()]
         pairs = [pair for pair in zip(self.regions, other.regions, strict=False) if all(region.training for region in pair)]
         blocks, others = ([len(block) for pair in pairs for block in pair[side].gradient_blocks] for side in (0, 1))
         lines += [f"weights whose gradients come together: {blocks or 'none'} -> {others or 'none'}"] * (blocks != others)
         return "\n".join(map(printable, lines))
+
+
+    def _gemms(self) -> dict[str, tuple[str, str]]:
+        """Formats and reason of every GEMM that fp8 was weighed for."""
+        return {
+            f"{region.name}/{each.node}.{gemm.gemm}" if len(self.regions) > 1 else f"{each.node}.{gemm.gemm}": (gemm.formats, gemm.why())
+            for region in self.regions
+            for each in region.quantised.products
+            for gemm in each.gemms
+        }
 
 
 def shape_of(node: NodePlan) -> str:
@@ -362,14 +406,15 @@ def region_lines(region: RegionPlan) -> list[str]:
         lines += [f"  {'cast':{width}}  {cast}" for cast in first.get(node.name, ())]
         if node.role == "op":
             lines.append(f"  {node.name:{width}}  {shape_of(node):{size}}  {node.dtype or '-':5}  {node.colour.value:5}  {node.why()}")
+    lines += [f"  product {each}" for each in region.quantised.products] + [f"  fp8 copy {each}" for each in region.quantised.copies]
     lines += [f"  pad {each}" for each in region.pads.regions]
     lines += [f"  edit {each}" for each in region.edits]
     return lines + [f"  note: {note}" for note in region.notes]
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, Colour | Edit | Reason | OpKind):
-        return value.name if isinstance(value, Reason) else value.value
+    if isinstance(value, Colour | Edit | Reason | OpKind | ProductReason):
+        return value.name if isinstance(value, Reason | ProductReason) else value.value
     raise TypeError(f"cannot write {type(value).__name__} into a plan")
 
 
@@ -378,7 +423,7 @@ P = TypeVar("P", bound=ModelPlan)
 
 def _decode_plan(kind: type[P], data: dict[str, Any]) -> P:
     """A plan from parsed JSON, every field checked. BadData names what is wrong."""
-    plan: P = build(kind, data, names=frozenset({Reason}))
+    plan: P = build(kind, data, names=frozenset({Reason, ProductReason}))
     plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
     _no_twice("regions", [region.name for region in plan.regions])
     formats = [("low", plan.low)]
@@ -386,6 +431,11 @@ def _decode_plan(kind: type[P], data: dict[str, Any]) -> P:
         here = f"regions[{index}]"
         _no_twice(f"{here}.nodes", [node.name for node in region.nodes])
         formats += [(f"{here}.casts[{number}].to", cast.to) for number, cast in enumerate(region.casts)]
+        quantised, known = region.quantised, (*SCALED_FORMATS, *RECIPES)
+        said = [each.to for each in quantised.copies] + [quantised.recipe] * bool(quantised)
+        wrong = [each for each in said if each not in known]
+        if wrong:
+            raise BadData(f"{here}.quantised names {shown(wrong[0])}, which is none of {', '.join(known)}")
     for where, name in formats:
         if name not in FORMATS:
             raise BadData(f"{where} is {shown(name)}, which is none of {', '.join(FORMATS)}")

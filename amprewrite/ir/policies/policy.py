@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from amprewrite.ir.policies.product_policy import ProductPolicy
 from amprewrite.tables.boundary.arguments import did_you_mean, names_module, shown
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import FP32, LOW_FORMATS, LOW_NAMES, Format
@@ -87,6 +88,8 @@ class Policy:
     parity: float | None = None
     """Prices that all graphs of a model share: how much a step of training counts in them, beside a pass without gradients.
     None: each graph is read and priced by itself, as training if gradients are on."""
+    products: ProductPolicy | None = None
+    """Which low products may read fp8 copies of their operands; None: none."""
     may_decline: bool = False
     """The user did not name the format: a graph that would only lose by it may stay fp32."""
     notes: tuple[str, ...] = field(default=())

@@ -65,7 +65,9 @@ def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[st
         "mode": "training" if any(region.training for region in plan.regions) else "inference",
         "graphs": len(plan.regions),
         "hidden": drawing.hidden,
-        "nodes": [_node(node, flips.get(node.name, []), rows.get(node.name), weights[node.name]) for node in drawing.nodes],
+        "nodes": [
+            _node(node, flips.get(node.name, []), rows.get(node.name), weights[node.name], _fp8(plan, node)) for node in drawing.nodes
+        ],
         "edges": [[edge.source, edge.target, edge.cast] for edge in drawing.edges],
         "boxes": [[b.path, b.label, b.parent, b.parts, b.layers, b.chains] for b in drawing.nest.boxes],
         "casts": [
@@ -88,11 +90,16 @@ def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[st
     }
 
 
-def _node(node: NodePlan, flips: list[str], row: Any, weights: int) -> dict[str, Any]:
+def _fp8(plan: ModelPlan, node: NodePlan) -> list[str]:
+    """Sentences about the GEMMs of a product and the fp8 copies of its result."""
+    return [line.strip() for line in region_of(plan, node).quantised.about(bare_name(plan, node))]
+
+
+def _node(node: NodePlan, flips: list[str], row: Any, weights: int, fp8: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "n": node.name, "o": node.op, "c": node.colour.value, "r": node.reason.value, "w": node.why(), "d": node.dtype,
         "s": shape_of(node), "m": node.module, "f": node.source, "x": node.flops, "b": node_bytes(node),
-        "k": node.kind.value if node.kind else "", "p": node.role, "q": weights, "z": flips,
+        "k": node.kind.value if node.kind else "", "p": node.role, "q": weights, "z": flips, "g": fp8,
     }  # fmt: skip
     if row is not None:
         keys = ("introduced", "inherited", "accumulated", "largest", "smallest", "overflow", "underflow")

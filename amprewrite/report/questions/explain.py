@@ -64,7 +64,7 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
         lines[0] = _left_high(node)
     lines += [f"  its result is cast: {cast}" for cast in region.casts if cast.value == bare]
     lines += [f"  it reads a cast copy of {cast.value} in {cast.to}" for cast in region.casts if bare in cast.users]
-    lines += region.pads.about(bare)
+    lines += region.quantised.about(bare) + region.pads.about(bare)
     lines += [f"  {edit}" for edit in region.edits if edit.node == bare]
     together = next((len(block) for block in region.gradient_blocks if bare in block), 1)
     lines += [f"  its gradient comes back together with those of {together - 1} more"] * (together > 1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from amprewrite.ir.evidence.agreed import Agreed
-from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.plans.plan import NodePlan, RegionPlan
 from amprewrite.runtime.captured.entries import Graphs
+from amprewrite.tables.recipes import OUT
+from amprewrite.tables.vocabulary import Colour
 
 
 class Agreement:
@@ -19,14 +22,15 @@ class Agreement:
         """Let the colours of a newly planned graph hold for `every` graph; those that have others are captured anew when called."""
         before = self.colours
         for part in plan.flat("") if self.on else ():
-            self.colours = self.colours.joined(part.nodes)
+            self.colours = self.colours.joined(part.nodes).joined_by_products(_products(part))
         for graphs in every if self.colours is not before else ():
             if not graphs.outdated and any(self._contradicts(region.plan) for region in list(graphs.regions)):
                 graphs.outdated = True
                 note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
 
     def _contradicts(self, plan: RegionPlan) -> bool:
-        return any(self.colours.contradicts(part.nodes) for part in plan.flat(""))
+        fp8 = self.colours.products
+        return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 
     def follow_weights(self, look: Callable[[], str], every: Sequence[Graphs]) -> str:
         """Give what `look` says of the weights. If it finds one graph outdated, all are: they agreed on weights as they were.
@@ -41,6 +45,12 @@ class Agreement:
                 graphs.outdated = True
                 graphs.weights = []
         return said
+
+
+def _products(plan: RegionPlan) -> list[NodePlan]:
+    """The products that fp8 was weighed for: low if their results are made in fp8."""
+    fp8 = {each.node: each.takes(OUT) for each in plan.quantised.products}
+    return [replace(node, colour=Colour.LOW if fp8[node.name] else Colour.HIGH) for node in plan.nodes if node.name in fp8]
 
 
 __all__ = ["Agreement"]

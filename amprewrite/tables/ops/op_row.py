@@ -58,6 +58,8 @@ class Trait(Enum):
     LOGS_OF_BOTH = "takes the logarithm of its first operand, and of what that leaves of one"
     NEARS_ITS_ENDS = "its result lies between zero and one, and comes near them without end"
     SUMS_LAST_DIM = "a product that sums over the last dim of its first operand"
+    READS_FP8 = "a product of rows and a matrix: kernels exist that read both in fp8"
+    RANKS = "its result says which of many numbers are the largest"
     ADDS_PRODUCT = "adds the product of its second and third operands to its first"
     MULTIPLIES_ALL = "a product of all its operands, one after another"
     IN_POLYNOMIALS = "polynomials are made of it"

@@ -4,7 +4,7 @@
 const D = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const N = D.nodes.length;
-const nodes = D.nodes.map((d, id) => ({ id, name: d.n, op: d.o || d.p || d.n, colour: d.c, reason: d.r || "", why: d.w || "", dtype: d.d || "", shape: d.s || "-", module: d.m || "", source: d.f || "", flops: d.x || 0, bytes: d.b || 0, kind: d.k || "", role: d.p || "", weights: d.q || 0, flips: d.z || [], err: d.e || null }));
+const nodes = D.nodes.map((d, id) => ({ id, name: d.n, op: d.o || d.p || d.n, colour: d.c, reason: d.r || "", why: d.w || "", dtype: d.d || "", shape: d.s || "-", module: d.m || "", source: d.f || "", flops: d.x || 0, bytes: d.b || 0, kind: d.k || "", role: d.p || "", weights: d.q || 0, flips: d.z || [], fp8: d.g || [], err: d.e || null }));
 const boxes = D.boxes.map(([path, label, parent, parts, layers, chains], i) => ({ id: N + i, path, label, parent, parts, layers, chains, routes: new Map(chains.map((c) => [c[0] + ">" + c[c.length - 1], c])) }));
 const box = (id) => boxes[id - N];
 const isBox = (id) => id >= N;
@@ -447,6 +447,7 @@ function showNode(id) {
   if (feeders[id].length) rows.push(make("dt", {}, "reads"), make("dd", {}, ...links(feeders[id].map((x) => x.a))));
   if (readers[id].length) rows.push(make("dt", {}, "read by"), make("dd", {}, ...links(readers[id].map((x) => x.b))));
   if (casts.length) rows.push(make("dt", {}, "casts"), make("dd", {}, casts.join("; ")));
+  if (n.fp8.length) rows.push(make("dt", {}, "fp8"), make("dd", {}, n.fp8.join("; ")));
   const show = (v) => v === "inf" ? "∞" : v === 0 ? "0" : Math.abs(v) < 1e-2 || Math.abs(v) >= 1e5 ? v.toExponential(2) : String(+v.toPrecision(4));
   const words = { introduced: "error introduced", inherited: "error inherited", accumulated: "error so far", largest: "largest value", smallest: "smallest value", overflow: "overflow", underflow: "underflow" };
   const numbers = Object.entries(words).filter(([k]) => e[k] !== undefined).flatMap(([k, word]) => [make("dt", {}, word), make("dd", { class: k === "overflow" && e[k] ? "bad" : "" }, k.endsWith("flow") ? (e[k] ? `${(100 * e[k]).toPrecision(3)} % of values` : "none") : show(e[k]))]);

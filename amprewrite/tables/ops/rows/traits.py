@@ -56,6 +56,8 @@ TRAITS: dict[Trait, str] = {
     Trait.NEARS_ITS_ENDS: "softmax softmin sigmoid",
     # products
     Trait.SUMS_LAST_DIM: "linear matmul bmm mm mv dot vdot inner grouped_mm transformers::grouped_mm_fallback",
+    Trait.READS_FP8: "linear matmul mm addmm",
+    Trait.RANKS: "argmax argmin argsort sort msort topk",
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
     Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
     Trait.IN_POLYNOMIALS: "add mul",

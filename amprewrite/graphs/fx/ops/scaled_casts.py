@@ -1,0 +1,95 @@
+"""fp8 matrices with their scales, and the product of two: what a rewritten graph calls where the plan says fp8.
+
+A scale is the number that a value was multiplied by, so that the largest of its tensor or row becomes the largest of the format. It is
+computed in the graph from the value at hand and dies with it: no state, nothing in a checkpoint. What is not finite does not count in it
+and becomes NaN, which passes through the product as it does in bf16; the other rows stay right.
+
+Where the device multiplies no fp8 the product is that of the quantised values in fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.nn.functional import pad
+
+from amprewrite.tables.formats import Format
+from amprewrite.tables.recipes import ALIGNMENT, ROWS
+
+SMALLEST = 1e-12
+"""A smaller amax counts as this, so that zeros have a scale, too."""
+EXPONENT = 0x7F800000
+"""The exponent's bits of an fp32 number: alone they are its power of two."""
+
+
+class Scaled(NamedTuple):
+    """A matrix in fp8 that a GEMM reads along its last dim."""
+
+    data: Tensor
+    scale: Tensor
+    """fp32: 0-dim, or a column with a number a row."""
+
+    def values(self) -> Tensor:
+        """The numbers that it stands for, in fp32."""
+        return self.data.float() / self.scale
+
+
+def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Tensor:
+    """The scale of a matrix, or of its rows, in `fmt`."""
+    sizes = torch.where(matrix.isfinite(), matrix, 0).abs()
+    if guard_or_false(matrix.numel() == 0):
+        amax = sizes.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
+    else:
+        amax = sizes.amax(-1, keepdim=True) if scaling == ROWS else sizes.amax()
+    # in fp64, for compilers divide fp32 numbers by multiplying with a rounded reciprocal
+    scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
+
+
+def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
+    """fp32 numbers to nearest even in `fmt`, those beyond its range to its ends; infinities become NaN.
+
+    Casts of torch before 2.12 overflow to NaN, those since saturate, infinities too.
+    """
+    return torch.where(scaled.isinf(), math.nan, scaled.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
+
+
+def quantise_matrix(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Scaled:
+    """A matrix in `fmt`, with a scale of its own or one a row."""
+    scale = scale_of(matrix, fmt, scaling, power_of_two)
+    return Scaled(round_scaled(matrix.float() * scale, fmt), scale)
+
+
+def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
+    """`a · bᵀ` as `dtype`, and the bias added. `fast`: the sum may be kept with fewer bits."""
+    if not multiplies_fp8(a.data.device):
+        product = torch.mm(a.values(), b.values().t()).to(dtype)
+        return product if bias is None else product + bias
+    (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
+    missing = -left.shape[1] % ALIGNMENT  # rows of x and g vary with the batch; zeros add nothing
+    if missing:
+        left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
+    if ours.dim() == theirs.dim() == 0:
+        return torch._scaled_mm(left, right.t(), ours, theirs, bias, out_dtype=dtype, use_fast_accum=fast)
+    if fast:
+        ours, theirs = (scale.expand(len(each), 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
+        return torch._scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=True)
+    one = ours.new_ones(())  # the kernel with a scale a row is slow unless it may accumulate fast
+    product = torch._scaled_mm(left, right.t(), one, one, out_dtype=dtype) * (ours * theirs.t()).to(dtype)
+    return product if bias is None else product + bias
+
+
+@cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether matrix units of this device multiply fp8: those of NVIDIA from sm_89 on."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+__all__ = ["Scaled", "multiplies_fp8", "multiply", "quantise_matrix", "round_scaled", "scale_of"]

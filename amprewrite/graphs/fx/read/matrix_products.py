@@ -1,0 +1,83 @@
+"""fx graph → the products of rows and a matrix in it, whose operands may be quantised.
+
+By name it knows where `linear`, `matmul`, `mm` and `addmm` take their operands. Left out: what a torch.func transform holds, an operand
+multiplied with itself, products with factors of their own, and a summand that is no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import torch
+import torch.fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from amprewrite.graphs.fx.node_facts import example_value, hint, named_arguments, transformed_nodes
+from amprewrite.ir.evidence.matrix_products import MatrixProduct
+from amprewrite.ir.op_graph import OpGraph
+from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+
+PRODUCTS = ops_with(Trait.READS_FP8)
+FACTORS = {"beta": 1, "alpha": 1, "use_gelu": False, "out_dtype": None, "dtype": None, "out": None}
+"""Arguments that make another product of it, with the value that does not."""
+
+
+def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> dict[str, MatrixProduct]:
+    """The products of `graph` that fp8 kernels could run, by name."""
+    names = {node: name for name, node in nodes.items()}
+    apart = transformed_nodes(next(iter(names)).graph) if names else set()
+    found = {name: _product(graph, name, node, names, trained) for name, node in nodes.items() if node not in apart}
+    return {name: product for name, product in found.items() if product is not None}
+
+
+def _product(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torch.fx.Node, str], trained: Set[str]) -> MatrixProduct | None:
+    if node.op not in ("call_function", "call_method") or op_name(node.target) not in PRODUCTS or not graph[name].carries_fp32:
+        return None
+    read = operands(node)
+    if read is None or any(each not in names for each in read):
+        return None
+    (x, w), made = (names[each] for each in read), example_value(node)
+    versions = {operand.value: operand.write_version for operand in graph[name].operands if not operand.twice}
+    matrix, rows = example_value(read[1]), example_value(read[0])
+    if x == w or not {x, w} <= versions.keys() or not all(map(_is_plain, (matrix, rows, made))):
+        return None
+    transposed = transposes(node)
+    inner, columns = (hint(matrix.shape[dim]) for dim in ((0, 1) if transposed else (1, 0)))
+    return MatrixProduct(
+        x, w, versions[x], versions[w], graph[x].numel // max(inner, 1), inner, columns, x in trained, w in trained, transposed
+    )
+
+
+def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
+    """The nodes that make x and w of a product; None if it is none of rows and a matrix, or has factors of its own."""
+    given = named_arguments(node)
+    if any(given.get(name, plain) not in (plain, None) for name, plain in FACTORS.items()):
+        return None
+    *summand, x, w = list(given.values())[:3] if op_name(node.target) == "addmm" else list(given.values())[:2]
+    shapes = [_dims(each) for each in (x, w, *summand)]
+    if shapes[0] < 2 or shapes[1] != 2 or shapes[2:] not in ([], [1]):
+        return None
+    return x, w
+
+
+def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node that makes what a product adds."""
+    given = named_arguments(node)
+    return next(iter(given.values())) if op_name(node.target) == "addmm" else given.get("bias")
+
+
+def transposes(node: torch.fx.Node) -> bool:
+    """Whether the product is x · w, and not x · wᵀ."""
+    return op_name(node.target) != "linear"
+
+
+def _dims(node: object) -> int:
+    value = example_value(node) if isinstance(node, torch.fx.Node) else None
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not is_traceable_wrapper_subclass(value)
+
+
+__all__ = ["bias_of", "operands", "read_matrix_products", "transposes"]

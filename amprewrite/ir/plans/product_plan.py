@@ -1,0 +1,159 @@
+"""Which matrix products read fp8 copies of their operands, and those copies: a decision in addition to colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import groupby
+from typing import Self
+
+from amprewrite.tables.errors import PlanError
+from amprewrite.tables.recipes import BASE, RECIPES
+
+
+class ProductReason(Enum):
+    """Why a GEMM runs in fp8 or not; the text completes the sentence "GEMM runs in FORMAT because …"."""
+
+    PAYS = "fp8 saves more than its copies cost"
+    COSTS = "its copies would cost more than fp8 saves"
+    ANY_PRICE = "the preset asks for fp8 at any price"
+    ASKED = "products= asks for it"
+    RECIPE = "the recipe leaves it in bf16"
+    UNALIGNED = "fp8 kernels want both dims of the weight to be multiples of 16"
+    SCORES = "its result leaves the graph, or only ops that need fp32 read it, as they read logits"
+    CHOOSES = "something is chosen by its result, as experts are by a router"
+    NO_UNITS = "the device multiplies no fp8"
+    AGREED = "it runs so in another graph of the model"
+    IN_PLAN = "the given plan says so"
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """One of the three GEMMs of a product."""
+
+    gemm: str
+    """"out", "grad_in" or "grad_weight"."""
+    formats: str
+    """Those of its two operands, such as "e5m2 x e4m3"; "bf16" if both are read as they are."""
+    reason: ProductReason
+    detail: str = ""
+    """The rule that asked, or the node that is the cause."""
+
+    @property
+    def fp8(self) -> bool:
+        return " x " in self.formats
+
+    def __str__(self) -> str:
+        return f"{self.gemm} {self.formats}"
+
+    def why(self) -> str:
+        """The reason in words, with its detail."""
+        return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value
+
+
+def _joined(gemms: list[GemmPlan], reason: ProductReason) -> str:
+    """The reason that neighbours share, with the detail if they share that, too."""
+    return gemms[0].why() if len({each.detail for each in gemms}) == 1 else reason.value
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """A low product whose GEMMs may run in fp8."""
+
+    node: str
+    gemms: tuple[GemmPlan, ...]
+    """Those that a run of the graph has: without gradients there is "out" alone."""
+
+    def takes(self, gemm: str) -> bool:
+        """Whether this GEMM runs in fp8."""
+        return any(each.gemm == gemm and each.fp8 for each in self.gemms)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether any of its GEMMs does."""
+        return any(each.fp8 for each in self.gemms)
+
+    def __str__(self) -> str:
+        together = groupby(self.gemms, key=lambda each: (each.reason, each.detail if each.reason is ProductReason.ASKED else ""))
+        parts = ((list(each), reason) for (reason, _), each in together)
+        return f"{self.node}: " + "; ".join(f"{', '.join(map(str, each))} because {_joined(each, reason)}" for each, reason in parts)
+
+
+@dataclass(frozen=True)
+class QuantisedCopy:
+    """One fp8 copy of a value, made once for all GEMMs that read it."""
+
+    value: str
+    """Name of the node whose result, or whose result's gradient, is copied."""
+    to: str
+    """Format name: "e4m3" or "e5m2"."""
+    scales: str
+    """"tensor": one scale; "rows", "columns": one for each row or column of the value as a matrix."""
+    readers: tuple[str, ...]
+    """GEMMs that read it, such as "linear_3.grad_weight"."""
+    role: str
+    """"x", "w": the product's rows or its matrix; "g": not the value is copied, but its gradient."""
+    kept: bool = False
+    """Backward reads it: the copy is kept for that, and not the value."""
+    weight: bool = False
+    """The value is a parameter, or a view of one."""
+    write_version: int = 0
+    """How many writes in place to the value's memory the copy comes after."""
+
+    def __str__(self) -> str:
+        readers = ", ".join(self.readers[:4]) + (f" and {len(self.readers) - 4} more" if len(self.readers) > 4 else "")
+        value = f"gradient of {self.value}" if self.role == "g" else self.value
+        scale = "" if self.scales == "tensor" else f" by {self.scales}"
+        return f"{value} -> {self.to}{scale} for {readers}" + ", kept for backward" * self.kept
+
+
+@dataclass(frozen=True)
+class QuantisedProducts:
+    """All decisions on fp8 of one region. Empty: nothing was asked for, or there is nothing to decide."""
+
+    recipe: str = ""
+    """Name of a row of `tables/recipes.py`."""
+    products: tuple[ProductPlan, ...] = ()
+    copies: tuple[QuantisedCopy, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.products)
+
+    @property
+    def chosen(self) -> Iterator[ProductPlan]:
+        """The products of which a GEMM runs in fp8."""
+        return (each for each in self.products if each.fp8)
+
+    def of(self, node: str) -> ProductPlan | None:
+        """The decision on one product; None if there is none."""
+        return next((each for each in self.products if each.node == node), None)
+
+    def edited(self, node: str, gemm: str, fp8: bool) -> Self:
+        """These decisions with a GEMM of one product in fp8 or not; all of its GEMMs if `gemm` is "". Copies follow when it is applied.
+
+        PlanError if the recipe has no fp8 for it.
+        """
+        recipe, found = RECIPES[self.recipe], self.of(node)
+        assert found is not None
+        wrong = [each.gemm for each in found.gemms if gemm == each.gemm and fp8 and gemm not in recipe.gemms]
+        if wrong or (gemm and all(each.gemm != gemm for each in found.gemms)):
+            why = f"the recipe of this plan ({recipe.name}) leaves it in bf16" if wrong else "its graph has no such GEMM"
+            raise PlanError(f"{node}.{gemm} cannot be edited: {why}")
+        changed = tuple(
+            GemmPlan(each.gemm, recipe.pair(each.gemm) if fp8 else BASE.name, ProductReason.IN_PLAN)
+            if gemm in ("", each.gemm) and (each.gemm in recipe.gemms or not fp8)
+            else each
+            for each in found.gemms
+        )
+        products = tuple(replace(each, gemms=changed) if each.node == node else each for each in self.products)
+        return replace(self, products=products, copies=())
+
+    def about(self, node: str) -> list[str]:
+        """Sentences about one node: its GEMMs, and the copies of its result."""
+        found = self.of(node)
+        lines = [f"  its {each.gemm} runs in {each.formats} because {each.why()}" for each in found.gemms] if found else []
+        return lines + [f"  it is quantised: {each}" for each in self.copies if each.value == node]
+
+
+__all__ = ["GemmPlan", "ProductPlan", "ProductReason", "QuantisedCopy", "QuantisedProducts"]

@@ -1,0 +1,98 @@
+"""What the user asks for with `products=`, checked when it is read."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from amprewrite.tables.boundary.arguments import did_you_mean, names_module, shown
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.recipes import BASE, FP8, GEMMS, PRESETS, Preset
+
+WORDS = {FP8: True, BASE.name: False}
+EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_weight': 'bf16'}"
+
+
+@dataclass(frozen=True)
+class ProductRule:
+    """One line of `products=`: which GEMMs, and whether they run in fp8 whatever it costs, or in bf16."""
+
+    key: str
+    scope: str
+    """"module" or "node"."""
+    pattern: str
+    gemm: str
+    """One of the three of a product; "": all of them."""
+    fp8: bool
+
+    def matches(self, name: str, module: str, gemm: str) -> bool:
+        """Whether a GEMM of the node `name`, which is called in `module`, is meant."""
+        here = fnmatch.fnmatchcase(name, self.pattern) if self.scope == "node" else names_module(self.pattern, module)
+        return here and self.gemm in ("", gemm)
+
+
+@dataclass(frozen=True)
+class ProductPolicy:
+    """`products=` as `parse_products` read it."""
+
+    name: str
+    """The preset's."""
+    rules: tuple[ProductRule, ...] = ()
+    fused: bool = False
+    """A compiler runs the graphs: amaxes and casts are fused with the ops around them."""
+
+    @property
+    def preset(self) -> Preset:
+        return PRESETS[self.name]
+
+    def asked(self, name: str, module: str, gemm: str) -> ProductRule | None:
+        """The rule that decides a GEMM: nodes before modules, single GEMMs before whole products, the longer pattern first."""
+        hits = [rule for rule in self.rules if rule.matches(name, module, gemm)]
+        return max(hits, key=lambda rule: (rule.scope == "node", bool(rule.gemm), len(rule.pattern)), default=None)
+
+    def check_modules(self, paths: Iterable[str]) -> None:
+        """Raise PolicyError, with near misses, if a module pattern matches no module of the model."""
+        known = [path for path in paths if path]
+        for rule in self.rules:
+            if rule.scope == "module" and not any(rule.matches("", path, rule.gemm) for path in known):
+                hint = did_you_mean(rule.pattern, known, scope="module:")
+                raise PolicyError(f"products[{shown(rule.key)}] matches no module of the model{hint}")
+
+    def check_nodes(self, names: Iterable[str]) -> None:
+        """Raise PolicyError, with near misses, if a node pattern matches no node of the captured graphs."""
+        known = sorted(set(names))
+        for rule in self.rules:
+            if rule.scope == "node" and not any(rule.matches(name, "", rule.gemm) for name in known):
+                hint = did_you_mean(rule.pattern, known, "; print(amp.plan) lists them", scope="node:")
+                raise PolicyError(f"products[{shown(rule.key)}] matches no node of the captured graphs{hint}")
+
+
+def parse_products(products: Any, fused: bool = False) -> ProductPolicy | None:
+    """Read the name of a preset, or a mapping of rules in which "preset" names one. None: all products run in the low format.
+
+    Raises PolicyError for anything else.
+    """
+    if products is None or isinstance(products, ProductPolicy):
+        return products
+    asked = products if isinstance(products, Mapping) else {"preset": products}
+    name = asked.get("preset", "fp8")
+    if not isinstance(name, str) or name not in PRESETS:
+        where = f"products={shown(name)}" if asked is not products else f"products['preset'] = {shown(name)}"
+        raise PolicyError(f"{where} is no preset; use one of {', '.join(PRESETS)}, or rules such as {EXAMPLE}")
+    return ProductPolicy(name, tuple(_rule(key, word) for key, word in asked.items() if key != "preset"), fused)
+
+
+def _rule(key: Any, word: Any) -> ProductRule:
+    scope, colon, pattern = str(key).partition(":")
+    if not isinstance(key, str) or not colon or scope not in ("module", "node") or not pattern:
+        raise PolicyError(f"products[{shown(key)}]: keys are 'preset', 'module:PATTERN' and 'node:PATTERN', as in {EXAMPLE}")
+    if not isinstance(word, str) or word not in WORDS:
+        raise PolicyError(f"products[{shown(key)}] = {shown(word)} is not understood; use one of {', '.join(WORDS)}")
+    stem, _, gemm = pattern.rpartition(".")
+    stem, gemm = (stem, gemm) if gemm in GEMMS and stem else (pattern, "")
+    return ProductRule(key, scope, stem, gemm, WORDS[word])
+
+
+__all__ = ["ProductPolicy", "ProductRule", "parse_products"]

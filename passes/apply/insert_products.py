@@ -1,0 +1,81 @@
+"""Let the products that the plan names read fp8 copies of their operands.
+
+    before   y = linear(x, w, bias); z = linear(x, v)
+    after    x8 = quantise(x, ...); w8 = quantise(w, ...); y = quantised_product(None, None, bias, x8, w8, ...)
+             v8 = quantise(v, ...); z = quantised_product(None, None, None, x8, v8, ...)
+
+A value is quantised once, before the first product that reads its copies; those say which. A product is given the value as well if one of
+its GEMMs reads that as it is. Gradients are quantised in the backward of the product, once for both GEMMs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch.fx
+
+from amprewrite.graphs.fx.captured import EditedGraph
+from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
+from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.ir.plans.product_plan import ProductPlan
+from amprewrite.tables.errors import PlanError
+from amprewrite.tables.recipes import GEMMS, READS, G, W, X
+
+KEPT = ("nn_module_stack", "stack_trace")
+
+
+class InsertProducts(Pass[RegionPlan, EditedGraph]):
+    name = "insert-products"
+
+    def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
+        _Insertion(plan, edited).run()
+        return any(plan.quantised.chosen)
+
+
+class _Insertion:
+    def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
+        self.plan, self.graph, self.nodes = plan.quantised, edited.module.graph, edited.nodes
+        self.order = {node: place for place, node in enumerate(self.graph.nodes)}
+
+    def run(self) -> None:
+        read: dict[tuple[Any, ...], set[tuple[torch.fx.Node, str]]] = defaultdict(set)
+        for copy in self.plan.copies:
+            for reader in copy.readers if copy.role != G else ():
+                name, _, gemm = reader.rpartition(".")
+                node = self.nodes[name]
+                read[copy.role, copy.write_version, self._operand(node, copy.role), copy.role == W and transposes(node)].add((node, gemm))
+        made = {
+            (node, role): copy
+            for (role, _, value, _), readers in read.items()
+            for copy in [self._quantise(value, role, readers)]
+            for node, _ in readers
+        }
+        for product in self.plan.chosen:
+            node = self.nodes[product.node]
+            self._exchange(node, product, made.get((node, X)), made.get((node, W)))
+
+    def _operand(self, node: torch.fx.Node, role: str) -> torch.fx.Node:
+        found = operands(node)
+        if found is None:
+            raise PlanError(f"the plan quantises the operands of {node.name}, which is no product of rows and a matrix; make the plan anew")
+        return found[(X, W).index(role)]
+
+    def _quantise(self, value: torch.fx.Node, role: str, readers: set[tuple[torch.fx.Node, str]]) -> torch.fx.Node:
+        first = min((node for node, _ in readers), key=self.order.__getitem__)
+        gemms = tuple(each for each in GEMMS if any(gemm == each for _, gemm in readers))
+        with self.graph.inserting_before(first):
+            copy = self.graph.call_function(quantise, (value, role, self.plan.recipe, gemms, role == W and transposes(first)))
+        copy.meta = {key: first.meta[key] for key in KEPT if key in first.meta}
+        return copy
+
+    def _exchange(self, node: torch.fx.Node, product: ProductPlan, x8: torch.fx.Node | None, w8: torch.fx.Node | None) -> None:
+        """Make `node` the product that reads copies."""
+        wide = {role for each in product.gemms if not each.fp8 for role, _ in READS[each.gemm]}
+        x = self._operand(node, X) if x8 is None or X in wide else None
+        w = self._operand(node, W) if w8 is None or W in wide else None
+        gemms = tuple(gemm for gemm in GEMMS if product.takes(gemm))
+        args = (x, w, bias_of(node), x8, w8, self.plan.recipe, gemms, transposes(node))
+        node.op, node.target, node.args, node.kwargs = "call_function", quantised_product, args, {}

@@ -1,0 +1,228 @@
+"""Say which GEMMs of which products read fp8 copies, and list those copies.
+
+1. Candidates are low products of rows and a matrix (`Problem.matrix_products`), each with the GEMMs that its graph has.
+2. Some stay in bf16 for a reason: an override, the recipe, sizes that kernels do not take, a result that is read as logits or chosen by.
+3. Of the rest each GEMM gains what fp8 saves it, and needs the kernels that make its copies. Those are shared by all readers of a value.
+   The best choice is a maximum-weight closure (`planner/closure.py`), exact. A GEMM that a rule asks for is taken at any price.
+4. Where plans agree over all graphs of a model, one without gradients is decided with the GEMMs that it would have with them.
+
+A given plan says itself which GEMMs run in fp8; copies follow from those.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from amprewrite.ir.evidence.matrix_products import MatrixProduct
+from amprewrite.ir.op_graph import OpNode
+from amprewrite.ir.pass_base import Pass
+from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, ProductReason, QuantisedCopy, QuantisedProducts
+from amprewrite.ir.problem import Problem
+from amprewrite.ir.product_cost import ProductPrices
+from amprewrite.planner.closure import heaviest_closure
+from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.recipes import (
+    ALIGNMENT,
+    GEMMS,
+    GRAD_IN,
+    GRAD_WEIGHT,
+    OUT,
+    READS,
+    RECIPES,
+    ROWS,
+    STRAIGHT,
+    TENSOR,
+    G,
+    Recipe,
+    W,
+    X,
+)
+from amprewrite.tables.vocabulary import Colour, OpKind
+
+Key = tuple[str, str]
+"""A product and one of its GEMMs."""
+RANKS, SHARES = ops_with(Trait.RANKS), ops_with(Trait.SHARES_OUT)
+
+
+class PlanProducts(Pass[Problem, Decisions]):
+    name = "plan-products"
+
+    def call(self, problem: Problem, decisions: Decisions) -> bool:
+        low = {name: product for name, product in problem.matrix_products.items() if decisions.paints[name].colour is Colour.LOW}
+        given = problem.given.quantised if problem.given is not None else None
+        if given is not None:
+            plans, recipe = _as_given(problem, given, low), RECIPES.get(given.recipe)
+        elif problem.policy.products is not None:
+            plans, recipe = _Choice(problem, low).plans(), problem.policy.products.preset.recipe
+        else:
+            return False
+        if recipe is not None and plans:
+            decisions.quantised = QuantisedProducts(recipe.name, plans, copies_of(problem, plans, recipe))
+        return bool(plans)
+
+
+def _as_given(problem: Problem, given: QuantisedProducts, low: Mapping[str, MatrixProduct]) -> tuple[ProductPlan, ...]:
+    return tuple(plan for plan in given.products if plan.node in low)
+
+
+def gemms_of(product: MatrixProduct, training: bool) -> tuple[str, ...]:
+    """The GEMMs of a product in a graph with or without gradients."""
+    learns = {OUT: True, GRAD_IN: training and product.x_learns, GRAD_WEIGHT: training and product.w_learns}
+    return tuple(gemm for gemm in GEMMS if learns[gemm])
+
+
+@dataclass
+class _Choice:
+    problem: Problem
+    products: Mapping[str, MatrixProduct]
+
+    def __post_init__(self) -> None:
+        policy = self.problem.policy.products
+        assert policy is not None
+        self.policy, self.recipe = policy, policy.preset.recipe
+        device = self.problem.costs.device
+        self.prices = ProductPrices(device, policy.fused, kernel=False)
+        self.alike = self.problem.training or self.problem.policy.parity is not None
+        self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
+        """How much of a backward counts."""
+        known = self.problem.agreed.products
+        self.agreed = known.of(self.problem.graph[name] for name in self.products) if known is not None else {}
+
+    def plans(self) -> tuple[ProductPlan, ...]:
+        """The decision on every product."""
+        found = {
+            (name, gemm): self._settled(name, gemm) for name, product in self.products.items() for gemm in gemms_of(product, self.alike)
+        }
+        chosen = self._cheapest(
+            {key for key, plan in found.items() if plan is None}, {key for key, plan in found.items() if plan and plan.fp8}
+        )
+        shown = {name: gemms_of(product, self.problem.training) for name, product in self.products.items()}
+        return tuple(
+            ProductPlan(name, tuple(found[name, gemm] or self._priced(name, gemm, (name, gemm) in chosen) for gemm in gemms))
+            for name, gemms in shown.items()
+        )
+
+    def _settled(self, name: str, gemm: str) -> GemmPlan | None:
+        """The decision on one GEMM if no price makes it."""
+        product, node = self.products[name], self.problem.graph[name]
+        rule = self.policy.asked(name, node.module, gemm)
+        if rule is not None and not rule.fp8:
+            return self._bf16(gemm, ProductReason.ASKED, rule.key)
+        if gemm not in self.recipe.gemms:
+            return self._bf16(gemm, ProductReason.RECIPE, self.recipe.name)
+        if product.inner % ALIGNMENT or product.columns % ALIGNMENT:
+            return self._bf16(gemm, ProductReason.UNALIGNED, f"{product.inner} x {product.columns}")
+        if rule is not None:
+            return GemmPlan(gemm, self.recipe.pair(gemm), ProductReason.ASKED, rule.key)
+        if gemm == OUT and name in self.agreed:
+            fp8 = self.agreed[name] is Colour.LOW
+            return GemmPlan(gemm, self.recipe.pair(gemm) if fp8 else self.problem.policy.low.name, ProductReason.AGREED)
+        if not self.policy.preset.priced:
+            return GemmPlan(gemm, self.recipe.pair(gemm), ProductReason.ANY_PRICE, self.policy.name)
+        if not self.prices.device.fp8:
+            return self._bf16(gemm, ProductReason.NO_UNITS, self.prices.device.name)
+        chooser, scores = _ends(self.problem, node)
+        if chooser:
+            return self._bf16(gemm, ProductReason.CHOOSES, chooser)
+        return self._bf16(gemm, ProductReason.SCORES) if scores else None
+
+    def _bf16(self, gemm: str, reason: ProductReason, detail: str = "") -> GemmPlan:
+        return GemmPlan(gemm, self.problem.policy.low.name, reason, detail)
+
+    def _priced(self, name: str, gemm: str, taken: bool) -> GemmPlan:
+        detail = " x ".join(map(str, self._sizes(name, gemm)))
+        if taken:
+            return GemmPlan(gemm, self.recipe.pair(gemm), ProductReason.PAYS, detail)
+        return self._bf16(gemm, ProductReason.COSTS, detail)
+
+    def _sizes(self, name: str, gemm: str) -> tuple[int, int, int]:
+        """Rows, summed dim and columns of a GEMM."""
+        product = self.products[name]
+        m, k, n = product.rows, product.inner, product.columns
+        return {OUT: (m, k, n), GRAD_IN: (m, n, k), GRAD_WEIGHT: (n, m, k)}[gemm]
+
+    def _cheapest(self, free: set[Key], taken: set[Key]) -> frozenset[object]:
+        """The GEMMs that pay, beside those that are `taken` at any price and make copies that others share."""
+        gains: dict[object, int] = {}
+        costs: dict[object, int] = defaultdict(int)
+        needs: dict[tuple[object, object], None] = {}
+        for name, gemm in [key for key in self._keys() if key in free or key in taken]:
+            share = 1.0 if gemm == OUT else self.share
+            gains[name, gemm] = round(share * self.prices.saved(*self._sizes(name, gemm))) if (name, gemm) in free else 0
+            for role, way in READS[gemm]:
+                value, numel = self._value(name, role)
+                part = 1.0 if role != G and way == STRAIGHT else self.share
+                for kernel, ticks in self.prices.copy(self.recipe, role, way, numel):
+                    costs[value, kernel] = max(costs[value, kernel], round(part * ticks))
+                    needs[(name, gemm), (value, kernel)] = None
+        gains |= {key: 1 + sum(costs.values()) for key in taken}
+        return heaviest_closure({**gains, **{kernel: -cost for kernel, cost in costs.items()}}, needs)
+
+    def _keys(self) -> Iterator[Key]:
+        return ((name, gemm) for name in self.products for gemm in GEMMS)
+
+    def _value(self, name: str, role: str) -> tuple[tuple[str, str, int], int]:
+        """What is copied, and its elements."""
+        product = self.products[name]
+        if role == G:
+            return (G, name, 0), product.rows * product.columns
+        if role == X:
+            return (X, product.x, product.x_version), product.rows * product.inner
+        return (W, product.w, product.w_version), product.inner * product.columns
+
+
+def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
+    """An op that chooses by the result of a product, and whether all that reads the result needs fp32, or is outside the graph.
+
+    Harmless ops on it alone, or on it and a weight, are looked through; to find what chooses, shares too.
+    """
+    graph, chooser, scores = problem.graph, "", True
+    open_, known = [product.name], {product.name}
+    shared: set[str] = set()
+    while open_:
+        name = open_.pop()
+        readers = list(graph.readers(name))
+        for reader in readers:
+            if reader.op in RANKS:
+                chooser = chooser or reader.name
+            alone = all(feeder.name in known or feeder.role in ("parameter", "buffer", "constant") for feeder in graph.feeders(reader.name))
+            through = reader.role == "op" and alone and (reader.kind is OpKind.CLEAR or reader.op in SHARES)
+            ends = reader.role == "output" or reader.kind is OpKind.DENY or reader.op in RANKS
+            scores = scores and (name in shared or through or ends)
+            if through and reader.name not in known:
+                known.add(reader.name)
+                open_.append(reader.name)
+                shared |= {reader.name} if reader.op in SHARES or name in shared else set()
+    return chooser, scores and bool(list(graph.readers(product.name)))
+
+
+def copies_of(problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe) -> tuple[QuantisedCopy, ...]:
+    """The copies that the GEMMs in fp8 read: one for all readers of a value in one format with the same scales.
+
+    A matrix that some read as w and others as wᵀ has a copy for each.
+    """
+    found: dict[tuple[str, str, int, str, str, bool], list[Key]] = {}
+    for plan in plans:
+        product = problem.matrix_products[plan.node]
+        for gemm in (each.gemm for each in plan.gemms if each.fp8):
+            for role, way in READS[gemm]:
+                scales = TENSOR
+                if recipe.scaling(role, way) == ROWS:
+                    scales = ROWS if (way == STRAIGHT) != (role == W and product.transposed) else "columns"
+                value, version = {X: (product.x, product.x_version), W: (product.w, product.w_version), G: (plan.node, 0)}[role]
+                key = (role, value, version, recipe.format(role).name, scales, role == W and product.transposed)
+                found.setdefault(key, []).append((plan.node, gemm))
+    return tuple(
+        QuantisedCopy(
+            value, to, scales, tuple(f"{node}.{gemm}" for node, gemm in readers), role,
+            kept=role != G and any(gemm != OUT for _, gemm in readers), weight=role != G and problem.graph.seen(value).role == "parameter",
+            write_version=version,
+        )
+        for (role, value, version, to, scales, _), readers in found.items()
+    )  # fmt: skip
+
+
+__all__ = ["PlanProducts"]
