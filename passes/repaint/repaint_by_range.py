@@ -6,7 +6,7 @@
    where it would be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
 4. Weights are known without calibration: the readers of one beyond the range run high, and those of its views, such as `weight.t()`.
-   A bias may be flushed: it is only added.
+   A bias may be flushed if it drowns in the sum.
 5. Constants of a file are looked at element by element (`ir/evidence/constants.py`).
 6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: neither is made low.
 7. Ties share a colour; overrides stand, and a note says what they risk.
@@ -27,6 +27,7 @@ from amprewrite.ir.evidence.range_rules import (
     POLES,
     SUMS_SMALL,
     Fit,
+    bias_drowns,
     drowned,
     fit,
     hands_on_small,
@@ -97,7 +98,8 @@ def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
         if text:
             if node.role == "op":
                 risks.makers[node.name] = text
-            for reader in _low_readers(problem, node, summands=not (weight and _fit(problem, node) is Fit.FLUSHED)):
+            bias = weight and _fit(problem, node) is Fit.FLUSHED
+            for reader in _low_readers(problem, node, values if bias else None):
                 risks.readers.setdefault(reader.name, f"its input {text}")
                 if weight:
                     risks.of_weights.add(reader.name)
@@ -118,10 +120,11 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
-def _low_readers(problem: Problem, node: OpNode, summands: bool = True) -> Iterator[OpNode]:
-    """Ops that would read a low copy of this value if they ran low; with `summands` also those that only add it to their product."""
+def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
+    """Ops that would read a low copy of this value if they ran low. `drowns`: not those that add it to a product beside which it drowns."""
     for reader in problem.graph.readers(node.name):
-        own = [o for o in reader.operands if o.value == node.name and (summands or not o.summand)]
+        harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)
+        own = [o for o in reader.operands if o.value == node.name and not (harmless and o.summand)]
         if reader.carries_fp32 and any(o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in own):
             yield reader
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from amprewrite.ir.evidence.range_rules import HEADROOM, drowned, drowns_in, hands_on_small
+from amprewrite.ir.evidence.range_rules import HEADROOM, bias_drowns, drowned, hands_on_small
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpGraph, OpNode
 from amprewrite.tables.formats import Format
@@ -105,7 +105,7 @@ def _harmless(
     """Whether the error of a constant drowns."""
     if loss.beyond:
         return False
-    if read.summand and result is not None and drowns_in(result.amax, low):
+    if read.summand and bias_drowns(result, low):
         return True
     if not loss.flushed and drowned(graph, node, seen, low):
         return True

@@ -233,6 +233,11 @@ def drowns_in(largest_sum: float, low: Format) -> bool:
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
 
 
+def bias_drowns(result: ValueRange | None, low: Format) -> bool:
+    """Whether the error of a bias below the range is nothing beside the rounding of the sum. An unseen sum is taken to be large."""
+    return result is None or drowns_in(result.amax, low)
+
+
 def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: Format, depth: int = 4) -> bool:
     """Whether a small value, or its products, are only added to far larger ones, so that its rounding is nothing beside theirs.
 
@@ -261,6 +266,6 @@ def hands_on_small(op: str) -> bool:
 
 
 __all__ = [
-    "ABOVE", "BELOW", "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "Read", "drowned", "drowns_in", "fit", "handed_on",
-    "hands_on_small", "has_offset", "near_a_pole", "near_the_end", "only_blocks", "summands", "thinned_out",
+    "ABOVE", "BELOW", "HEADROOM", "PASSES_SMALL", "POLES", "SUMS_SMALL", "Fit", "Read", "bias_drowns", "drowned", "drowns_in", "fit",
+    "handed_on", "hands_on_small", "has_offset", "near_a_pole", "near_the_end", "only_blocks", "summands", "thinned_out",
 ]  # fmt: skip

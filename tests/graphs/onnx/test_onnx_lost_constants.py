@@ -35,6 +35,16 @@ def test_what_a_branch_gives_that_samples_do_not_take_is_looked_at(number, then)
     assert true_error(given, result) < 3e-3
 
 
+def test_a_bias_below_the_range_may_be_flushed_where_no_sample_shows_the_sum():
+    taken = "else_branch=s () => (float[32,64] s) {s = Identity(x)}"
+    body = f"y = If(b) <then_branch=t () => (float[32,64] t) {{t = Gemm(x, W, small)}}, {taken}>"
+    inits = {"W": W, "small": np.full(64, 1e-9, np.float32)}
+    given = parsed(body, "float[32,64] x, bool b", "float[32,64] y", inits, {"x": X, "b": np.array(True)})
+    result = rewrite_onnx(given.model)
+    assert next(node for node in result.plan.nodes if node.flops).colour is Colour.LOW
+    assert true_error(given, result) < 3e-3
+
+
 @pytest.mark.parametrize("number", ["0.25", "-1e9"])
 def test_a_branch_may_give_what_the_format_holds_and_a_mask(number):
     body = f"a = MatMul(x, W)\n {branch(number)}\n c = Add(a, e)\n s = Softmax(c)\n y = MatMul(s, W)"
