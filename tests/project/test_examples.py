@@ -50,6 +50,7 @@ FAST = {
     "export_minilm.py": [],
     "benchmarks/fp16_training.py": ["--only", "digits_cnn,cost", "--seeds", "1", "--epochs", "1", "--rounds", "2"],
     "train_char_gpt.py": ["--steps", "12"],
+    "train_fp8_gpt.py": ["--steps", "4"],
     "train_distributed.py": ["--steps", "6"],
     "train_digits_fp16.py": ["--epochs", "3"],
 }

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from amprewrite.tables.formats import Format
 from amprewrite.tables.recipes import ALIGNMENT, ROWS
+from amprewrite.torch_internals.kernels import scaled_mm
 
 SMALLEST = 1e-12
 """A smaller amax counts as this, so that zeros have a scale, too."""
@@ -75,12 +76,12 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
     if ours.dim() == theirs.dim() == 0:
-        return torch._scaled_mm(left, right.t(), ours, theirs, bias, out_dtype=dtype, use_fast_accum=fast)
+        return scaled_mm(left, right.t(), ours, theirs, bias, out_dtype=dtype, use_fast_accum=fast)
     if fast:
         ours, theirs = (scale.expand(len(each), 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
-        return torch._scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=True)
+        return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=True)
     one = ours.new_ones(())  # the kernel with a scale a row is slow unless it may accumulate fast
-    product = torch._scaled_mm(left, right.t(), one, one, out_dtype=dtype) * (ours * theirs.t()).to(dtype)
+    product = scaled_mm(left, right.t(), one, one, out_dtype=dtype) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Set
 
 import torch
 import torch.fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amprewrite.graphs.fx.node_facts import example_value, hint, named_arguments, transformed_nodes
 from amprewrite.ir.evidence.matrix_products import MatrixProduct
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
+from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 
 PRODUCTS = ops_with(Trait.READS_FP8)
 FACTORS = {"beta": 1, "alpha": 1, "use_gelu": False, "out_dtype": None, "dtype": None, "out": None}
