@@ -2,7 +2,7 @@
 
     python examples/train_fp8_gpt.py [--steps N] [--seeds N]
 
-Where there are no fp8 units the products are emulated: the numbers are those of torchao's emulation of the same recipes, bit for bit. At this
+Where there are no fp8 units the products are emulated: the numbers are those of torchao's emulation of the recipes, bit for bit. At this
 size nothing pays, so a rule asks for fp8 at any price; the head stays in bf16.
 """
 

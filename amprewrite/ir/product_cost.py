@@ -56,6 +56,7 @@ class ProductPrices:
         elif by_rows:
             fuses = self.fused and not held
             if way == STRAIGHT:
+                yield "amax of rows", 0 if self.fused else self._pass(numel, WIDE)
                 yield way, self._pass(numel, NARROW if fuses else WIDE + NARROW)
             else:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)

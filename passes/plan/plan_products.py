@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from amprewrite.ir.evidence.matrix_products import MatrixProduct
 from amprewrite.ir.op_graph import OpNode
@@ -84,7 +85,7 @@ class _Choice:
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
         device = self.problem.costs.device
-        self.prices = ProductPrices(device, policy.fused, kernel=False)
+        self.prices = ProductPrices(device, policy.fused, kernel=find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
         """How much of a backward counts."""

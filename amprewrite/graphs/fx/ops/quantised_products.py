@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiplies_fp8, multiply, quantise_matrix
+from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply, quantise_matrix, scale_of
 from amprewrite.graphs.fx.uncaptured import uncaptured
-from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES, ROWS, STRAIGHT, TURNED, G, Recipe
+from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES, ROWS, STRAIGHT, TENSOR, TURNED, G, Recipe
 
 
 class Quantised(NamedTuple):
@@ -47,24 +47,18 @@ def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], tran
 
 def copies(matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...]) -> tuple[Scaled | None, Scaled | None]:
     """A matrix straight and turned, as far as `gemms` read it so. With one scale for the tensor both are one copy."""
-    wanted, fmt = ways(role, gemms), recipe.format(role)
+    fmt, wanted = recipe.format(role), ways(role, gemms)
     made: dict[str, Scaled] = {}
-    for way in wanted:
-        scaling = recipe.scaling(role, way)
-        other = next((other for other in made.values() if scaling != ROWS and other.scale.dim() == 0), None)
-        if other is not None:
-            made[way] = Scaled(_transposed(other.data), other.scale)
-        elif way == TURNED and scaling != ROWS:
-            straight = quantise_matrix(matrix, fmt, scaling, recipe.power_of_two)
-            made[way] = Scaled(_transposed(straight.data), straight.scale)
-        else:
-            made[way] = quantise_matrix(matrix if way == STRAIGHT else matrix.t(), fmt, scaling, recipe.power_of_two)
+    whole = [way for way in wanted if recipe.scaling(role, way) != ROWS]
+    if whole:
+        scale = scale_of(matrix, fmt, TENSOR, recipe.power_of_two)
+        straight, turned = quantise_matrix(matrix, fmt, scale, STRAIGHT in whole, TURNED in whole)
+        made |= {way: Scaled(straight if way == STRAIGHT else turned, scale) for way in whole}
+    for way in (way for way in wanted if way not in whole):
+        scale = scale_of(matrix if way == STRAIGHT else matrix.t(), fmt, ROWS, recipe.power_of_two)
+        straight, turned = quantise_matrix(matrix, fmt, scale if way == STRAIGHT else scale.t(), way == STRAIGHT, way == TURNED)
+        made[way] = Scaled(straight if way == STRAIGHT else turned, scale)
     return made.get(STRAIGHT), made.get(TURNED)
-
-
-def _transposed(data: Tensor) -> Tensor:
-    """The transpose; in memory of its own where kernels read along rows alone, so that the other can be freed."""
-    return data.t().contiguous() if multiplies_fp8(data.device) else data.t()
 
 
 def _linked(value: Tensor) -> Tensor:

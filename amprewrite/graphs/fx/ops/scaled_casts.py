@@ -10,7 +10,9 @@ Where the device multiplies no fp8 the product is that of the quantised values i
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.functional import pad
 
+from amprewrite.graphs.fx.ops.fused_copy import is_plain
+from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import Format
 from amprewrite.tables.recipes import ALIGNMENT, ROWS
 from amprewrite.torch_internals.kernels import scaled_mm
@@ -42,11 +46,15 @@ class Scaled(NamedTuple):
 
 def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Tensor:
     """The scale of a matrix, or of its rows, in `fmt`."""
-    sizes = torch.where(matrix.isfinite(), matrix, 0).abs()
+    kernels = fused_kernels(matrix)
     if guard_or_false(matrix.numel() == 0):
-        amax = sizes.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
+        amax = matrix.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
+    elif scaling == ROWS:  # what is not finite spoils the product's row whatever the scale is
+        amax = torch.linalg.vector_norm(matrix, math.inf, -1, keepdim=True)
+    elif kernels is not None:
+        amax = kernels.amax_of(matrix)
     else:
-        amax = sizes.amax(-1, keepdim=True) if scaling == ROWS else sizes.amax()
+        amax = torch.where(matrix.isfinite(), matrix, 0).abs().amax()
     # in fp64, for compilers divide fp32 numbers by multiplying with a rounded reciprocal
     scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
@@ -60,10 +68,37 @@ def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
     return torch.where(scaled.isinf(), math.nan, scaled.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
 
 
-def quantise_matrix(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Scaled:
-    """A matrix in `fmt`, with a scale of its own or one a row."""
-    scale = scale_of(matrix, fmt, scaling, power_of_two)
-    return Scaled(round_scaled(matrix.float() * scale, fmt), scale)
+def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    """A matrix times its scale in `fmt`, as it is and transposed, as far as they are wanted. `scale` is 0-dim, a column or a row.
+
+    Kernels of a GPU read along rows alone: there the transpose has memory of its own, so that the other can be freed.
+    """
+    kernels = fused_kernels(matrix)
+    if kernels is not None:
+        found: tuple[Tensor, Tensor] = kernels.cast_both(matrix, scale, fmt.dtype, straight, turned)
+        return found
+    data = round_scaled(matrix.float() * scale, fmt)
+    return data, data.t().contiguous() if turned and multiplies_fp8(matrix.device) else data.t()
+
+
+def fused_kernels(matrix: Tensor) -> ModuleType | None:
+    """Our Triton kernels, if they can quantise this matrix: on a GPU with fp8 units, outside of compilers."""
+    if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
+        return None
+    return _imported()
+
+
+@cache
+def _imported() -> ModuleType | None:
+    try:
+        from amprewrite.graphs.fx.ops import triton_fp8
+    except ImportError as error:
+        warnings.warn(
+            f"Triton cannot be imported ({error}); fp8 copies are made by torch in ten passes, and products= may be slower than bf16",
+            AmpRewriteWarning, stacklevel=2,
+        )  # fmt: skip
+        return None
+    return triton_fp8
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,79 @@
+"""Triton kernels that quantise a matrix: the amax of all of it, and a cast that writes it straight, transposed, or both ways at once.
+
+Importing this file needs Triton; scaled_casts.py alone does, and goes without where it cannot. A value is read twice, for its amax and for
+its cast, and each copy is written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64
+"""Rows and columns of a tile."""
+AMAX = 4096
+"""Elements that a program looks at for the amax of a tensor."""
+TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+# Built-in functions alone, as in triton_kernels.py.
+@triton.jit
+def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # what has no type is a tensor
+    """The largest finite magnitude; `amax` begins as 0."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.abs(tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))
+    tl.atomic_max(amax, tl.max(tl.where(size < float("inf"), size, 0.0), axis=0))
+
+
+@triton.jit
+def cast_kernel(  # type: ignore[no-untyped-def]
+    source, scale, straight, turned, rows, columns, MOST: tl.constexpr, TYPE: tl.constexpr, WAYS: tl.constexpr, BY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile: scaled, limited, cast. WAYS: 1 writes it straight, 2 transposed, 3 both. BY: a scale for all, 1 a row, 2 a column."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    at = row[:, None].to(tl.int64) * columns + column[None, :]
+    if BY == 1:
+        factor = tl.load(scale + row, mask=row < rows, other=1.0)[:, None]
+    elif BY == 2:
+        factor = tl.load(scale + column, mask=column < columns, other=1.0)[None, :]
+    else:
+        factor = tl.load(scale)
+    scaled = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * factor
+    size = tl.abs(scaled)
+    limited = tl.where(size > MOST, tl.where(scaled > 0, MOST, -MOST), scaled)
+    limited = tl.where(size < float("inf"), limited, float("nan"))
+    cast = limited.to(TYPE)
+    if WAYS != 2:
+        tl.store(straight + at, cast, mask=inside)
+    if WAYS != 1:
+        transposed = column[:, None].to(tl.int64) * rows + row[None, :]
+        tl.store(turned + transposed, tl.trans(cast), mask=tl.trans(inside))
+
+
+def amax_of(matrix: Tensor) -> Tensor:
+    """The largest finite magnitude of a dense matrix, 0-dim fp32."""
+    amax = torch.zeros((), dtype=torch.float32, device=matrix.device)
+    if matrix.numel():
+        amax_kernel[(triton.cdiv(matrix.numel(), AMAX),)](matrix, amax, matrix.numel(), AMAX)
+    return amax
+
+
+def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    """A dense matrix times its scale in `dtype`: as it is, and transposed in memory of its own; what is not wanted is empty.
+
+    `scale` is 0-dim, a column with a number a row, or a row with one a column.
+    """
+    rows, columns = matrix.shape
+    made = matrix.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)
+    other = matrix.new_empty((columns, rows) if turned else (0, 0), dtype=dtype)
+    if matrix.numel():
+        grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))
+        by = 0 if not scale.dim() else 1 if scale.shape[1] == 1 else 2
+        most, ways = torch.finfo(dtype).max, straight + 2 * turned
+        cast_kernel[grid](matrix, scale.contiguous(), made, other, rows, columns, most, TYPES[dtype], ways, by, BLOCK)
+    return made, other
