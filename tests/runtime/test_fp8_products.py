@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +211,22 @@ def test_an_exported_program_has_the_same_numbers() -> None:
         wanted = amp(X)
         program = amp.export_program((X,))
         assert torch.equal(program.module()(X), wanted)
+
+
+def test_an_onnx_file_says_that_it_has_no_fp8(tmp_path: Path) -> None:
+    pytest.importorskip("onnx_ir")
+    amp = amprewrite.rewrite(Block().eval(), dtype="bf16", products="fp8-all")
+    report = amp.export_onnx(tmp_path / "block.onnx", (X,)).report
+    assert any("products= is not written into ONNX files" in note for note in report.notes)
+
+
+def test_a_tolerance_counts_the_errors_of_fp8() -> None:
+    """Rounding to bf16 alone is within it, so something is kept that fp8 would have rounded."""
+    block = Block()
+    options: dict[str, Any] = {"dtype": "bf16", "example_inputs": (X,)}
+    loose = amprewrite.rewrite(block, products="fp8-all", **options)
+    tight = amprewrite.rewrite(block, products="fp8-all", tolerance=0.01, **options)
+    assert amprewrite.verify(loose, (X,)).output_error > 0.01 >= amprewrite.verify(tight, (X,)).output_error
 
 
 def test_copies_of_the_model_and_its_plan_survive() -> None:

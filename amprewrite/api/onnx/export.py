@@ -60,6 +60,8 @@ def exported(
         notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
     if policy.low is FP32:
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
+    if policy.products is not None:
+        notes += (f"products= is not written into ONNX files: products that read fp8 copies here read {policy.low.name} there",)
     policy = replace(policy, overrides=tuple(o for o in policy.overrides if o.scope != "node"))  # torch_plan has those
     if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
         raise PolicyError(f"opset= takes a number such as 20, not {shown(opset)}")
