@@ -54,6 +54,9 @@ class _TrialSession(Session):
     def warn_fp32(self, message: str, cause: str = "") -> None:
         """Warn of nothing: what is left out is told when the model is rewritten."""
 
+    def _check_products(self) -> None:
+        """Ask nothing of plans: the regions of a trial have none."""
+
 
 @dataclass(frozen=True)
 class Call:

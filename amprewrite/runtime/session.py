@@ -299,12 +299,15 @@ class Session:
     def _check_products(self) -> None:
         """Raise PolicyError if a rule of `products=` matches no node, or nothing runs in fp8 on a device that could."""
         asked = self.options.products
-        if asked is None:
+        if asked is None or self.policy_for(self._device()).products is None:
             return
         plans = [part for each in list(self.entries.values()) for region in each.graphs.regions for part in region.plan.flat("")]
         asked.check_nodes(node.name for plan in plans for node in plan.nodes)
         weighed = [gemm for plan in plans for product in plan.quantised.products for gemm in product.gemms]
         if any(gemm.fp8 for gemm in weighed) or not (self._row(self._device()).fp8 or not asked.preset.priced):
+            return
+        if self.options.keep_high is not None:
+            self.note(f"products={asked.name!r} runs nothing in fp8: the accuracy that was asked for keeps the products in fp32")
             return
         reasons = Counter(gemm.reason for gemm in weighed).most_common()
         counted = "; ".join(f"{count} because {reason.value}" for reason, count in reasons)
