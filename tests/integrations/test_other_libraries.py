@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 
@@ -20,7 +25,13 @@ WIDTH = 64
 
 
 def needs(package: str) -> Any:
-    return pytest.importorskip(package, reason=f"needs the package {package}")
+    """The package, or a skip that names what is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        pytest.skip(f"needs the package {error.name or package}")
+    except RuntimeError as error:  # a torchvision built for another torch lacks its operators
+        pytest.skip(f"{package} does not load here: {str(error).splitlines()[0]}")
 
 
 @pytest.fixture(autouse=True)
@@ -313,3 +324,230 @@ def test_accelerate() -> None:
         return steps(model, lambda model: F.cross_entropy(model(x), y), optimizer)
 
     trains_alike(mlp, losses)
+
+
+def test_monai() -> None:
+    """Rewrite the network; loss and inferer stay as they are."""
+    needs("monai")
+    from monai.inferers import SlidingWindowInferer
+    from monai.losses import DiceLoss
+    from monai.networks.nets import UNet
+
+    x = torch.randn(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(1))
+    dice, slide = DiceLoss(sigmoid=True), SlidingWindowInferer((16, 16, 16))
+
+    def losses(model: nn.Module) -> list[float]:
+        found = steps(model, lambda model: dice(model(x), (x > 0).float()), count=3)
+        with torch.no_grad():
+            return [*found, float(dice(slide(torch.cat([x, x], -1), model.eval()), (torch.cat([x, x], -1) > 0).float()))]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return UNet(spatial_dims=3, in_channels=1, out_channels=1, channels=(8, 16), strides=(2,), num_res_units=1)
+
+    exact, amp = losses(make()), amprewrite.rewrite(make(), dtype="bf16")
+    assert np.allclose(losses(amp), exact, rtol=0.02) and low_share(amp) == 1.0
+
+
+def test_segmentation_models() -> None:
+    """Rewrite the network; the loss stays as it is."""
+    smp = needs("segmentation_models_pytorch")
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    dice = smp.losses.DiceLoss("binary")
+
+    def losses(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return steps(model, lambda model: dice(model(x), (x[:, :1] > 0).float()), optimizer, 2)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return smp.Unet("resnet18", encoder_weights=None, in_channels=3, classes=1)
+
+    exact, amp = losses(make()), amprewrite.rewrite(make(), dtype="bf16")
+    assert np.allclose(losses(amp), exact, rtol=0.05) and low_share(amp) == 1.0
+
+
+def test_open_clip() -> None:
+    """Rewrite the whole model; its methods run low, and the plan shows them."""
+    open_clip = needs("open_clip")
+    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
+
+    seeded, contrast = torch.Generator().manual_seed(1), open_clip.ClipLoss()
+    images, texts = torch.randn(4, 3, 32, 32, generator=seeded), torch.randint(1, 60, (4, 16), generator=seeded)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        vision = CLIPVisionCfg(layers=2, width=64, head_width=16, patch_size=16, image_size=32)
+        return CLIP(32, vision, CLIPTextCfg(context_length=16, vocab_size=64, width=64, heads=4, layers=2))
+
+    def losses(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return steps(model, lambda model: contrast(*model(images, texts)), optimizer, 3)
+
+    assert np.allclose(losses(amprewrite.rewrite(make(), dtype="bf16")), losses(make()), rtol=0.05)
+    amp = amprewrite.rewrite(make(), dtype="fp16").eval()  # in training it skips a first step, and fp32 does not
+    with torch.no_grad():
+        amp.encode_image(images)
+        amp.encode_text(texts)
+    assert any(region.entry.startswith("transformer") for region in amp.plan.regions), [region.entry for region in amp.plan.regions]
+    assert low_share(amp) == 1.0
+
+
+def test_fastai() -> None:
+    """In place, and a torch optimizer in fp16: with fastai's own, one warning says that nothing is scaled."""
+    needs("fastai.callback.all")
+    from fastai.basics import Adam, DataLoaders, Learner, OptimWrapper
+    from torch.utils.data import TensorDataset
+
+    x, y = data(256)
+
+    def loss(dtype: str | None, optimizer: Any) -> float:
+        model = mlp()
+        rows = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=64, device="cpu", num_workers=0)
+        learner = Learner(rows, model, loss_func=lambda got, want: 1e-6 * F.cross_entropy(got, want), opt_func=optimizer)
+        if dtype:
+            amprewrite.rewrite(learner.model, dtype=dtype, inplace=True)
+        torch.manual_seed(0)
+        with learner.no_bar(), learner.no_logging():
+            learner.fit_one_cycle(4, 1e-2)
+        return float(F.cross_entropy(model(x), y))
+
+    torch_adam = partial(OptimWrapper, opt=torch.optim.Adam, eps=1e-15)
+    exact = loss(None, torch_adam)
+    assert all(abs(loss(dtype, torch_adam) - exact) < 0.05 * exact for dtype in ("bf16", "fp16"))
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="gradients in fp16 are not scaled.*OptimWrapper"):
+        loss("fp16", partial(Adam, eps=1e-15))
+
+
+def test_torchrl() -> None:
+    """Rewrite the loss module in place; its target network follows."""
+    needs("torchrl")
+    from tensordict import TensorDict
+    from torchrl.data import OneHot
+    from torchrl.modules import QValueActor
+    from torchrl.objectives import DQNLoss, SoftUpdate
+
+    x, y = data(32)
+    rest = {"observation": x.flip(0), "reward": x[:, :1], "done": torch.zeros(32, 1, dtype=torch.bool)}
+    batch = {"observation": x, "action": F.one_hot(y, 4), "next": rest | {"terminated": rest["done"]}}
+
+    def losses(dtype: str | None) -> list[float]:
+        actor = QValueActor(mlp(), in_keys=["observation"], spec=OneHot(4))
+        loss = DQNLoss(actor, action_space="one_hot", delay_value=True)
+        loss.make_value_estimator(gamma=0.9)
+        target = SoftUpdate(loss, eps=0.9)
+        if dtype:
+            amprewrite.rewrite(loss, dtype=dtype, inplace=True)
+        optimizer, found = torch.optim.Adam(loss.parameters(), 1e-2), []
+        for _ in range(4):
+            found += steps(loss, lambda loss: loss(TensorDict(batch, [32]).clone())["loss"], optimizer, 1)
+            target.step()
+        if dtype:
+            assert low_share(loss) == 1.0
+        return found
+
+    exact = losses(None)
+    assert all(np.allclose(losses(dtype), exact, rtol=0.02) for dtype in ("bf16", "fp16"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_opacus(first: bool) -> None:
+    """Rewrite the network before `make_private`; the module that it gives may be rewritten in place, too."""
+    needs("opacus")
+    from opacus import PrivacyEngine
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def losses(dtype: str | None) -> list[float]:
+        model = amprewrite.rewrite(mlp(), dtype=dtype) if dtype and first else mlp()
+        optimizer, rows = torch.optim.SGD(model.parameters(), 0.5), DataLoader(TensorDataset(*data()), batch_size=64)
+        model, optimizer, rows = PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=rows, noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False
+        )
+        if dtype and not first:
+            amprewrite.rewrite(model, dtype=dtype, inplace=True)
+        return [each for x, y in rows for each in steps(model, lambda model, x=x, y=y: F.cross_entropy(model(x), y), optimizer, 1)]
+
+    exact = losses(None)
+    assert all(np.allclose(losses(dtype), exact, rtol=0.02) for dtype in ("bf16", "fp16"))
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    """Rewrite the network in the loop of a worker, before `prepare_model`."""
+    ray = needs("ray")
+    train = needs("ray.train.torch")
+    from ray.train import RunConfig, ScalingConfig
+
+    def loop(settings: dict[str, Any]) -> None:
+        from ray.train.torch import prepare_model
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+        model = prepare_model(amprewrite.rewrite(model, dtype=settings["dtype"]) if settings["dtype"] else model)
+        optimizer, x = torch.optim.AdamW(model.parameters(), 1e-2), torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), x[:, :4].argmax(-1))
+            loss.backward()
+            optimizer.step()
+        Path(settings["loss"]).write_text(str(float(loss)))  # a result has metrics only beside a checkpoint
+
+    def loss(dtype: str | None) -> float:
+        settings = {"scaling_config": ScalingConfig(num_workers=1), "run_config": RunConfig(storage_path=str(tmp_path))}
+        train.TorchTrainer(loop, train_loop_config={"dtype": dtype, "loss": str(tmp_path / "loss")}, **settings).fit()
+        return float((tmp_path / "loss").read_text())
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+    try:
+        exact = loss(None)
+        assert all(abs(loss(dtype) - exact) < 0.02 * exact for dtype in ("bf16", "fp16"))
+    finally:
+        ray.shutdown()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(32, 32), nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 32)
+        self.checkpointed = checkpointed
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("order", ["checkpoints", "compiled before", "compiled after"])
+def test_recipes_of_torchtune(order: str) -> None:
+    """Rewrite the model; blocks are checkpointed, or compiled before or after. The recipe's loop is written out: no package is needed."""
+    words = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))
+
+    def norms(dtype: str | None) -> list[float]:
+        torch.manual_seed(0)
+        model: nn.Module = Decoder(order == "checkpoints")
+        compiled = [*model.blocks] if "compiled" in order else []
+        for block in compiled if "before" in order else ():
+            block.compile(backend="eager")
+        model = amprewrite.rewrite(model, dtype=dtype) if dtype else model
+        for block in model.blocks if "after" in order else ():
+            block.compile(backend="eager")
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in words.chunk(2):
+                (F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / 2).backward()
+            found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+        return found
+
+    exact = norms(None)
+    assert all(np.allclose(norms(dtype), exact, rtol=0.02) for dtype in ("bf16", "fp16"))
