@@ -54,7 +54,7 @@ def movable(node: OpNode) -> bool:
     return node.role == "op" and node.carries_fp32
 
 
-class Graph:
+class GraphErrors:
     """One graph with its edges' errors, ready to be cut at any price."""
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
@@ -180,7 +180,7 @@ class Chain:
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
         """`own` gives the names that the planner itself runs low in a graph, `metric` is what the errors of the edges are."""
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
-        self.graphs = [Graph(captured.problem, found, metric) for captured, found in edges]
+        self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]
         ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
         self._rank = {(g.fingerprint, name): (self.graphs.index(g), rank) for g, name, rank in ranks}
         self._sets: list[tuple[Kept, bool]] = [(frozenset(), False)]

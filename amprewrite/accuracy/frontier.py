@@ -46,7 +46,7 @@ NEIGHBOURS = 2
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TriedPlan:
     """A plan that was tried."""
 
     name: str
@@ -65,7 +65,7 @@ class Frontier:
 
     keep_high: KeepHigh
     target: float
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TriedPlan, ...]
     """By error, worst first."""
     plans: int
     """Length of the chain that was searched."""
@@ -75,7 +75,7 @@ class Frontier:
     """What the errors are."""
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> TriedPlan:
         """The plan that was taken."""
         return next(candidate for candidate in self.candidates if candidate.chosen)
 
@@ -136,7 +136,7 @@ def search(
     low = options.low or _low_of(trial)
     trial = Trial(module, replace(options, low=low))
     exact = reference(trial, batches, measure)
-    tried: list[Candidate] = []
+    tried: list[TriedPlan] = []
 
     def run(name: str, prepare: Callable[[Captured], Captured]) -> float:
         runner = RoundedRunner(prepare)
@@ -254,11 +254,11 @@ def _keeping(captured: Captured, keep_high: KeepHigh) -> Captured:
     return captured
 
 
-def _candidate(name: str, error: float, runner: RoundedRunner) -> Candidate:
+def _candidate(name: str, error: float, runner: RoundedRunner) -> TriedPlan:
     casts = [cast for plan in runner.plans for cast in plan.casts]
     low = sum(node.role == "op" and node.colour is Colour.LOW for plan in runner.plans for node in plan.nodes)
     seconds = sum(predicted_seconds(region.captured.problem, region.plan) for region in runner.regions.values())
-    return Candidate(name, error, seconds, sum(not cast.weight for cast in casts), low)
+    return TriedPlan(name, error, seconds, sum(not cast.weight for cast in casts), low)
 
 
 def predicted_seconds(problem: Problem, plan: RegionPlan) -> float:
@@ -294,4 +294,4 @@ def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[
     return errors
 
 
-__all__ = ["Candidate", "check_target", "search", "sensitivity"]
+__all__ = ["TriedPlan", "check_target", "search", "sensitivity"]

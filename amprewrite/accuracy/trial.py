@@ -59,7 +59,7 @@ class _TrialSession(Session):
 
 
 @dataclass(frozen=True)
-class Call:
+class CallArguments:
     """A batch given as the arguments of one call."""
 
     args: tuple[Any, ...] = ()
@@ -110,7 +110,7 @@ def _is_no_list(batches: Any) -> bool:
 # -- batches --------------------------------------------------------------------------------
 def call_on(model: nn.Module, batch: Any) -> Any:
     """Call the model on a batch: a mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument."""
-    if isinstance(batch, Call):
+    if isinstance(batch, CallArguments):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -204,4 +204,4 @@ def _outline(spec: TreeSpec, kinds: list[str]) -> str:
     return f"{spec.type.__name__ if spec.type else 'a tensor'} of ({text})" if spec.num_children else text
 
 
-__all__ = ["Batches", "Call", "Forward", "GraphRunner", "Trial", "call_on", "tee"]
+__all__ = ["Batches", "CallArguments", "Forward", "GraphRunner", "Trial", "call_on", "tee"]

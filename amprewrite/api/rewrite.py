@@ -215,10 +215,10 @@ def measured_options(
         return {}
     from amprewrite.accuracy.calibrate import calibrate
     from amprewrite.accuracy.strict.metric import parse_metric
-    from amprewrite.accuracy.trial import Call, tee
+    from amprewrite.accuracy.trial import CallArguments, tee
 
     found: dict[str, Any] = {}
-    batches: list[Any] = [] if args is None and kwargs is None else [Call(tuple(args or ()), dict(kwargs or {}))]
+    batches: list[Any] = [] if args is None and kwargs is None else [CallArguments(tuple(args or ()), dict(kwargs or {}))]
     if isinstance(calibration, Calibration):
         found["calibration"] = calibration
     elif calibration is not None:

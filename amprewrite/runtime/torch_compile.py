@@ -100,7 +100,7 @@ def sessions_of(module: nn.Module) -> list[CompiledSession]:
     return sorted(found, key=lambda each: each.number)
 
 
-class Captured(nn.Module):
+class CapturedModules(nn.Module):
     """Stands for what graphs were captured from: modules and loose parameters, held weakly."""
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: 
         if session.options == options and any(id(p) in own for p in parameters_in(session.root)):
             session.root.add(modules, read)  # type: ignore[operator]
             return session
-    root = Captured()
+    root = CapturedModules()
     root.add(modules, read)
     session = CompiledSession(options, root)
     session.number = max((each.number for each in _SESSIONS), default=0) + 1

@@ -21,7 +21,7 @@ from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.policies.pad_policy import PadRule
 from amprewrite.ir.problem import Problem
 from amprewrite.planner.padding.pad_cost import PadCost, Product, stopwatch
-from amprewrite.planner.padding.regions import ROUNDS, Prices, Regions, Want, value_name
+from amprewrite.planner.padding.regions import ROUNDS, PadPrices, Regions, Want, value_name
 from amprewrite.tables.devices import device_row
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, OpKind
@@ -162,7 +162,7 @@ class _Chooser:
         self.watch = PadCost(row, low, training, watch, cached_weights=kept, together=together)
         self.gains: dict[str, float] = {}
         self.why: dict[str, str] = {}
-        self.prices = Prices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
+        self.prices = PadPrices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
 
     def choose(self, wants: list[Want]) -> None:
         """Choose what is padded by a cut. Wants that cannot or need not be met get a reason in `why`."""

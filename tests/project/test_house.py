@@ -222,6 +222,16 @@ def test_files_import_each_other_in_no_circle() -> None:
         pytest.fail(f"these files import each other: {' -> '.join(reversed(error.args[1]))}")
 
 
+def test_no_class_name_stands_for_two_things() -> None:
+    """A reader who searches for a name finds one class."""
+    places: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(parsed(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{name}:{node.lineno}")
+    assert {word: found for word, found in places.items() if len(found) > 1} == {}
+
+
 FORMAT_NAMES = {word for row in LOW_FORMATS for word in (row.name, row.name.upper(), *row.spellings)} - {"half"}
 """`half` is also an op."""
 SHOWN_TO_USERS = {"amprewrite.runtime.compiler.plain_words"}

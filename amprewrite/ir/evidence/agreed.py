@@ -30,7 +30,7 @@ APART = (*FREE, Reason.DEVICE)
 """Reasons of colours that bind no other graph: those, and that the whole graph was left in fp32."""
 
 
-class Op(Protocol):
+class ColouredOp(Protocol):
     """What is asked of an op, of a graph or of a plan."""
 
     @property
@@ -45,7 +45,7 @@ class Op(Protocol):
     def role(self) -> str: ...
 
 
-class Planned(Op, Protocol):
+class Planned(ColouredOp, Protocol):
     """An op of a plan."""
 
     @property
@@ -58,7 +58,7 @@ class Planned(Op, Protocol):
     def detail(self) -> str: ...
 
 
-AnyOp = TypeVar("AnyOp", bound=Op)
+AnyOp = TypeVar("AnyOp", bound=ColouredOp)
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Agreed:
     products: Agreed | None = None
     """Whether products give their results in fp8 (low) or not (high); None: nothing is known."""
 
-    def of(self, ops: Iterable[Op]) -> dict[str, Colour]:
+    def of(self, ops: Iterable[ColouredOp]) -> dict[str, Colour]:
         """The colours of those of the ops of one graph that are agreed on, by name."""
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
-    def whys_of(self, ops: Iterable[Op]) -> dict[str, str]:
+    def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
         """Why the ops that `of` gives have their colours, in the graphs that decided them."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
-    def _known(self, ops: Iterable[Op]) -> Iterator[tuple[str, Place, Call]]:
+    def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:
         for place, calls in _by_place(ops).items():
             for call, match in _matches(calls, self.places.get(place, {})).items():
                 yield calls[call].name, place, match
@@ -129,7 +129,7 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
     return found
 
 
-def _matches(calls: Mapping[Call, Op], known: Mapping[Call, Colour]) -> dict[Call, Call]:
+def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
     """For calls of an op in one module: which of the known calls each of them is."""
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):

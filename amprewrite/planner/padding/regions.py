@@ -57,7 +57,7 @@ class Want:
 
 
 @dataclass
-class Prices:
+class PadPrices:
     """What the cut weighs, in seconds."""
 
     pad: Callable[[int], float]
@@ -262,7 +262,7 @@ class Regions:
         return size
 
     # -- 3. cut ---------------------------------------------------------------------------
-    def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: Prices) -> None:
+    def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadPrices) -> None:
         """Choose what is padded: all of `asked`, and of `weighed` what gains more seconds, by call, than it costs."""
         network = Network()
         vertices: dict[Variable, int] = {}
@@ -495,4 +495,4 @@ def _once(network: Network, readers: list[int], maker: int, cost: float, into: b
     network.arc(*((copy, maker) if into else (maker, copy)), _ticks(cost))
 
 
-__all__ = ["Prices", "Regions", "Want", "value_name"]
+__all__ = ["PadPrices", "Regions", "Want", "value_name"]

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class _Own:
+class _OwnHookNumbers:
     """How many numbers our own hooks took. The lock is held from a number's being taken to its being counted."""
 
     taken = 0
@@ -29,9 +29,9 @@ class _Own:
 
 def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """`result.register_hook(hook)`, which no HookWatch takes for a hook that came."""
-    with _Own.lock:
+    with _OwnHookNumbers.lock:
         result.register_hook(hook)
-        _Own.taken += 1
+        _OwnHookNumbers.taken += 1
 
 
 class HookWatch:
@@ -48,7 +48,7 @@ class HookWatch:
 
     def changed(self) -> bool:
         """Whether a hook came or went since the last time this was asked."""
-        same = RemovableHandle.next_id - _Own.taken == self._counter and list(self.root._modules.values()) == self._children
+        same = RemovableHandle.next_id - _OwnHookNumbers.taken == self._counter and list(self.root._modules.values()) == self._children
         if same and (not self._places or [len(place) for place in self._places] == self._sizes):
             return False
         before = self._mark
@@ -56,8 +56,8 @@ class HookWatch:
         return self._mark != before
 
     def _look(self) -> None:
-        with _Own.lock:
-            self._counter = RemovableHandle.next_id - _Own.taken
+        with _OwnHookNumbers.lock:
+            self._counter = RemovableHandle.next_id - _OwnHookNumbers.taken
         self._children = list(self.root._modules.values())
         self._places = [place for place in _places(self.root) if place]
         self._sizes = [len(place) for place in self._places]

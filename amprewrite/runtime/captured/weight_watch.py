@@ -70,14 +70,14 @@ class Moved:
         return f"captured anew: {self.name} has come to {self.size:.3g}, and {how[self.now]}"
 
 
-class Graphs(Protocol):
+class WatchedGraphs(Protocol):
     """What is needed of what an entry has captured."""
 
     weights: list[Known]
     outdated: bool
 
 
-def look(every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
+def look(every: Sequence[WatchedGraphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
     """Mark graphs whose weights changed sides as outdated and note it; a warning if a weight does not fit any more, else ""."""
     if not any(graphs.weights for graphs in every):
         return ""

@@ -46,7 +46,7 @@ _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
 
 
 @dataclass(frozen=True)
-class Finding:
+class FirstNonFinite:
     """What first was not finite."""
 
     kind: str
@@ -58,7 +58,7 @@ class Finding:
         return _KNOWN[self.kind]
 
 
-class Graph(Protocol):
+class ProbedGraph(Protocol):
     """What is needed of a rewritten graph."""
 
     plan: RegionPlan
@@ -71,15 +71,15 @@ class OverflowProbe:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.armed = False
-        self.forward: Finding | None = None
-        self.backward: Finding | None = None
+        self.forward: FirstNonFinite | None = None
+        self.backward: FirstNonFinite | None = None
 
     def disarm(self) -> None:
         """Stop looking, since a step was clean."""
         self.armed = False
         self.forward = self.backward = None
 
-    def find(self, graphs: Sequence[Graph], latest: LatestInputs | None) -> Finding | None:
+    def find(self, graphs: Sequence[ProbedGraph], latest: LatestInputs | None) -> FirstNonFinite | None:
         """Find what the step that was just skipped overflowed at; None if unknown. The next forwards will be watched."""
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
@@ -89,25 +89,25 @@ class OverflowProbe:
         self.forward = self.backward = None
         return found
 
-    def run(self, graph: Graph, inputs: tuple[Any, ...]) -> Any:
+    def run(self, graph: ProbedGraph, inputs: tuple[Any, ...]) -> Any:
         """Run `graph` node by node, and note the first result or gradient that is not finite."""
         assert graph.module is not None
-        watched = _Watched(graph.module, _names(graph.plan), self)
+        watched = _FiniteWatch(graph.module, _names(graph.plan), self)
         result = watched.run(*inputs)
         self.forward = self.forward or watched.first_activation()
         return result
 
-    def _run_again(self, graph: Graph, latest: LatestInputs) -> Finding | None:
+    def _run_again(self, graph: ProbedGraph, latest: LatestInputs) -> FirstNonFinite | None:
         inputs = latest.copies({id(p): p for p in parameters_in(self.root)}, {id(b): b for b in buffers_in(self.root)})
         if graph.module is None or inputs is None or _talks(graph.module):
             return None
-        watched = _Watched(graph.module, _names(graph.plan), self)
+        watched = _FiniteWatch(graph.module, _names(graph.plan), self)
         devices = sorted({t.device.index or 0 for t in inputs if isinstance(t, Tensor) and t.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             watched.run(*inputs)
         return watched.first_activation()
 
-    def _by_parameters(self, graphs: Iterable[Graph]) -> Finding | None:
+    def _by_parameters(self, graphs: Iterable[ProbedGraph]) -> FirstNonFinite | None:
         gradients = {
             name: p.grad for name, p in named_parameters_in(self.root, remove_duplicate=False) if p.grad is not None and p.grad.numel()
         }
@@ -121,14 +121,14 @@ class OverflowProbe:
         order = [*(name for name in gradients if name not in readers), *readers]
         for name in reversed(order):
             if not _finite(gradients[name]):
-                return Finding(_SEEN, f"the gradient of {name}" + (f", read by {_place(readers[name])}" if name in readers else ""))
+                return FirstNonFinite(_SEEN, f"the gradient of {name}" + (f", read by {_place(readers[name])}" if name in readers else ""))
         return None
 
 
 class LatestInputs:
     """The inputs of a graph's latest call, without keeping them alive but for single numbers, which capture may make itself."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: ProbedGraph) -> None:
         assert graph.module is not None
         roles = {node.name: node.role for node in graph.plan.nodes}
         inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
@@ -169,7 +169,7 @@ class LatestInputs:
         return [values[index] for index in range(len(values))]
 
 
-class _Watched(torch.fx.Interpreter):
+class _FiniteWatch(torch.fx.Interpreter):
     """Runs a rewritten graph; notes where results and gradients are not finite."""
 
     def __init__(self, module: torch.fx.GraphModule, names: dict[str, NodePlan], probe: OverflowProbe) -> None:
@@ -199,7 +199,7 @@ class _Watched(torch.fx.Interpreter):
                 t.register_hook(_on_gradient(self.probe, n, self.names))
         return result
 
-    def first_activation(self) -> Finding | None:
+    def first_activation(self) -> FirstNonFinite | None:
         """The first cause, in the order of the forward, of an output that is not finite."""
         output = next(n for n in self.module.graph.nodes if n.op == "output")  # type: ignore[union-attr]
         reached: set[torch.fx.Node] = set()
@@ -216,11 +216,11 @@ class _Watched(torch.fx.Interpreter):
         what = "NaN" if self.state[cause][0] else "an infinity"
         if planned is not None and cause.op in ("placeholder", "get_attr"):
             kind = _PARAMETER if planned.role in ("parameter", "buffer", "constant") else _INPUT
-            return Finding(kind, f"{what} in {planned.role} {planned.name}")
+            return FirstNonFinite(kind, f"{what} in {planned.role} {planned.name}")
         value = cause.name if planned is None else f"{planned.role} {planned.name}"
         if planned is not None and planned.role == "op":
             value = f"the activation of {_place(planned)}"
-        return Finding(_ACTIVATION, f"{value}{f', cast to {cause.meta[CAST]}' if CAST in cause.meta else ''}: {what}")
+        return FirstNonFinite(_ACTIVATION, f"{value}{f', cast to {cause.meta[CAST]}' if CAST in cause.meta else ''}: {what}")
 
 
 def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, NodePlan]) -> Any:
@@ -229,15 +229,15 @@ def _on_gradient(probe: OverflowProbe, node: torch.fx.Node, names: dict[str, Nod
         if gradient is None or probe.backward is not None or _finite(gradient):  # None: nothing depends on it
             return
         if node.target is scale_gradient:
-            probe.backward = Finding(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")
+            probe.backward = FirstNonFinite(_LOSS, "the gradient that reached the model's output: the loss, or what follows the model")
             return
         planned = names.get(node.meta.get(NODE, ""))
         reader = next((names[user.meta[NODE]] for user in node.users if user.meta.get(NODE) in names), None)
         if planned is not None and planned.role == "op":
-            probe.backward = Finding(_GRADIENT, f"the gradient of {_place(planned)}")
+            probe.backward = FirstNonFinite(_GRADIENT, f"the gradient of {_place(planned)}")
         elif planned is not None:
             by = f", read by {_place(reader)}" if reader else ""
-            probe.backward = Finding(_GRADIENT, f"the gradient of {planned.role} {planned.name}{by}")
+            probe.backward = FirstNonFinite(_GRADIENT, f"the gradient of {planned.role} {planned.name}{by}")
 
     return look
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
-class Listener(Protocol):
+class StepListener(Protocol):
     def stepped(self, optimizer: Optimizer) -> None:
         """Be told that `optimizer` has stepped."""
 
@@ -18,18 +18,18 @@ class _Listening:
     """Who is told of a step. One hook serves them all, for as long as there are any."""
 
     def __init__(self) -> None:
-        self._told: set[weakref.ref[Listener]] = set()
+        self._told: set[weakref.ref[StepListener]] = set()
         self._hook: Any = None
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: StepListener) -> None:
         self._told.add(weakref.ref(listener, self._gone))
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(_after_any_step)
 
-    def discard(self, listener: Listener) -> None:
+    def discard(self, listener: StepListener) -> None:
         self._gone(weakref.ref(listener))
 
-    def _gone(self, ref: weakref.ref[Listener]) -> None:
+    def _gone(self, ref: weakref.ref[StepListener]) -> None:
         self._told.discard(ref)
         if not self._told and self._hook is not None:
             self._hook.remove()
@@ -50,14 +50,14 @@ def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     _LISTENING.stepped(optimizer)
 
 
-def add_listener(listener: Listener) -> None:
+def add_listener(listener: StepListener) -> None:
     """Tell `listener` of every step from now on. It is not kept alive."""
     _LISTENING.add(listener)
 
 
-def drop_listener(listener: Listener) -> None:
+def drop_listener(listener: StepListener) -> None:
     """Tell `listener` of no more steps."""
     _LISTENING.discard(listener)
 
 
-__all__ = ["Listener", "add_listener", "drop_listener"]
+__all__ = ["StepListener", "add_listener", "drop_listener"]

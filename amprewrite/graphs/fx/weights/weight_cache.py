@@ -77,7 +77,7 @@ class Block:
     """What an accelerator was asked at an earlier call."""
 
 
-class _Own(threading.local):
+class _OpenBlock(threading.local):
     """Per thread: the block that this thread alone has opened."""
 
     block: Block | None = None
@@ -89,7 +89,7 @@ class WeightCache:
     def __init__(self, until_step: bool = False) -> None:
         self._until_step = Block("cache_weights='step'", lasting=True) if until_step else None
         self._shared: Block | None = None
-        self._own = _Own()
+        self._own = _OpenBlock()
         self._open: list[Block] = []
         self._replayed = False
         self._warned: set[str] = set()

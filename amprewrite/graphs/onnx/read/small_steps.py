@@ -31,12 +31,12 @@ BODIES = ("loop", "scan")
 
 def read_small_steps(reading: OnnxReading) -> tuple[str, ...]:
     """Sums that go on with one value in many small steps, where products are in each, and what scales or copies that value in between."""
-    steps = _Steps(reading)
+    steps = _OnnxSteps(reading)
     kept = steps.found(lambda name: reading.graph[name].op in SUMS and len(steps.given(name)) == 2, steps.is_state)
     return tuple(node.name for node in reading.graph if node.name in kept)
 
 
-class _Steps(SmallSteps[str]):
+class _OnnxSteps(SmallSteps[str]):
     """The steps of one file, by the names of vertices."""
 
     def __init__(self, reading: OnnxReading) -> None:

@@ -61,7 +61,7 @@ def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelPro
     strict.CopyFrom(proto)
     rounding: list[onnx.NodeProto] = []
     renamed: dict[str, str] = {}
-    names = _Names(model)
+    names = _UnroundedNames(model)
     for value, declared in zip(model.graph.inputs, strict.graph.input, strict=True):
         low = LOW.get(format_of(value))
         if low is not None:
@@ -72,7 +72,7 @@ def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelPro
     return strict, renamed
 
 
-class _Names:
+class _UnroundedNames:
     """Names for what a value is before it is rounded, which no value of the model has: they end as none of those does."""
 
     def __init__(self, model: ir.Model) -> None:
@@ -89,7 +89,7 @@ class _Names:
         return [_cast(self.raw(name), down, low), _cast(down, name, FP32)]
 
 
-def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, names: _Names, first: Sequence[onnx.NodeProto] = ()) -> None:
+def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, names: _UnroundedNames, first: Sequence[onnx.NodeProto] = ()) -> None:
     """Edit the protobuf of a graph, bodies included: it holds the same nodes in the same order as `graph`."""
     nodes = list(first)
     for tensor in proto.initializer:

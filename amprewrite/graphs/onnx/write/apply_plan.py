@@ -34,7 +34,7 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
         for key in (CAST, COLOUR, REASON):
             node.metadata_props.pop(key, None)
     _retype(reading, colours, low)
-    names = _Names(model)
+    names = _FreshNames(model)
     made: list[ir.Node] = []
     for cast in plan.casts:
         if constant_tensor(reading.values[cast.value]) is not None:
@@ -48,7 +48,7 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
         raise PassError(f"{plan.name}: the file has {len(kept)} casts and the plan {len(made)}; please report this model")
 
 
-class _Names:
+class _FreshNames:
     """Names that no value of the model has."""
 
     def __init__(self, model: ir.Model) -> None:
@@ -88,7 +88,7 @@ def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
             slot.put(copy)
 
 
-def _store_low(reading: OnnxReading, cast: Cast, names: _Names) -> None:
+def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
     """Store a constant low: under its own name if nothing reads it high, else a second time."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
@@ -115,7 +115,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _Names) -> None:
     _put(reading, cast, copy)
 
 
-def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _Names) -> ir.Node:
+def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _FreshNames) -> ir.Node:
     """One Cast right behind the maker. A graph output keeps its name: what is cast gives it up."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
@@ -153,7 +153,7 @@ def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _Name
     return node
 
 
-def _bound(graph: ir.Graph, names: _Names, bound: float, like: ir.Value) -> ir.Value:
+def _bound(graph: ir.Graph, names: _FreshNames, bound: float, like: ir.Value) -> ir.Value:
     name = names.new(f"{like.name}_bound")
     tensor = ir.tensor(np.asarray(bound, np.float32), name=name)
     held = ir.Value(name=name, type=like.type, shape=ir.Shape(()), const_value=tensor)

@@ -166,7 +166,7 @@ def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | 
     return found
 
 
-class Owner(Protocol):
+class FreezableSession(Protocol):
     """What freezing and thawing need of a session."""
 
     options: Options
@@ -175,7 +175,7 @@ class Owner(Protocol):
     def forget_graphs(self) -> None: ...
 
 
-def recapture_all(model: nn.Module, session: Owner, frozen: tuple[str, ...] | None) -> None:
+def recapture_all(model: nn.Module, session: FreezableSession, frozen: tuple[str, ...] | None) -> None:
     """Have all graphs of a model captured anew, now that it is frozen, or is not any more."""
     hook_states(model, frozen is not None)
     session.options = replace(session.options, frozen=frozen)
@@ -185,7 +185,7 @@ def recapture_all(model: nn.Module, session: Owner, frozen: tuple[str, ...] | No
     session.forget_graphs()
 
 
-def thaw(model: nn.Module, session: Owner, values: Mapping[str, Any] | None = None) -> list[str]:
+def thaw(model: nn.Module, session: FreezableSession, values: Mapping[str, Any] | None = None) -> list[str]:
     """Make a frozen model an fp32 one again, and return the names of weights whose fp32 values are gone."""
     rounded = unfreeze_weights(model, session.options.frozen or (), values)
     recapture_all(model, session, None)
