@@ -200,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "reentrant-on-the-past", "a reentrant checkpoint recomputes on graphs that were there before an overflow", ("programs",), ('use_reentrant=True) * 1e6, use_reentrant=True)', "'fp16'", 'granularity'),
-        (("amprewrite/runtime/captured/past.py", " or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:", ":"),
+        (("amprewrite/runtime/captured/past.py", " or not saved_tensors_are_hooked():", ":"),
          ("amprewrite/runtime/captured/past.py", "    return None if isinstance(node, CheckpointFunction._backward_cls) else node  # type: ignore[attr-defined]\n", "    return node\n")),
     ),
     Mutant(
@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "functorch-storage", "torch.func beside a write in place leaves the whole graph fp32", ("programs",), ('func_', 'inplace'),
-        (("amprewrite/graphs/fx/node_facts.py", "        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):\n            tensor = torch._C._functorch.get_unwrapped(tensor)\n", ""),),
+        (("amprewrite/graphs/fx/node_facts.py", "        while is_wrapped_by_transform(tensor):\n            tensor = torch._C._functorch.get_unwrapped(tensor)\n", ""),),
     ),
     Mutant(
         "file-unsorted", "an ONNX file whose nodes are not in order is refused, though it runs", ("files",), ("shuffled=True",),
