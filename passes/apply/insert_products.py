@@ -31,11 +31,11 @@ class InsertProducts(Pass[RegionPlan, EditedGraph]):
     name = "insert-products"
 
     def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
-        _Insertion(plan, edited).run()
+        _ProductInsertion(plan, edited).run()
         return any(plan.quantised.chosen)
 
 
-class _Insertion:
+class _ProductInsertion:
     def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         self.plan, self.graph, self.nodes = plan.quantised, edited.module.graph, edited.nodes
         self.order = {node: place for place, node in enumerate(self.graph.nodes)}

@@ -41,7 +41,7 @@ def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], tran
     """The copies of `value` that `gemms` read. `transposed`: it is the weight of a product x · w, and not of x · wᵀ."""
     matrix = value.detach()  # a scale has no gradient
     matrix = matrix.t() if transposed else matrix.reshape(-1, matrix.shape[-1])
-    link = _Link.apply(value) if torch.is_grad_enabled() else _linked(value)
+    link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
     return Quantised(link, *copies(matrix, role, RECIPES[recipe], gemms))
 
 
@@ -65,7 +65,7 @@ def _linked(value: Tensor) -> Tensor:
     return value.new_empty(()).expand(value.shape)
 
 
-class _Link(torch.autograd.Function):
+class _HistoryLink(torch.autograd.Function):
     """A tensor without memory that has the shape and the history of a value."""
 
     @staticmethod
