@@ -6,8 +6,7 @@ the whole reads and writes low and computes in fp32 inside. Recognised are, with
 1. GELU's tanh form:  0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))                     gelu(approximate="tanh")
 2. softmax:           exp(x − max) / sum, with or without the maximum                   softmax
 3. layer norm:        (x − mean) / √(mean((x − mean)²) + ε), times weight, plus bias    layer_norm
-4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm, but not on CPU: PyTorch has no
-   kernel there and would convert and write it out again
+4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (fp32 on a CPU)
 
 A pattern is fused only if nothing outside reads what is inside it, nothing later writes what it reads or gives, which the kernel may keep
 for backward, and for lists by which its op may run low. Conversions inside are the kernel's business. A copy of the captured graph is
@@ -29,7 +28,16 @@ import torch.fx
 import torch.nn.functional as F
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading, copy_graph
-from amprewrite.graphs.fx.node_facts import CONVERSIONS, ENTER_AUTOCAST, FUNCTORCH, comparable, device_of, example_value, memory_of, written
+from amprewrite.graphs.fx.node_facts import (
+    CONVERSIONS,
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    FUNCTORCH,
+    comparable,
+    example_value,
+    memory_of,
+    written,
+)
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import OpLists, op_name
@@ -65,7 +73,7 @@ class FusePatterns(Pass[Reading, EditedGraph]):
 def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.GraphModule:
     """`module`, or if it holds such patterns a copy with each of them as one call."""
     names = {op_name(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")}
-    if lists.rule != "cost" or ENTER_AUTOCAST in names or any(name.endswith(FUNCTORCH) for name in names):
+    if lists.rule != "cost" or any(name.endswith(FUNCTORCH) for name in names):
         return module
     units = list(find_patterns(module.graph, lists))
     if not units:
@@ -87,7 +95,7 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
     """Units of a graph, none within another; from its end, so that a bias or weight is taken along."""
-    taken: set[Node] = set()
+    taken = _in_autocast(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
         if node in taken or not _is_fp32(node):
@@ -98,6 +106,16 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
                 taken |= unit.inside | {node}
                 yield unit
                 break
+
+
+def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes in autocast regions of the model's own, which say what runs in what there."""
+    found, depth = set[Node](), 0
+    for node in graph.nodes:
+        depth += {ENTER_AUTOCAST: 1, EXIT_AUTOCAST: -1}.get(op_name(node.target), 0)
+        if depth:
+            found.add(node)
+    return found
 
 
 def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
@@ -319,14 +337,23 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
         return biased and dim in (-1, (-1,), [-1]) and node.kwargs.get("keepdim") is True and _same(node.args[0], x, inside)
     squares = _over_last(node, "mean", inside)
     factors = _factors(squares, inside) if isinstance(squares, Node) else []
-    return len(factors) == 2 and all(_same(f, centred, inside) for f in factors)
+    return len(factors) == 2 and all(_same_difference(f, centred, inside) for f in factors)
+
+
+def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
+    """Whether two differences are one, or have the same operands."""
+    if _same(a, b, inside):
+        return True
+    pairs = _two(_bare(a, inside), "sub"), _two(_bare(b, inside), "sub")
+    if pairs[0] is None or pairs[1] is None or not all(_same(one, other, inside) for one, other in zip(*pairs, strict=True)):
+        return False
+    inside.add(_bare(a, inside))
+    return True
 
 
 def _rms_norm(end: Node) -> Pattern | None:
     inside: set[Node] = set()
     width = _width(end)
-    if device_of(example_value(end)) == "cpu":
-        return None
     parts = _scaled(_factors(end, inside), width)
     spread = _plus(parts[1], inside) if parts is not None else None
     squares = _over_last(spread[1], "mean", inside) if spread is not None else None

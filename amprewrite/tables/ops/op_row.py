@@ -122,7 +122,8 @@ class Op:
     uneven: tuple[str, ...] = ()
     """Devices whose low kernels round some elements of a tensor twice and others once, so that a row depends on its batch."""
     no_kernel: tuple[str, ...] = ()
-    """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16"."""
+    """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16". PyTorch refuses low values, or
+    converts them to fp32 and runs several ops."""
     unset: tuple[str, ...] = ()
     """Where its low backward leaves parts of a gradient unset for some sizes: "cpu:bf16" (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()

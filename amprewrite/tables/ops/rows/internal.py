@@ -49,7 +49,7 @@ ROWS = (
         mixed_on=BOTH,
         writes=(("running_mean", "use_input_stats"), ("running_var", "use_input_stats")),
     ),
-    *rows(INTERNAL, "the mean square is taken in fp32 inside the kernel", "rms_norm _fused_rms_norm"),
+    *rows(INTERNAL, "the mean square is taken in fp32 inside the kernel", "rms_norm _fused_rms_norm", no_kernel=ON_CPU),
     *rows(
         INTERNAL,
         "accumulates in fp32; the sum itself can exceed fp16's 65504",
