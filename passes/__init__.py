@@ -49,6 +49,7 @@ from amprewrite.passes.plan.plan_pads import PlanPads
 from amprewrite.passes.plan.plan_products import PlanProducts
 from amprewrite.passes.plan.weigh_plans import WeighPlans
 from amprewrite.passes.repaint.decline_small_graphs import DeclineSmallGraphs
+from amprewrite.passes.repaint.repaint_as_autocast import RepaintAsAutocast
 from amprewrite.passes.repaint.repaint_by_cost import RepaintByCost
 from amprewrite.passes.repaint.repaint_by_error import RepaintByError
 from amprewrite.passes.repaint.repaint_by_range import RepaintByRange
@@ -56,7 +57,6 @@ from amprewrite.passes.repaint.repaint_counts import RepaintCounts
 from amprewrite.passes.repaint.repaint_read_by_many import RepaintReadByMany
 from amprewrite.passes.repaint.repaint_shares import RepaintShares
 from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
-from amprewrite.passes.repaint.repaint_unrounded import RepaintUnrounded
 
 Deciding = Pass[Problem, Decisions]
 Applying = Pass[RegionPlan, EditedGraph]
@@ -89,7 +89,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanGradientBlocks(),  # which weights share an autograd node in training
     PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
 )
-KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintUnrounded(), RepaintShares(), RepaintReadByMany())
+KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
 """What torch.autocast would not round, and a price would."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())

@@ -1,13 +1,17 @@
-"""One captured graph, from capture to edited graph: read → decide → apply → check. The whole story on one screen.
+"""One captured graph, from capture to edited graph: read → decide → apply → check. The whole story.
+
+One file because graphs inside a graph are read and rewritten by the same steps, and tell each other how exact their values are.
 
 `rewrite`, `export_program`, `verify`, calibration and the search for an accuracy read through `read_problem`, so they decide alike.
+
+By name it knows `getitem`, which picks one result of a graph inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.fx
@@ -28,6 +32,7 @@ from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
 from amprewrite.graphs.fx.run.unseen_overflow import exchanges_infinities
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
+from amprewrite.ir.evidence.held_wide import held
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
 from amprewrite.ir.op_graph import Demand, OpNode
@@ -42,13 +47,14 @@ from amprewrite.passes import APPLY, CLEAN_EXPORTED, NORMALISE, TIDY, WEIGH, dec
 from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.passes.apply.scale_loss import nodes_outside
 from amprewrite.passes.lower.dry_run import Refused, dry_run
-from amprewrite.passes.repaint.repaint_unrounded import Unrounded
+from amprewrite.passes.repaint.repaint_as_autocast import Roundings
 from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import PassError, PlanError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import op_lists, op_name
-from amprewrite.tables.vocabulary import Colour, Reason
+from amprewrite.tables.vocabulary import Colour, Held, Reason
 
+T = TypeVar("T")
 CapturedGraph = torch.fx.GraphModule
 """A graph as Dynamo or torch.export captured it."""
 MOST_REFUSALS = 200
@@ -88,7 +94,7 @@ def read_problem(
     run_passes(NORMALISE, reading, normalised, name)
     module = normalised.module
     note_held(module.graph)
-    graph, nodes = read_graph(module, policy.low, lists, entry, names, reading.training, grad)
+    graph, nodes = read_graph(module, policy.low, lists, entry, names, reading.training, grad, device)
     trained = trained_values(nodes)
     problem = Problem(
         graph=graph, policy=policy, lists=lists, name=name, entry=entry, training=training, scale_loss=scale_loss,
@@ -147,8 +153,8 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
     An op that refuses the low inputs it was planned to get is kept high and the plan made anew: unsure means high precision.
     The captured graph itself is never edited.
     """
-    bodies = _rewrite_bodies(captured)
     closed = _rewrite_inner_graphs(captured)
+    bodies = _rewrite_bodies(captured)
     for _ in range(MOST_REFUSALS):
         problem = captured.problem
         decisions = decide(problem)
@@ -181,10 +187,9 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     pinned: dict[str, OpNode] = {}
-    for node in captured.module.graph.nodes:
-        if not is_checkpoint(node):
-            continue
-        part = _part_of(captured, node)
+    read_parts(captured)
+    _tell_parts(captured)
+    for node, part in captured.parts.items():
         name = part.problem.name
         if captured.match_given is not None:
             part.know(given=captured.match_given(part.problem))
@@ -210,6 +215,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
         part = _read_inner_graph(captured, node, name, replace(captured.problem.policy, may_decline=False, products=None))
         scaled = captured.problem.scale_loss or captured.problem.inside_scaled
         narrow = captured.problem.training and captured.problem.policy.low.narrow
+        _hear_of_inner_graph(captured, node, part)
         reason = kept_high(node, name, scaled) if scaled or narrow else None
         if reason is not None:
             _leave_high(part, reason, op_name(node.target))
@@ -224,6 +230,18 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
             captured.left_bodies[name] = left
             bodies[name] = getattr(captured.module, name), _all_high(part.problem, *left)
     return bodies
+
+
+def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
+    """Note how exact the results of a loop, a condition or a Function are; in turn all of them are read in fp32."""
+    inside, results = held(part.problem), part.results.values()
+    part.know(needs_bits=frozenset(results))
+    _hear_of_inputs(captured, part)
+    known, names = dict(captured.problem.held), captured.names
+    for each in (node, *(user for user in node.users if op_name(user.target) == "getitem")):
+        if each in names:
+            known[names[each]] = min([known.get(names[each], Held.ROUNDED), *(inside[name] for name in results)])
+    captured.know(held=known)
 
 
 def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
@@ -265,10 +283,9 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     known = {**part.problem.magnitudes, **_handed_on(around.magnitudes, pairs)}
     part.factors = {**part.factors, **_handed_on(captured.factors, pairs)}
     steps = read_small_steps(part.problem.graph, part.nodes, part.factors, repeated=True)
-    exact = Unrounded(around).through_streams
-    rounded = frozenset(inner for inner, outer in pairs if outer not in exact)
-    part.know(magnitudes=known, small_steps=steps, inside_scaled=around.scale_loss or around.inside_scaled, rounded=rounded)
-    part.match_given = captured.match_given
+    exact = _handed_on(held(around), pairs)
+    part.know(magnitudes=known, small_steps=steps, inside_scaled=around.scale_loss or around.inside_scaled, held=exact)
+    part.match_given, part.given = captured.match_given, dict(pairs)
     if around.kept_high is not None:
         _leave_high(part, *around.kept_high)
     elif part.problem.training and part.problem.policy.low.narrow:
@@ -277,9 +294,9 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
     return part
 
 
-def _handed_on(sizes: Mapping[str, float], pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """The sizes of what a graph hands to one inside it, by the vertices in there; `pairs` are the vertices inside and around."""
-    return {inner: sizes[outer] for inner, outer in pairs if outer in sizes}
+def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
+    """Facts about what a graph hands to one inside it, by the vertices in there; `pairs` are the vertices inside and around."""
+    return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
@@ -313,11 +330,9 @@ def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
     part.know(fold_masks=captured.problem.fold_masks, scale_loss=apart)
     inputs = dict(zip(part.module.graph.find_nodes(op="placeholder"), node.args[1:], strict=False))
     part.know(**_read_attention(part, {inner: outer for inner, outer in inputs.items() if isinstance(outer, torch.fx.Node)}))
-    found = Unrounded(part.problem)
-    whole = {place for place, name in part.results.items() if name in found.through_streams and name in found.raw}
-    results = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
-    partly = (name for name in results if captured.nodes[name].args[1] in whole)
-    captured.know(partly=captured.problem.partly.union(partly))
+    found = held(part.problem)
+    results = {outer: found[inner] for outer, inner in _results_inside(captured, node, part).items()}
+    captured.know(held={**captured.problem.held, **results})
     if not apart and not _written_outside(captured, _results_of(captured, node)):
         _free_outputs(part)
     return part
@@ -327,6 +342,29 @@ def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
     """The vertices that stand for the results of the body that `node` runs."""
     names = captured.names
     return [captured.problem.graph[names[user]] for user in node.users if user in names]
+
+
+def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> dict[str, str]:
+    """The vertices of the fp32 results of the body that `node` runs, with those that give them in the body."""
+    names = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
+    places: dict[str, Any] = {name: captured.nodes[name].args[1] for name in names}
+    return {name: part.results[place] for name, place in places.items() if place in part.results}
+
+
+def _tell_parts(captured: Captured) -> None:
+    """Tell the bodies of checkpoints which of their results need all bits around them, and the graph which values do inside them."""
+    for node, part in reversed(captured.parts.items()):
+        around = Roundings(captured.problem).magnifies
+        part.know(needs_bits=frozenset(inner for outer, inner in _results_inside(captured, node, part).items() if outer in around))
+        _tell_parts(part)
+        _hear_of_inputs(captured, part)
+
+
+def _hear_of_inputs(captured: Captured, part: Captured) -> None:
+    """Note which values the graph `part` inside this one reads with all their bits."""
+    inside = Roundings(part.problem).magnifies
+    needed = (outer for inner, outer in part.given.items() if inner in inside)
+    captured.know(needs_bits=captured.problem.needs_bits.union(needed))
 
 
 def _written_outside(captured: Captured, results: list[OpNode]) -> bool:

@@ -19,7 +19,7 @@ from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.tables.devices import Device, device_row
 from amprewrite.tables.ops.op_lists import OpLists
-from amprewrite.tables.vocabulary import Edit, Reason
+from amprewrite.tables.vocabulary import Edit, Held, Reason
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,10 +59,10 @@ class Problem:
     """Values with gradients to which more ops give a share than a low format adds up well; weights are none of them."""
     matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
     """Products that fp8 kernels could run, by name; read only if some may."""
-    rounded: frozenset[str] = frozenset()
-    """Inputs of an inner graph that the graph around it made of a product."""
-    partly: frozenset[str] = frozenset()
-    """Results of inner graphs of which a part is as exact as an input, offset and all."""
+    held: Mapping[str, Held] = field(default_factory=dict)
+    """How exact torch.autocast holds the inputs of a graph inside another, and the results of graphs inside this one."""
+    needs_bits: frozenset[str] = frozenset()
+    """Values whose rounding a graph around this one or inside it would magnify."""
     far_constants: tuple[str, ...] = ()
     """Ops with finite constants beyond the range of the low format among their arguments."""
     device: str = "cpu"

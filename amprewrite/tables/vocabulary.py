@@ -1,8 +1,8 @@
-"""The three enums that everything else speaks: what a list says of an op, what a node runs in, and why."""
+"""The enums that all else speaks: what a list says of an op, what a node runs in, why, and how exact torch.autocast keeps a value."""
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 
 
 class OpKind(Enum):
@@ -68,6 +68,19 @@ class Colour(Enum):
     """Carries no fp32 value (integers, booleans, half precision of the model's own, fp64, complex, sparse): never cast."""
 
 
+class Held(IntEnum):
+    """How exact torch.autocast holds a value."""
+
+    EXACT = 0
+    """In fp32, and it may have an offset of any size, or be far more exact than a product: a rounding may leave nothing of it."""
+    PLAIN = 1
+    """In fp32, without an offset, but no product has rounded it: weights, rows of a table, results of norms."""
+    ROUNDED = 2
+    """In fp32, but products have rounded it, each element about as far as the low format does."""
+    LOW = 3
+    """In the low format."""
+
+
 class Reason(Enum):
     """Why a node has its colour; the text completes the sentence "NODE runs in COLOUR because …"."""
 
@@ -108,10 +121,8 @@ class Reason(Enum):
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
     COUNTS = "it multiplies numbers that count something, which the low format does not hold"
-    UNROUNDED = "no product has rounded it yet, and what it leads to needs all of its bits"
-    PARTLY_ROUNDED = "products have rounded a part of it alone, and what it leads to needs all of its bits"
-    AVERAGED = "torch.autocast holds a mean of many in fp32, and what it leads to needs all of its bits"
-    MAGNIFIED = "torch.autocast holds it in fp32, and what reads it would magnify a rounding"
+    UNROUNDED = "torch.autocast keeps it in fp32, and no product has rounded it yet"
+    MAGNIFIED = "torch.autocast keeps it in fp32, and what reads it would magnify its rounding"
     TOLD_APART = "a logarithm may tell its values near zero or one apart, which the low format does not hold"
     DRAWN = "a random draw below one would round up to one, where a logarithm of it has its pole"
     SMALL_STEPS = "it goes on in many small steps, and its rounding would outweigh theirs"

@@ -10,7 +10,7 @@ Inputs and parameters arrive high. In canonical order makers come before readers
 
 from __future__ import annotations
 
-from amprewrite.ir.op_graph import Demand, OpNode
+from amprewrite.ir.evidence.held_wide import widest_of
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
@@ -23,19 +23,13 @@ class PaintAutocast(Pass[Problem, Decisions]):
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         open_nodes = [node for node in problem.graph if node.name not in decisions.paints]
+        high = {name for name, paint in decisions.paints.items() if paint.colour is not Colour.LOW}
         for node in open_nodes:
-            _paint_widest(decisions, node)
+            value, is_high = widest_of(node, high)
+            if value and not is_high:
+                decisions.paint(node.name, Colour.LOW, Reason.FOLLOWS_INPUTS, because_of=value)
+            else:
+                decisions.paint(node.name, Colour.HIGH, Reason.WIDEST_INPUT if value else Reason.NOT_REACHED, because_of=value)
+                high.add(node.name)
         paint_ties(problem, decisions)
         return bool(open_nodes)
-
-
-def _paint_widest(decisions: Decisions, node: OpNode) -> None:
-    read = [o for o in node.operands if o.demand in (Demand.COLOUR, Demand.PROMOTE)]
-    counted = [o for o in read if not o.scalar] or read
-    high = next((o.value for o in counted if decisions.paints[o.value].colour is not Colour.LOW), None)
-    if not counted:
-        decisions.paint(node.name, Colour.HIGH, Reason.NOT_REACHED)
-    elif high is not None:
-        decisions.paint(node.name, Colour.HIGH, Reason.WIDEST_INPUT, because_of=high)
-    else:
-        decisions.paint(node.name, Colour.LOW, Reason.FOLLOWS_INPUTS, because_of=counted[0].value)

@@ -27,9 +27,9 @@ from amprewrite.passes.paint.paint_lists import PaintLists
 from amprewrite.passes.paint.paint_tf import PaintTF
 from amprewrite.passes.paint.paint_ties import PaintTies
 from amprewrite.passes.repaint.decline_small_graphs import all_high
+from amprewrite.passes.repaint.repaint_as_autocast import RepaintAsAutocast
 from amprewrite.passes.repaint.repaint_shares import RepaintShares
 from amprewrite.passes.repaint.repaint_small_steps import RepaintSmallSteps
-from amprewrite.passes.repaint.repaint_unrounded import RepaintUnrounded
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
@@ -39,7 +39,7 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
     "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
 }
 """The passes that paint by rules that other tools have."""
-SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintUnrounded(), RepaintShares())
+SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
 """What holds for our lists, whoever paints by them."""
 PARITY = "parity with the model's other graphs costs "
 """How the note begins that says what one plan for all graphs costs this one."""

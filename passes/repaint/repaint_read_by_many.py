@@ -8,12 +8,12 @@ it comes of products alone, stays open.
 
 from __future__ import annotations
 
-from amprewrite.ir.op_graph import OpGraph
+from amprewrite.ir.evidence.held_wide import held_wide
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
-from amprewrite.tables.vocabulary import OpKind, Reason
+from amprewrite.tables.vocabulary import Reason
 
 
 class RepaintReadByMany(Pass[Problem, Decisions]):
@@ -21,24 +21,13 @@ class RepaintReadByMany(Pass[Problem, Decisions]):
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
         before = dict(decisions.paints)
-        low = low_under_autocast(problem.graph) if problem.read_by_many else set()
+        wide = held_wide(problem.graph, problem.device, problem.held) if problem.read_by_many else set()
         for name in problem.read_by_many:
-            if name not in low:
+            if name in wide:
                 decisions.keep_high(problem, name, Reason.READ_BY_MANY)
         if decisions.paints != before:
             paint_ties(problem, decisions)
         return decisions.paints != before
 
 
-def low_under_autocast(graph: OpGraph) -> set[str]:
-    """Products, and what is made of such alone by ops that follow their operands."""
-    found: set[str] = set()
-    for node in graph:
-        given = [operand.value for operand in node.operands if not operand.scalar]
-        follows = node.kind in (OpKind.CLEAR, OpKind.INFER) and bool(given) and found.issuperset(given)
-        if node.role == "op" and (node.kind is OpKind.ALLOW or follows):
-            found.add(node.name)
-    return found
-
-
-__all__ = ["RepaintReadByMany", "low_under_autocast"]
+__all__ = ["RepaintReadByMany"]

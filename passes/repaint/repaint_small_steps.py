@@ -30,7 +30,7 @@ class RepaintSmallSteps(Pass[Problem, Decisions]):
         before = dict(decisions.paints)
         for name in problem.small_steps:
             decisions.keep_high(problem, name, Reason.SMALL_STEPS)
-        running = running_sums(problem.graph)
+        running = running_sums(problem)
         for name in (node.name for node in problem.graph if node.name in running):
             decisions.keep_high(problem, name, Reason.RUNNING_SUM)
         if decisions.paints != before:

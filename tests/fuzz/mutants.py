@@ -226,19 +226,20 @@ MUTANTS = (
     ),
     Mutant(
         "early-rounding", "values that no product has rounded are rounded in front of differences and norms", ("programs",), ("offset",),
-        (("passes/__init__.py", "KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintUnrounded(), ", "KEEP = (RepaintCounts(), RepaintSmallSteps(), "),),
+        (("passes/__init__.py", "RepaintSmallSteps(), RepaintAsAutocast(), ", "RepaintSmallSteps(), "),),
     ),
     Mutant(
         "forgotten-offset", "a stream loses the offset of its input at its second branch", ("programs",), ("stream",),
-        (("passes/repaint/repaint_unrounded.py", "return operand.value in self.raw or not self._closes", "return not self._closes"),),
+        (("amprewrite/ir/evidence/held_wide.py", "(Held.EXACT in found and node.op", "(Held.EXACT in found and node.op not in SUMS and node.op"),),
     ),
     Mutant(
         "magnified-rounding", "what torch.autocast holds in fp32 behind a product is rounded before it is taken from a number", ("programs",), ("magnified",),
-        (("passes/repaint/repaint_unrounded.py", "magnified(self.graph, self.wide, self.exact, self.raw) | found", "found"),),
+        (("amprewrite/ir/evidence/held_wide.py", "return Held.PLAIN if bent or node.kind", "return Held.PLAIN if node.kind"),
+         ("passes/repaint/repaint_as_autocast.py", "        if node.op in AWAY:\n            return True\n", "")),
     ),
     Mutant(
         "rounded-shares", "shares are rounded in front of a loss of probabilities", ("programs",), ("shares",),
-        (("passes/__init__.py", "RepaintUnrounded(), RepaintShares(), ", "RepaintUnrounded(), "),),
+        (("passes/__init__.py", "RepaintAsAutocast(), RepaintShares(), ", "RepaintAsAutocast(), "),),
     ),
     Mutant(
         "added-up-low", "the gradients of many readers of one low copy are added up in the low format", ("programs",), ("many_readers",),
@@ -250,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "kinks-rounded", "rounded learnt values choose where gradients go", ("programs",), ("kink",),
-        (("passes/repaint/repaint_unrounded.py", "ops_with(Trait.LOOKS_UP), ops_with(Trait.HAS_KINKS)", "ops_with(Trait.LOOKS_UP), frozenset[str]()"),),
+        (("passes/repaint/repaint_as_autocast.py", "ops_with(Trait.HAS_STEPS), ops_with(Trait.HAS_KINKS)", "ops_with(Trait.HAS_STEPS), frozenset[str]()"),),
     ),
     Mutant(
         "hook-beside-input", "a hook on what an op gives back of an input misses its other readers where gradients are scaled", ("programs",), ("hook_identity",),

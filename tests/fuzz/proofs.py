@@ -612,8 +612,8 @@ def _() -> bool:
     def refined(self: Any, x: Tensor) -> Tensor:
         found = x
         for _ in range(4):
-            found = found + torch.tanh(self.a(found - x))
-        return self.b(found - x)
+            found = found + torch.tanh(self.a(F.layer_norm(found, (4,))))
+        return self.b(F.layer_norm(found, (4,)))
 
     plain, amp = pair(refined)
     with torch.no_grad():

@@ -171,7 +171,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         pytest.param("{}", "has no 'regions'; write one with plan.to_json()", id="another object"),
         pytest.param(
             damaged(lambda d: d.update(version=99)),
-            "version 99, this amprewrite reads 1 to 2; make the plan anew",
+            "version 99, this amprewrite reads 1 to 3; make the plan anew",
             id="a later version",
         ),
         pytest.param(damaged(lambda d: d.pop("version")), "version None", id="no version"),
@@ -354,5 +354,18 @@ def test_a_plan_of_version_one_is_migrated() -> None:
             cast["epoch"] = cast.pop("write_version")
     assert amprewrite.CastPlan.from_json(json.dumps(old)) == plan
     for damage in ({"regions": 3}, {"regions": [4]}, {"regions": [{"casts": [5]}]}):
+        with pytest.raises(PlanError):
+            amprewrite.CastPlan.from_json(json.dumps(old | damage))
+
+
+@pytest.mark.parametrize("reason", ["PARTLY_ROUNDED", "AVERAGED"])
+def test_a_plan_of_version_two_is_migrated(reason: str) -> None:
+    """It had three reasons where there is one now, `MAGNIFIED`."""
+    plan = amprewrite.plan(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(8, 8)), (torch.randn(2, 8),), dtype="bf16")
+    old = json.loads(plan.to_json()) | {"version": 2}
+    node = next(node for node in old["regions"][0]["nodes"] if node["op"] == "relu")
+    node["reason"] = reason
+    assert amprewrite.CastPlan.from_json(json.dumps(old)).find(node["name"])[0].reason is Reason.MAGNIFIED
+    for damage in ({"regions": 3}, {"regions": [4]}, {"regions": [{"nodes": 5}]}, {"regions": [{"nodes": [5]}]}):
         with pytest.raises(PlanError):
             amprewrite.CastPlan.from_json(json.dumps(old | damage))

@@ -124,7 +124,7 @@ def test_flipping_the_named_cause_flips_the_node(model: nn.Module, shape: tuple[
                 assert moved.find(node.name)[0].colour is OTHER[node.colour], node
             elif node.reason in BY_NEIGHBOURS:
                 check_neighbours(plan, asked, node, model, shape, lists)
-            elif node.reason in (Reason.UNROUNDED, Reason.PARTLY_ROUNDED, Reason.TOLD_APART):
+            elif node.reason in (Reason.UNROUNDED, Reason.MAGNIFIED, Reason.TOLD_APART):
                 # by what it leads to, which an override of its own can set aside
                 change = asked.forced(node.name)
                 assert change is not None and conditions(node, "bf16")

@@ -39,6 +39,8 @@ class Captured:
     """Finds the plan to follow for a graph inside this one."""
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The bodies of activation checkpoints, for a caller that runs them one by one."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Of a graph inside another, the value around it that each input is, by vertex."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """The sizes of learnt numbers that may scale something, by vertex."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Captured:
         """The vertices that the graph gives, by place among its results."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+        given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function gives what it saves, too
         return {place: names[each] for place, each in enumerate(given) if isinstance(each, torch.fx.Node) and each in names}
 
 

@@ -1,40 +1,133 @@
-"""What torch.autocast holds in fp32, op by op: a plan that rounds it has an error that torch.autocast has not.
+"""Which values torch.autocast holds in fp32, and how exact it holds them: the one reading of torch.autocast's rules.
 
-1. Inputs and weights are fp32, and so is what an op makes of nothing.
-2. Ops that torch.autocast lists as low give low values, those that it lists as high fp32 ones, and so does a cast that the model asks for.
-3. Any other op has the widest dtype that it reads; numbers in 0-dim tensors do not count.
+1. Inputs and weights are fp32, and so is an op's result if the op reads no tensor. A cast of what a low format holds gives low values.
+2. Ops on torch.autocast's low list give low values. Ops on its fp32 list, and casts to fp32 that the model asks for, give fp32. A file
+   has no such lists: there our own denied and unlisted ops give fp32.
+3. Any other op gives the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count, and neither do
+   numbers in 0-dim tensors beside tensors with dims, nor the constants of a file, which are stored in the format of their readers.
 """
 
 from __future__ import annotations
 
-from amprewrite.ir.evidence.running_sums import is_product
-from amprewrite.ir.op_graph import OpGraph, OpNode
+from collections.abc import Container, Mapping
+
+from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
+from amprewrite.ir.problem import Problem
+from amprewrite.tables.formats import LOW_NAMES
 from amprewrite.tables.ops.list_presets import autocast_kinds
-from amprewrite.tables.ops.op_lists import Trait, ops_with
-from amprewrite.tables.vocabulary import Colour, OpKind, Reason
+from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
+from amprewrite.tables.vocabulary import Colour, Held, OpKind, Reason
 
-CONVERTS = ops_with(Trait.CONVERTS)
+AWAY, SUMS, FACTORS, NORMS = (ops_with(each) for each in (Trait.TAKES_AWAY, Trait.ADDS_UP, Trait.SCALES, Trait.TAKES_MEAN_AWAY))
+AVERAGES, UNIFORM, CONVERTS = ops_with(Trait.AVERAGES), ops_with(Trait.UNIFORM), ops_with(Trait.CONVERTS)
+LOOKS_UP, LOGS, DRAWS, SHARES = (
+    ops_with(*each) for each in ((Trait.LOOKS_UP,), (Trait.LOGARITHM,), (Trait.RANDOM,), (Trait.SHARES_OUT, Trait.NEARS_ITS_ENDS))
+)
+BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
+ASKS, SHAPE_ONLY = frozenset(name for name, row in OPS.items() if row.asks), ops_with(Trait.TAKES_SHAPE_ONLY)
+FILE = "meta"
+"""The device of a graph that was read from a file."""
+LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
+"""Ops whose result may hang on their operand so little that it is far more exact."""
 
 
-def held_wide(graph: OpGraph, device: str) -> set[str]:
-    """Names of the values that torch.autocast holds in fp32 on `device`; CUDA's lists stand for devices that have none."""
-    kinds = autocast_kinds("cpu" if device == "cpu" else "cuda")
-    found: set[str] = set()
+def is_product(node: OpNode) -> bool:
+    """Whether an op is one that torch.autocast runs low, or that may hold such ops. A product of counts stays fp32 here."""
+    inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
+    return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
+
+
+def rounds(node: OpNode) -> bool:
+    """Whether an op rounds what it reads, whatever the plan does: a product, or a cast to a low format."""
+    return is_product(node) or (node.op in CONVERTS and node.dtype in LOW_NAMES)
+
+
+def data_of(node: OpNode) -> tuple[Operand, ...]:
+    """The operands with whose numbers an op computes, without side arguments such as the weights of a norm."""
+    if node.op in SHAPE_ONLY or (node.op in ASKS and not node.carries_fp32):
+        return ()
+    if node.op in CONVERTS and len(node.operands) > 1:
+        return tuple(operand for operand in node.operands if operand.demand is not Demand.ANY)
+    return node.operands[: len(OPS[node.op].data) or None] if node.op in OPS else node.operands
+
+
+def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
+    """The operand whose dtype an op takes that is on no list of torch.autocast, and whether it is one of `wide`; "" if it reads none."""
+    like = [operand for operand in node.operands if node.op in CONVERTS and operand.demand is Demand.ANY]
+    read = like or [operand for operand in data_of(node) if operand.demand is not Demand.ANY] or list(node.operands)
+    read = [operand for operand in read if not operand.scalar] or read
+    return next(((each.value, True) for each in read if each.value in wide), (read[0].value if read else "", False))
+
+
+def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None) -> set[str]:
+    """Names of the values that torch.autocast holds in fp32 on `device`; `known` are facts of graphs inside and around this one."""
+    kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:
-        if _is_wide(node, kinds.get(node.op), found):
+        kind = kinds.get(node.op) if kinds else OpKind.DENY if node.kind in (OpKind.DENY, None) else node.kind
+        if node.name in known:
+            wide = known[node.name] < Held.LOW
+        elif node.role != "op" or kind is OpKind.DENY or node.counted:
+            wide = True
+        elif kind is OpKind.ALLOW or is_product(node):
+            wide = False
+        else:
+            explicit = node.pinned is not None and node.pinned[:2] == (Colour.HIGH, Reason.EXPLICIT_DTYPE)
+            value, widest = widest_of(node, found)
+            low = node.op in CONVERTS and not value and node.pinned is None
+            wide = explicit or widest or not (value or low)
+        if wide:
             found.add(node.name)
     return found
 
 
-def _is_wide(node: OpNode, kind: OpKind | None, wide: set[str]) -> bool:
-    if node.role != "op" or kind is OpKind.DENY or node.counted:
-        return True
-    if kind is OpKind.ALLOW or is_product(node):
-        return False
-    if node.op in CONVERTS and node.pinned is not None and node.pinned[:2] == (Colour.HIGH, Reason.EXPLICIT_DTYPE):
-        return True
-    read = [operand.value for operand in node.operands if not operand.scalar]
-    return not read or not wide.isdisjoint(read)
+def held(problem: Problem) -> dict[str, Held]:
+    """How exact torch.autocast holds each value of a graph."""
+    return _Reading(problem).found
 
 
-__all__ = ["held_wide"]
+class _Reading:
+    def __init__(self, problem: Problem) -> None:
+        self.graph, self.offsets, self.found = problem.graph, problem.offsets, dict[str, Held]()
+        self.from_inputs = set[str]()
+        wide = held_wide(problem.graph, problem.device, problem.held)
+        for node in problem.graph:
+            if (node.role == "input" and node.carries_fp32) or any(each.value in self.from_inputs for each in node.operands):
+                self.from_inputs.add(node.name)
+            self.found[node.name] = problem.held.get(node.name, self._held(node) if node.name in wide else Held.LOW)
+
+    def _held(self, node: OpNode) -> Held:
+        if node.role != "op":
+            return Held.EXACT if node.role == "input" or node.name in self.offsets else Held.PLAIN
+        given = [each.value for each in data_of(node) if not each.scalar]
+        found = [self.found[each] for each in given]
+        if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
+            return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN  # a mask, or what one blocks
+        if node.op in DRAWS | UNIFORM and not given:
+            return Held.PLAIN
+        if node.op in NORMS and given and node.numel >= self.graph[given[0]].numel:
+            return max(Held.PLAIN, min(found[0], Held.ROUNDED))
+        if node.op in FACTORS:
+            spans = [each for each in given if self._spans(each) >= node.numel]
+            found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
+        if not given or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT
+        bent = node.op in LEVELS | AWAY | AVERAGES | LOGS | NORMS
+        if node.op in SUMS:  # with a number, or with what is more exact than products are
+            bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
+        return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
+
+    def _is_learnt(self, name: str) -> bool:
+        """Whether a value is a weight, rows of a table, what a norm gave, or a mask."""
+        seen = self.graph.seen(name)
+        return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate
+
+    def _spans(self, name: str) -> int:
+        """How many different elements a value has at most, before ops that read it alone repeated some."""
+        node, least = self.graph[name], self.graph[name].numel
+        while node.role == "op" and not is_product(node) and len(node.operands) == 1:
+            node = self.graph[node.operands[0].value]
+            least = min(least, node.numel)
+        return least
+
+
+__all__ = ["data_of", "held", "held_wide", "is_product", "rounds", "widest_of"]

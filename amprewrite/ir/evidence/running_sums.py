@@ -17,12 +17,14 @@ By name it knows `lerp`, which scales its first operand by what is left of its w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
+from amprewrite.ir.evidence.held_wide import held_wide, is_product
 from amprewrite.ir.op_graph import OpGraph, OpNode
+from amprewrite.ir.problem import Problem
 from amprewrite.tables.ops.op_lists import Trait, ops_with
-from amprewrite.tables.vocabulary import OpKind, Reason
+from amprewrite.tables.vocabulary import OpKind
 
 MANY = 8
 """Sums in a row whose roundings are many: one in bf16 is off by up to 0.4 %, and eight that are off alike by 3 %."""
@@ -35,18 +37,12 @@ SUMS, FACTORS = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES)
 LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 
-def is_product(node: OpNode) -> bool:
-    """Whether an op is one that torch.autocast runs low, or that may hold such ops. A product of counts stays fp32 here."""
-    if node.counted:
-        return False
-    return node.kind is OpKind.ALLOW or node.flops > 0 or (node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY))
-
-
-def running_sums(graph: OpGraph) -> frozenset[str]:
+def running_sums(problem: Problem) -> frozenset[str]:
     """The sums of a graph that carry a value on through many, and what hands it on from one to the next."""
+    graph = problem.graph
     if sum(node.op in SUMS for node in graph) < MANY:
         return frozenset()
-    return _Sums(graph).found()
+    return _Sums(graph, held_wide(graph, problem.device, problem.held)).found()
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,8 @@ class _Way:
 class _Sums:
     """The sums of one graph, each a bit, and what was made of them."""
 
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.wide = set[str]()
-        """What torch.autocast holds in fp32."""
+    def __init__(self, graph: OpGraph, wide: Set[str]) -> None:
+        self.graph, self.wide = graph, wide
         self.rounded = set[str]()
         """What products are upstream of."""
         self.bit: dict[str, int] = {}
@@ -93,9 +87,6 @@ class _Sums:
         self.made[node.name] = made
         if product or not self.rounded.isdisjoint(given):
             self.rounded.add(node.name)
-        widens = any(operand.value in self.wide and not operand.scalar for operand in node.operands)
-        if not product and (widens or not given or node.kind in (OpKind.DENY, None)):
-            self.wide.add(node.name)
 
     def found(self) -> frozenset[str]:
         sums = [node for node in self.graph if node.op in SUMS and node.name in self.wide]
@@ -147,4 +138,4 @@ class _Sums:
             yield self.graph[operand.value], _Way((*way.passed, node.name), way.added + others * (node.op in SUMS), scaled)
 
 
-__all__ = ["is_product", "running_sums"]
+__all__ = ["running_sums"]

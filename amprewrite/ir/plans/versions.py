@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 """The latest version."""
 
 
@@ -22,7 +22,16 @@ def _epochs_are_write_versions(data: dict[str, Any]) -> None:
                 cast["write_version"] = cast.pop("epoch")
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions}
+def _reasons_are_fewer(data: dict[str, Any]) -> None:
+    """Version 2 had three reasons where there is one now: rounding the value would be magnified."""
+    for region in data["regions"] if isinstance(data["regions"], list) else ():
+        nodes = region.get("nodes") if isinstance(region, dict) else None
+        for node in nodes if isinstance(nodes, list) else ():
+            if isinstance(node, dict) and node.get("reason") in ("PARTLY_ROUNDED", "AVERAGED"):
+                node["reason"] = "MAGNIFIED"
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions, 2: _reasons_are_fewer}
 """What turns a parsed plan of each older version into one of the next, in place."""
 
 

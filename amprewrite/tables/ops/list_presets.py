@@ -5,6 +5,9 @@ Both are copied as they are, with their quirks: that is what a preset is for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 from amprewrite.tables.vocabulary import OpKind
 
 
@@ -222,18 +225,12 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
 """Ops without an autocast kernel of their own that graphs show whole, by what autocast does to their parts."""
 
 
-def autocast_kinds(device: str) -> dict[str, OpKind]:
-    """torch.autocast's lists of torch 2.13 on `device`; ops on neither list follow their inputs."""
+@cache
+def autocast_kinds(device: str) -> Mapping[str, OpKind]:
+    """torch.autocast's lists of torch 2.13 on `device`, CUDA's for all but a CPU; ops on neither list follow their inputs."""
+    device = device if device == "cpu" else "cuda"
     kinds = dict.fromkeys(_AUTOCAST_LOW[device].split(), OpKind.ALLOW)
     kinds |= dict.fromkeys(_AUTOCAST_HIGH[device].split(), OpKind.DENY)
     for kind, ops in AUTOCAST_COMPOSITES[device].items():
         kinds |= dict.fromkeys(ops.split(), kind)
     return kinds
-
-
-_FP32_UNDER_AUTOCAST = {device: _words(ops) for device, ops in _AUTOCAST_HIGH.items()}
-
-
-def fp32_under_autocast(op: str, device: str) -> bool:
-    """Whether torch.autocast casts the inputs of an op to fp32 on `device`, whatever made them."""
-    return op in _FP32_UNDER_AUTOCAST.get(device, ())

@@ -70,11 +70,9 @@ class Trait(Enum):
     TAKES_AWAY = "takes one value from another, or from a number"
     TAKES_MEAN_AWAY = "takes away what its values have in common: what is left may be far smaller than they are"
     TAKES_BATCH_MEAN = "does so over the rows of a batch: a gradient in front of it is what many roundings leave of a difference"
-    MAGNIFIES_ROUNDING = "may leave little of its values, sorts them, or has a slope without bounds: it may magnify a rounding"
     HAS_STEPS = "its result jumps where its operand passes a number, or another operand"
     HAS_KINKS = "its slope jumps where its operand passes a number, or another operand: a rounding may send a gradient elsewhere"
     AVERAGES = "adds up many elements to one, or takes their mean"
-    SLIDES = "averages windows, which may overlap: the sizes do not tell of how many elements"
     SHARES_OUT = "turns scores into shares of one"
     NUMBERS = "makes a row of numbers, one after another"
     TOTALS = "adds up or multiplies many elements"
@@ -133,6 +131,8 @@ class Op:
     it pads or resizes."""
     small: Literal["", "pole", "passes", "sums"] = ""
     """What small values do to it. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are."""
+    asks: bool = False
+    """Asks about a tensor without reading its numbers, unless it gives numbers itself, as `x.T` does."""
     view: bool = False
     """Moves no bytes: its result is, as a rule, the memory of its operand."""
     traits: frozenset[Trait] = frozenset()

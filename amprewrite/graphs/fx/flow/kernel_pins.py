@@ -24,7 +24,7 @@ import torch.fx
 from amprewrite.graphs.fx.flow.readers import MOST_READERS
 from amprewrite.graphs.fx.node_facts import Fact, arguments, device_of, example_value, hint, named_arguments
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.list_presets import fp32_under_autocast
+from amprewrite.tables.ops.list_presets import autocast_kinds
 from amprewrite.tables.ops.op_lists import OpLists, find_op, op_name
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.trees import tree_leaves
@@ -85,20 +85,18 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
     return any(not any(0 <= place < inside for place in each) for each in places)
 
 
-def pin_summing(
-    fact: Fact, kind: OpKind | None, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]
-) -> Pin | None:
+def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
     """Pin an op high in which the gradient of a trained value would be added up low, term by term: by its kernel, or as it reads it often.
 
-    `learning` are all values that get gradients, `trained` those whose gradients torch.autocast adds up in fp32: none that products alone
-    have made, but for an op that autocast runs in fp32 wherever it stands. A fact of the kernel holds under all lists, also those that
+    `learning` are all values that get gradients, `trained` those that torch.autocast holds in fp32. It adds up the gradients of these in
+    fp32, and those of what an op on its fp32 list reads. A fact of the kernel holds under all lists, also those that
     allow every op; it does not overrule what was asked of this very op.
     """
-    if fact.row is None or fact.role != "op" or kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
+    if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
     device = device_of(fact.value)
     sums = device in fact.row.low_backward and (fact.op != "getitem" or _takes_places(fact.node))
-    exact = learning if sums and fp32_under_autocast(fact.op, device) else trained
+    exact = learning if sums and autocast_kinds(device).get(fact.op) is OpKind.DENY else trained
     read = Counter(node for parameter, node in arguments(fact.node) if node in exact and parameter not in fact.row.data)
     times = max(read.values(), default=0)
     if (sums and times) or times > MOST_READERS:

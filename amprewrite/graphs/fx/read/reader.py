@@ -53,6 +53,7 @@ from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, source_of
 from amprewrite.graphs.fx.run.flops import flops
+from amprewrite.ir.evidence.held_wide import held_wide
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with
@@ -65,13 +66,13 @@ _FLOATING = ("fp", "bf", "float", "complex", *NOT_DENSE)
 
 def read_graph(
     module: torch.fx.GraphModule, low: Format, lists: OpLists, entry: str = "", names: tuple[str, ...] = (), training: bool = False,
-    grad: bool = True,
+    grad: bool = True, device: str = "cpu",
 ) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
     """The op graph of `module` and the fx node of each vertex.
 
     `low` is the low format, `lists` say the kind of each op, `entry` is the path of the module that was called, `names` are
     the names of its positional parameters, `training` says whether a backward may follow, `grad` whether gradients are on where
-    such a graph begins.
+    such a graph begins, `device` where it runs.
     """
     facts = {node: read_fact(node, position) for position, node in enumerate(module.graph.nodes)}
     note_autocast(facts)
@@ -83,8 +84,6 @@ def read_graph(
     for node in idle_where_alike(facts, low.name) if lists.rule == "cost" else ():
         facts[node].may_be_idle = True
     learning = trained_nodes(module.graph) - no_grad if training else set()
-    trained = set(learning)
-    products: set[torch.fx.Node] = set()
     far = FarNumbers(low)
     for fact in facts.values():
         far.look_at(fact)
@@ -93,12 +92,8 @@ def read_graph(
         fact.pinned = (
             _pin(fact, kind, low, ties, far)
             or (pin_unset(fact, low) if training else None)
-            or pin_summing(fact, kind, lists, trained, learning)
             or pin_uneven(fact, kind, lists)
         )
-        if _is_low_under_autocast(fact, kind, facts, products):
-            products.add(fact.node)
-            trained.discard(fact.node)
         fact.may_saturate = far.may_saturate(fact, facts)
     for node in draws_before_logs(facts) if lists.rule == "cost" else ():
         if facts[node].pinned is None:
@@ -106,7 +101,21 @@ def read_graph(
     _absorb_explicit_internal(facts, lists)
     order = canonical_order(facts)
     graph = OpGraph.of(_vertex(facts[node], lists, ties, entry) for node in order)
-    return graph, {facts[node].name: node for node in order}
+    return _pinned_summing(graph, facts, lists, learning, device), {facts[node].name: node for node in order}
+
+
+def _pinned_summing(
+    graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str
+) -> OpGraph:
+    """The graph with ops pinned high that would add up gradients in the low format where torch.autocast adds them up in fp32."""
+    wide = held_wide(graph, device) if learning else set()
+    trained = {node for node in learning if facts[node].name in wide}
+    found = {}
+    for fact in facts.values() if learning else ():
+        pin = pin_summing(fact, lists, trained, learning) if fact.pinned is None or fact.pinned[1] is Reason.UNEVEN else None
+        if pin is not None:
+            found[fact.name] = replace(graph[fact.name], pinned=pin)
+    return graph.exchanged(found)
 
 
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
@@ -274,12 +283,6 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
     if f"{device}:{low.name}" in fact.row.no_kernel:
         return Colour.HIGH, Reason.NO_KERNEL, f"{fact.op} in {low.name} on {device}"
     return _pin_dtype(fact) or _pin_source(fact) or far.pin(fact)
-
-
-def _is_low_under_autocast(fact: Fact, kind: OpKind | None, facts: dict[torch.fx.Node, Fact], products: set[torch.fx.Node]) -> bool:
-    """Whether an op is a product, or follows products alone."""
-    given = [node for node in fact.node.all_input_nodes if facts[node].dtype == "fp32"]
-    return kind is OpKind.ALLOW or (kind in (OpKind.CLEAR, OpKind.INFER) and bool(given) and products.issuperset(given))
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:

@@ -285,7 +285,12 @@ class _Reader:
         if not gives_float and len(saturating) > (0 if misread else 1):
             self.keep_unsaturated(saturating, f"{name} compares what lies beyond {self.low.name}'s range")
         times = Counter(self.of.get(value) for value in node.inputs if value is not None)
-        return tuple(Operand(made, demand, twice=times[made] > 1) for made, demand in demands.items())
+        return tuple(Operand(made, demand, self.is_number(made), twice=times[made] > 1) for made, demand in demands.items())
+
+    def is_number(self, name: str) -> bool:
+        """Whether a vertex is a constant of one element, which PyTorch has as a number."""
+        held = constant_tensor(self.reading.values[name]) if name in self.reading.values else None
+        return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
         """Keep vertices in fp32 whose numbers beyond the range count as such, with what these come from; a bound lets no such number by."""

@@ -394,6 +394,7 @@ ROWS = (
         "can_cast",
         "isinstance",
         "finfo",
+        asks=True,
     ),
     *rows(
         CLEAR,

@@ -68,8 +68,6 @@ TRAITS: dict[Trait, str] = {
     Trait.TAKES_BATCH_MEAN: "batch_norm",
     Trait.AVERAGES: "sum nansum mean nanmean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
     "adaptive_avg_pool3d",
-    Trait.SLIDES: "avg_pool1d avg_pool2d avg_pool3d",
-    Trait.MAGNIFIES_ROUNDING: "sum nansum mean nanmean softmax log_softmax softmin log log2 log10 sort msort topk",
     Trait.HAS_STEPS: "sign sgn ceil floor trunc round floor_divide argmax argmin argsort eq ne lt le gt ge isin bool byte char short int "
     "long item tolist",
     Trait.HAS_KINKS: "relu relu6 leaky_relu prelu rrelu selu hardtanh hardsigmoid hardswish hardshrink softshrink threshold abs clamp "
