@@ -39,8 +39,9 @@ def rewrite(model: Any = None, **options: Any) -> Any:
     "options, error, says",
     [
         pytest.param(
-            {"dtype": "fp8"}, PolicyError, "dtype='fp8' .* use one of fp32, fp16, bf16, or their torch dtypes", id="no format"
+            {"dtype": "fp4"}, PolicyError, "dtype='fp4' .* use one of fp32, fp16, bf16, or their torch dtypes", id="no format"
         ),
+        pytest.param({"dtype": "fp8"}, PolicyError, "use dtype='bf16', products='fp8'", id="a format of products alone"),
         pytest.param({"dtype": "bfloat"}, PolicyError, "dtype='bfloat' is not a format", id="a format misspelled"),
         pytest.param({"dtype": torch.float64}, PolicyError, "dtype=torch.float64 is not a format", id="another float"),
         pytest.param({"dtype": torch.int8}, PolicyError, "dtype=torch.int8", id="an integer"),

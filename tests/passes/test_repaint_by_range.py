@@ -65,7 +65,7 @@ def test_the_reason_names_value_size_limit_and_probability() -> None:
 @pytest.mark.parametrize(("difference", "colours"), [(1.0, "H H H L"), (100.0, "L L L L")])
 def test_a_difference_far_smaller_than_its_operands_is_not_made_of_low_values(low: str, difference: float, colours: str) -> None:
     values = {"matmul": seen(1000.0), "view": seen(1000.0), "sub": seen(difference)}
-    case = with_ranges("matmul view sub(view,x) matmul", low, **values)
+    case = with_ranges("matmul view sub(view,matmul) matmul", low, **values)
     assert letters(case) == colours
     if colours[0] == "H":
         assert case.paints["matmul"].reason is Reason.CANCELS
