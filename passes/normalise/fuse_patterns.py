@@ -344,8 +344,8 @@ def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
     """Whether two differences are one, or have the same operands."""
     if _same(a, b, inside):
         return True
-    pairs = _two(_bare(a, inside), "sub"), _two(_bare(b, inside), "sub")
-    if pairs[0] is None or pairs[1] is None or not all(_same(one, other, inside) for one, other in zip(*pairs, strict=True)):
+    one, other = _two(_bare(a, inside), "sub"), _two(_bare(b, inside), "sub")
+    if one is None or other is None or not all(_same(left, right, inside) for left, right in zip(one, other, strict=True)):
         return False
     inside.add(_bare(a, inside))
     return True

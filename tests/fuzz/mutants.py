@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
-        (("amprewrite/runtime/captured/forward_scale.py", "            self._set(not self.under_way and (kept or (not further and (taken or self.static))))\n", "            self._set(True)\n"),),
+        (("amprewrite/runtime/captured/forward_scale.py", "            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))\n", "            self._set(True)\n"),),
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
@@ -171,12 +171,12 @@ MUTANTS = (
     ),
     Mutant(
         "number-clamped", "a number beyond fp16's range is taken for a mask: what it makes is clamped, and finite", ("programs",), ('large', "'fp16'"),
-        (("amprewrite/graphs/fx/flow/far_numbers.py", "        if not any(map(means_mask, far)) and not any(", "        if not far and not any("),
-         ("amprewrite/graphs/fx/flow/far_numbers.py", "        return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "        return True\n")),
+        (("amprewrite/graphs/mask_rules.py", "not (masks or beside):", "not (far or masks or beside):"),
+         ("amprewrite/graphs/mask_rules.py", "        return self.is_mask(value) or self.reaches_softmax(value)\n", "        return True\n")),
     ),
     Mutant(
         "data-clamped", "data beside fp32's lowest number is taken for a mask: what is computed with it is clamped, and finite", ("programs",), ("finfo", "'fp16'"),
-        (("amprewrite/graphs/fx/flow/far_numbers.py", "        return _is_mask(fact) or (not far and fact.row.kind is OpKind.CLEAR) or _reaches_softmax(fact.node)\n", "        return True\n"),),
+        (("amprewrite/graphs/mask_rules.py", "        return self.is_mask(value) or self.reaches_softmax(value)\n", "        return True\n"),),
     ),
     Mutant(
         "mask-computed-with", "a number that masks becomes the end of fp16's range where it is computed with, and the result is finite", ("programs",), ("large_mask", "'fp16'"),
