@@ -11,7 +11,7 @@ from typing import Any as _Any
 from amprewrite.tables.extras import EXTRAS as _EXTRAS
 from amprewrite.tables.version import VERSION as _VERSION
 
-# In a checkout `passes/` stands beside this folder; an installed wheel holds it as amprewrite/passes.
+# In a checkout, `passes/` is a sibling of this folder; an installed wheel holds it as amprewrite/passes.
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "passes" / "__init__.py").is_file():
     __path__.append(str(_root))
@@ -69,12 +69,12 @@ _HOMES = {
     "amprewrite.api.training_log": ("TrainingLog",),
     **{extra.home: extra.public for extra in _EXTRAS.values() if extra.public},
 }  # fmt: skip
-"""Where each public name comes from: its file is imported when the name is first used, Dynamo, scipy and the rest at the first call."""
+"""The public names of each module. A module is imported on the first use of a name; Dynamo, scipy and the like at the first call."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> _Any:
-    """A public name or a package, imported on first use."""
+    """Import a public name or a package on first use."""
     if name in _HOME:
         value = getattr(_import_module(_HOME[name]), name)
     elif not name.startswith("_") and _find_spec(f"{__name__}.{name}") is not None:
@@ -90,11 +90,11 @@ def __dir__() -> list[str]:
 
 
 def rewrite_onnx(model: _Any, out: _Any = None, **options: _Any) -> _Any:
-    """Rewrite an fp32 ONNX model into mixed precision, and write it to the path `out` if there is one.
+    """Rewrite an fp32 ONNX model into mixed precision, and write it to the path `out` if given.
 
-    `amprewrite.api.onnx.convert.rewrite_onnx` has the options and the result.
+    `amprewrite.api.onnx.convert.rewrite_onnx` documents the options and the result.
 
-    EmitError if the onnx extra is not installed.
+    Raises EmitError if the onnx extra is not installed.
     """
     return _import_module("amprewrite.api.onnx.support").load_onnx_support().rewrite_onnx(model, out, **options)
 

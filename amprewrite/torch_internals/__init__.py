@@ -1,3 +1,3 @@
-"""Private names of torch that several files need, each under a name of ours. All private names stand in a table:
+"""Private names of torch that several files use, each under a public name. The table of all private names is
 examples/guides/torch_internals.md.
 """

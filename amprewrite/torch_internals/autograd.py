@@ -1,4 +1,4 @@
-"""State of autograd in this thread: the backward that runs, hooks on saved tensors, grad mode, forward mode."""
+"""State of autograd in this thread: the running backward, hooks on saved tensors, grad mode, forward mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch.autograd import forward_ad
 
 current_backward = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread; -1 outside of one."""
+"""The number of the backward that runs in this thread; -1 outside a backward."""
 set_grad_enabled = torch._C._set_grad_enabled
-"""Switch grad mode. Dynamo writes this function into graphs."""
+"""Switch grad mode. Dynamo records calls of this function in graphs."""
 
 
 def saved_tensors_are_hooked() -> bool:

@@ -1,4 +1,4 @@
-"""Dispatch modes, transforms of torch.func, and tensors that stand for others."""
+"""Dispatch modes, transforms of torch.func, fake tensors and wrapper subclasses."""
 
 import torch
 from torch._guards import TracingContext
@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 disable_dispatch_modes = _disable_current_modes
-"""A context without the dispatch modes that are active."""
+"""A context manager that switches all active dispatch modes off."""
 dispatch_modes = _get_current_dispatch_mode_stack
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 tracing_context = TracingContext.try_get
-"""What Dynamo and AOTAutograd know of the graph that they trace now; None outside of a trace."""
+"""The context of the trace that Dynamo or AOTAutograd runs now; None outside a trace."""
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 current_transform = torch._C._functorch.peek_interpreter_stack
-"""The innermost transform of torch.func; None outside of one."""
+"""The innermost transform of torch.func that runs; None outside a transform."""
 is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
-"""Whether `is_grads_batched=True` batches a tensor."""
+"""Whether a tensor is batched by `torch.autograd.grad(..., is_grads_batched=True)`."""

@@ -1,4 +1,4 @@
-"""Which code Dynamo converts, and the exception by which a backend leaves a frame as it was written."""
+"""Switches for the code that Dynamo converts, and the exception by which a backend makes Dynamo skip a frame."""
 
 from types import CodeType
 
@@ -10,10 +10,10 @@ __all__ = ["SkipFrame", "convert_again", "skip_code"]
 
 
 def skip_code(code: CodeType, *, callees: bool = False) -> None:
-    """Have Dynamo run frames of `code` as they are written; with `callees` also the frames that these call."""
+    """Have Dynamo run frames of `code` eagerly; with `callees`, also the frames that they call."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT))
 
 
 def convert_again(code: CodeType) -> None:
-    """Have Dynamo convert frames of `code` that it had given up."""
+    """Have Dynamo convert frames of `code` again after it gave them up."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))

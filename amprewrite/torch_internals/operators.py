@@ -1,4 +1,4 @@
-"""Classes of the operators that a graph calls: an overload, all overloads of one name, an operator that takes functions."""
+"""Classes of operators in a graph: one overload, all overloads of a name, and higher-order operators, which take functions."""
 
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
