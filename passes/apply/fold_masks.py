@@ -1,14 +1,14 @@
-"""Take masks, and copies of heads, from attention calls as the plan says: kernels without are faster, and keep less.
+"""Remove masks and repeated heads from attention calls as the plan says: kernels without them are faster and save less.
 
-1. A mask that is dropped: `attn_mask` becomes None, with `is_causal` if that is what it said.
-2. A mask that is looked up: its graph is kept as a function of its sizes, which is asked once for each set of sizes.
-3. A mask that is looked at: a boolean mask on a CPU, where looking waits for no device, is looked at once a call.
-4. Copies of heads: the call gets the heads that were copied, and `enable_gqa`.
+1. Drop a mask: `attn_mask` becomes None, with `is_causal` if the mask was causal.
+2. Look up a mask: keep the ops that build it as a function of its sizes, called once for each set of sizes.
+3. Look at a mask: read a boolean mask on a CPU once a call. There reading waits for no device.
+4. Repeated heads: the call reads the original heads, with `enable_gqa`.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
 
-`plan-masks` decides, by facts that `graphs/fx/ops/attention_masks.py` reads.
+`plan-masks` decides, from facts that `graphs/fx/ops/attention_masks.py` reads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 
 
 def group_heads(call: torch.fx.Node) -> None:
-    """Let an attention call read the heads that were repeated for it; what repeated them goes."""
+    """Let an attention call read the original heads, and erase the ops that repeat them."""
     ways = read_repeated_heads(call.graph).get(call)
     if ways is None:
         raise PassError(f"{call.name} is to read groups of heads, and its heads are not repeated by ops that nothing else reads")
@@ -72,7 +72,10 @@ def group_heads(call: torch.fx.Node) -> None:
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
-    """Edit the calls that read `mask` as asked; what made the mask goes if nothing else reads it. `name` is free for an attribute."""
+    """Edit the calls that read `mask` as asked, and erase the ops that build it if nothing else reads it.
+
+    `name` is a free attribute name.
+    """
     graph = module.graph
     sources = sources_of(mask)
     for call, what in calls.items():
@@ -93,7 +96,7 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Let `calls` take what `question(*about, query, key)` answers, asked once for all that have the same lengths."""
+    """Insert a `question(*about, query, key)` node for each pair of lengths, and use its results as mask and is_causal of `calls`."""
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:
         query, key = queries_and_keys(call)

@@ -1,9 +1,9 @@
-"""Edit the fx graph as the plan says: insert the casts, aim dtype arguments at the colour of their node.
+"""Insert the planned casts into the fx graph, and set dtype arguments to the colour of their node.
 
-1. For each planned cast: one copy before the first of its users, which all read it from then on. A result that was made with
-   gradients is copied before the model switches them off. A value that a torch.func transform reads from outside is copied outside.
-2. In nodes that run low: dtype arguments that said fp32 say low; where the plan says so, constants beyond the range become its ends.
-3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) are told it instead.
+1. For each planned cast: one copy before the first of its users, which all read it from then on. A result that was made with gradients is
+   copied before the model switches gradients off. A value that a torch.func transform reads from outside is copied outside.
+2. In low nodes: fp32 dtype arguments become low. Where the plan says so, constants beyond the range become ±max.
+3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get it as an argument.
 
 By name it knows how the conversions `to`, `type_as` and `float` say their dtype.
 """
@@ -65,7 +65,7 @@ def insert_cast(
     graph: torch.fx.Graph, value: torch.fx.Node, to: Format, users: list[torch.fx.Node], saturate: bool, weight: bool,
     place: torch.fx.Node,
 ) -> torch.fx.Node:  # fmt: skip
-    """A copy of `value` in format `to` before `place`; `users` read it instead of `value`."""
+    """Insert a copy of `value` in format `to` before `place`, and let `users` read it instead of `value`."""
     with graph.inserting_before(place):
         source = value
         if saturate:
@@ -86,7 +86,7 @@ def insert_cast(
 
 
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
-    """Where to copy `value` for `user`: before it, or if that is the output, before the grad mode that made `value` ends."""
+    """The node before which to copy `value` for `user`: `user`, or if it is the output, the end of the grad mode that made `value`."""
     if user.op != "output":
         return user
     place, node = user, user.prev
@@ -99,7 +99,7 @@ def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.
 
 
 def aim_dtype(node: torch.fx.Node, fmt: Format, clamps: bool) -> None:
-    """Make a node that takes its dtype from an argument or from another tensor give `fmt`; `clamps`: and fit its constants into it."""
+    """Make a node that takes its dtype from an argument or from another tensor return `fmt`. With `clamps`, clamp its constants to ±max."""
     op = op_name(node.target)
     if op in CONVERSIONS:
         _aim_conversion(node, op, fmt)

@@ -1,9 +1,9 @@
-"""Give the norms that the plan names fp32 weights of one, a weight a channel.
+"""Give the norms that the plan names fp32 weights of one, a weight for each channel.
 
     before   batch_norm(x, None, None)
     after    batch_norm(x, None, None, x.new_ones(x.size(1), dtype=torch.float32))
 
-`plan-kernel-needs` says which, and why.
+`plan-kernel-needs` says which norms need them, and why.
 """
 
 from __future__ import annotations

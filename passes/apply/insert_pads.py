@@ -1,7 +1,7 @@
-"""Edit the fx graph as the plan says: change sizes where regions begin and end, and tell ops the physical sizes they run in.
+"""Insert the planned changes of size into the fx graph, and set size arguments to physical sizes.
 
-1. Ops that name sizes in their arguments (view, expand, split, slices, depthwise groups) name physical ones; attention gets the
-   scale of its logical head size; batch norm in training pads its running statistics itself.
+1. Ops that name sizes in their arguments (view, expand, split, slices, depthwise groups) name physical ones. Attention gets the scale of
+   its logical head size. Batch norm in training pads its running statistics itself.
 2. A weight's cast becomes a cast that pads. Every other planned change of size is one node before the first of its users.
 """
 
@@ -29,9 +29,9 @@ from amprewrite.tables.formats import FORMATS, dtype_name
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 
 PAD = "amprewrite_pad"
-"""Key in a node's meta that marks what this pass inserted or told other sizes."""
+"""Key in a node's meta that marks nodes that this pass inserted or gave physical sizes."""
 FRESH = ops_with(Trait.FRESH) | {"cast"}
-"""What reads any strides and gives memory of its own, as our casts do: what it reads may stay a view of something wider."""
+"""Ops that read any strides and return new memory, as our casts do: their operand may stay a view of a padded tensor."""
 
 
 class InsertPads(Pass[RegionPlan, EditedGraph]):
@@ -101,7 +101,7 @@ class _Insertion:
 
 
 def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Node]:
-    """The fx node of every planned cast copy, by the name that the pad plan has for it."""
+    """The fx node of every planned cast copy, by the name that the pad plan uses for it."""
     found = {}
     for cast in plan.casts:
         value = edited.nodes[cast.value]
@@ -112,7 +112,7 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """What a saturating cast is a copy of: it reads a clamp of the value."""
+    """The inputs of the clamp that a saturating cast reads."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 
@@ -129,7 +129,7 @@ def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx
 
 # -- 1. sizes in arguments ---------------------------------------------------------------------
 def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
-    """Set one argument, wherever it stands."""
+    """Set one argument, positional or by keyword."""
     if place < len(node.args):
         node.args = (*node.args[:place], value, *node.args[place + 1 :])
     else:
@@ -138,7 +138,7 @@ def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
 
 
 def _sizes(run: _Insertion, call: Call, node: torch.fx.Node, first: int, name: str) -> None:
-    """Tell an op its sizes, physical if a dim is padded: from argument `first` on, or as one tuple there. -1 keeps its meaning."""
+    """Set the sizes of an op, physical if a dim is padded: from argument `first` on, or as one tuple there. -1 keeps its meaning."""
     grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
     if not grown:
         return
@@ -157,7 +157,7 @@ def _view(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _zeros(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Tell `zeros` its sizes, which `new_zeros` takes after a tensor."""
+    """Set the sizes of `zeros`, or of `new_zeros`, which takes them after a tensor."""
     after_tensor = bool(node.args) and isinstance(node.args[0], torch.fx.Node) and isinstance(example_value(node.args[0]), torch.Tensor)
     _sizes(run, call, node, int(after_tensor), "size")
 
@@ -174,7 +174,7 @@ def _unflatten(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _split(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Tell a split the physical sizes of its pieces."""
+    """Set the sizes of the pieces of a split to physical ones."""
     dim = call.get(2, "dim", 0) % len(call.shapes[0])
     sizes = [physical(shape, run.layout(call, i))[dim] for i, shape in enumerate(call.shapes)]
     if sizes == [shape[dim] for shape in call.shapes]:
@@ -185,7 +185,7 @@ def _split(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
 
 
 def _getitem(run: _Insertion, call: Call, node: torch.fx.Node) -> None:
-    """Slices that take one of several equal pieces take the same piece of the physical dim."""
+    """Let a slice that takes one of several equal pieces take the same piece of the physical dim."""
     layout = run.layout(call)
     source = call.args[0]
     if not layout or call.item is not None:
@@ -259,4 +259,4 @@ AIM: dict[str, Callable[[_Insertion, Call, torch.fx.Node], None]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _depthwise),
     "batch_norm": _batch_norm,
 }
-"""Ops whose arguments name sizes."""
+"""Ops whose arguments name sizes, each with the function that sets them."""

@@ -4,8 +4,9 @@
     after    x8 = quantise(x, ...); w8 = quantise(w, ...); y = quantised_product(None, None, bias, x8, w8, ...)
              v8 = quantise(v, ...); z = quantised_product(None, None, None, x8, v8, ...)
 
-A value is quantised once, before the first product that reads its copies; those say which. A product is given the value as well if one of
-its GEMMs reads that as it is. Gradients are quantised in the backward of the product, once for both GEMMs.
+A value is quantised once, before the first product that reads its copies. The GEMMs of its readers decide which copies are made. A product
+gets the value as well if one of its GEMMs reads it unquantised. Gradients are quantised in the backward of the product, once for both
+GEMMs.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _ProductInsertion:
         return copy
 
     def _exchange(self, node: torch.fx.Node, product: ProductPlan, x8: torch.fx.Node | None, w8: torch.fx.Node | None) -> None:
-        """Make `node` the product that reads copies."""
+        """Turn `node` into a product that reads copies."""
         wide = {role for each in product.gemms if not each.fp8 for role, _ in READS[each.gemm]}
         x = self._operand(node, X) if x8 is None or X in wide else None
         w = self._operand(node, W) if w8 is None or W in wide else None

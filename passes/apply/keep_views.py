@@ -1,10 +1,10 @@
-"""Let a result leave as a view if it is one in fp32, as that of `linear` of more than two dims is: of a hidden tensor.
+"""Return a result as a view if it is a view in fp32, as the result of `linear` with more than two dims is.
 
     before   to = linear.to(float32); return to
     after    to = linear.to(float32); view_as = to.view_as(to); return view_as
 
-A cast makes a tensor of its own. Where the caller writes a view of the result in place, autograd goes on otherwise for the two:
-the gradient that `retain_grad` keeps of the result has no part of what comes by that view, if the result is a view itself.
+A cast returns a new tensor, not a view. Autograd treats the two differently if the caller writes to a view of the result in place: the
+gradient that `retain_grad` keeps of a result that is a view leaves out the gradient through that written view.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KeepViews(Pass[RegionPlan, EditedGraph]):
         copies = [node for node in output.all_input_nodes if plan.training and _is_copy(node) and list(node.users) == [output]]
         made = [node for node in copies if is_view(_copied(node))]
         for node in made:
-            with graph.inserting_after(node):  # under the grad mode of the copy
+            with graph.inserting_after(node):  # inserted in the grad mode of the copy
                 view = graph.call_method("view_as", (node, node))
             view.meta = {key: value for key, value in node.meta.items() if key not in (CAST, LEAVES, MEMORY)}
             output.replace_input_with(node, view)
@@ -38,12 +38,12 @@ class KeepViews(Pass[RegionPlan, EditedGraph]):
 
 
 def _is_copy(node: torch.fx.Node) -> bool:
-    """Whether the rewrite made the node: a cast, a change of size, or the place where a gradient is scaled."""
+    """True if the rewrite made the node: a cast, a change of size, or the node that scales a gradient."""
     return CAST in node.meta or node.target in (resize, scale_gradient)
 
 
 def _copied(node: torch.fx.Node) -> torch.fx.Node:
-    """The value that a result is a copy of."""
+    """The value of which a result is a copy."""
     value = node
     while _is_copy(value):
         given = value.args[0]

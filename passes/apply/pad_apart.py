@@ -1,9 +1,9 @@
-"""Pad the convolutions that the plan names by an op in front of them.
+"""Pad the convolutions that the plan names by a separate op in front of them.
 
     before   conv2d(x, weight, bias, 2, 1)
     after    conv2d(pad(x, (1, 1, 1, 1)), weight, bias, 2, 0)
 
-`plan-kernel-needs` says which, and why.
+`plan-kernel-needs` says which convolutions need it, and why.
 """
 
 from __future__ import annotations

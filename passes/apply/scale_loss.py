@@ -1,17 +1,16 @@
-"""Build loss scaling into a training graph: inside it gradients are scaled, outside the scale is never seen.
+"""Build loss scaling into a training graph: gradients are scaled inside it, and unscaled wherever the user can see them.
 
-1. The graph takes two further inputs, the scale of this forward and its inverse: 0-dim fp32 tensors, on an accelerator if it holds one.
-2. Some nodes stand outside though they are in the graph: inputs, writes to their memory, hooks on them (also on what an op gives back
-   as it was), values that leave as themselves (`graphs/fx/read/leaving.py`), ops whose backward is code of the user, and fp32 ops that
-   only lead from such values to results.
-3. A value that goes from inside to outside passes `scale_gradient`: its gradient enters times the scale.
-4. A value that goes from outside to inside passes `cast_in`, if it is cast, or `unscale_gradient`: its gradient leaves in fp32,
-   times the inverse. Memory that is written is crossed at each
-   reader, behind the writes it sees; all else is crossed once.
-5. A hook on a tensor inside sees its gradient unscaled.
-6. A checkpoint may stand outside. Its body is then scaled like a graph of its own, with fp32 at its border, and is given the scale.
+1. The graph gets two more inputs, the scale of this forward and its inverse: 0-dim fp32 tensors, on an accelerator if the graph uses one.
+2. Some nodes of the graph count as outside: inputs, writes to their memory, hooks on them (also on the result of an op that returns its
+   input itself), values that are returned as the tensors that they are (`graphs/fx/read/leaving.py`), ops with a backward in user code, and
+   fp32 ops that only lead from such values to results.
+3. A value that passes from inside to outside gets a `scale_gradient`: its gradient enters times the scale.
+4. A value that passes from outside to inside gets a `cast_in`, if it is cast, or an `unscale_gradient`: its gradient leaves in fp32, times
+   the inverse. If its memory is written, each reader gets its own, after the writes that it sees. Any other value gets one.
+5. A hook on a tensor inside gets its gradient unscaled.
+6. A checkpoint may count as outside. Its body is then scaled as a separate graph, with fp32 at its border, and is given the scale.
 
-Regions compose, since each multiplies and divides by itself; so graph breaks, other models and penalties stay right.
+Regions compose, since each multiplies and divides by its own scale. So graph breaks, other models and penalties stay right.
 """
 
 from __future__ import annotations
@@ -67,16 +66,16 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> bool:
-    """Scale the gradients inside `graph`: `weights` are its parameters, `high` the nodes that do not run low.
+    """Scale the gradients inside `graph`. `weights` are its parameters, `high` the nodes that do not run low.
 
-    False if nothing is differentiable (the two inputs come all the same).
+    False if nothing is differentiable. The graph gets the two inputs even then.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output")
     results = [node for node in output.all_input_nodes if differentiable(example_value(node))]
     sources = [node for node in inputs if differentiable(example_value(node))]
     values = [t for node in (*results, *sources, *graph.nodes) for t in tensors(example_value(node))]
-    # A CPU's gradients may wait for an accelerator's scale, an accelerator must not wait for the host.
+    # Gradients on a CPU may wait for an accelerator's scale. An accelerator must not wait for the host.
     like = next((t for t in values if t.device.type != "cpu"), values[0] if values else torch.empty((), device="cpu"))
     scale, inverse = _scale_inputs(graph, inputs, like)
     outside = nodes_outside(graph, high)
@@ -115,7 +114,7 @@ def nodes_outside(graph: torch.fx.Graph, high: set[Node]) -> set[Node]:
 
 
 def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """The ops whose results have hooks and are the very tensor that they were given, and the node of that: it has the hooks, too."""
+    """Ops with hooks on their result that return the very tensor they were given: op → that tensor, which has the hooks too."""
     found: dict[Node, Node] = {}
     for hook in graph.find_nodes(op="call_function", target=hooked):
         (inner,) = hook.all_input_nodes[:1]
@@ -126,19 +125,19 @@ def _given_back_with_hooks(graph: torch.fx.Graph) -> dict[Node, Node]:
 
 
 def scales_itself(node: Node) -> bool:
-    """Whether the node is a checkpoint that stands outside, with a body that is scaled like a graph of its own."""
+    """True if the node is a checkpoint that counts as outside, with a body that is scaled as a separate graph."""
     inputs = [each.target for body in bodies(node) for each in body.graph.find_nodes(op="placeholder")] if is_checkpoint(node) else []
     return SCALE in inputs
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """Whether a checkpoint's results are returned, of which some are read in its body: no border can stand between."""
+    """True if a checkpoint's results are returned and its body also reads some of them: no border fits between the two."""
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
     return leaves and is_checkpoint(node) and _reads_results(node)
 
 
 def _reads_results(node: Node) -> bool:
-    """Whether the body of a checkpoint reads what it returns; the body of one whose results it returns counts as well."""
+    """True if the body of a checkpoint, or of a checkpoint inside it, reads a value that it returns."""
     for body in bodies(node):
         inner = (each for each in body.graph.nodes if is_checkpoint(each))
         if any(True for _ in read_results(body.graph)) or any(_reads_results(each) for each in inner):
@@ -147,7 +146,7 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Ops in fp32 that lead from values outside to results and to nothing else, as the loss of returned logits does."""
+    """fp32 ops that lead from values outside to results and to nothing else, for example a loss of returned logits."""
     apart = transformed_nodes(graph)
     made = {node for node in outside if node.op != "placeholder"}
     found: set[Node] = set()
@@ -170,12 +169,12 @@ def _ends_outside(node: Node, outside: set[Node]) -> bool:
 
 
 def _fed(node: Node) -> list[Node]:
-    """The values that a gradient of `node` goes to."""
+    """Inputs of `node` that get gradients from it."""
     return [feeder for feeder in node.all_input_nodes if any(differentiable(t) for t in tensors(example_value(feeder)))]
 
 
 def _crosses(reader: Node) -> bool:
-    """Whether a gradient may come from `reader`: not from indices, comparisons and sizes."""
+    """True if a gradient may flow back through `reader`: not through indices, comparisons or sizes, nor through an unscaling cast."""
     if reader.target in (cast_in, pad_cast):
         return False
     floats = any(differentiable(t) for t in tensors(example_value(reader)))
@@ -229,7 +228,7 @@ def _leave_by_casts(graph: torch.fx.Graph, sources: list[Node], inverse: Node) -
 
 
 def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], weights: set[Node], inverse: Node) -> None:
-    """Cross inputs that nothing writes once, where the graph begins."""
+    """Insert one crossing for each input that nothing writes, at the beginning of the graph."""
     with graph.inserting_after(inverse):
         for source in reversed([source for source in readers if readers[source]]):
             unscaled = graph.call_function(unscale_gradient, (source, inverse))
@@ -242,7 +241,7 @@ def _written_memory(graph: torch.fx.Graph) -> set[int]:
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Cross each value before the first of its readers, anew behind every write and every switch of the gradient mode."""
+    """Insert a crossing before the first reader of each value, and another after every write and every switch of the grad mode."""
     moments = dict(_moments(graph, outside))
     for source, users in readers.items():
         made: dict[tuple[int, int], Node] = {}
@@ -255,7 +254,7 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """For each node the place to cross for it, outside of torch.func transforms, and (writes, switches) so far."""
+    """For each node: the node to insert its crossing before, outside of torch.func transforms, and (writes, switches) so far."""
     apart = transformed_nodes(graph)
     writes = switches = 0
     place = None

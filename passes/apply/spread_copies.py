@@ -1,9 +1,9 @@
-"""Give a value that the plan names a low copy for every two of its readers, where it had one for all.
+"""Split a low copy of a value that the plan names into several, one for every two readers.
 
     before   to = x.to(bfloat16); a(to); b(to); c(to); d(to); ...
     after    to = x.to(bfloat16); a(to); b(to); to_1 = x.to(bfloat16); c(to_1); d(to_1); ...
 
-The gradients of a copy's readers are added up low, those of the copies in fp32. `plan-casts` says which values, and why.
+Gradients of the readers of one copy are added up low, gradients of the copies in fp32. `plan-casts` says which values need it, and why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Edit
 
 READERS = 2
-"""Readers of one copy: the sum of their gradients is rounded once, as each of them is."""
+"""Readers of one copy: the sum of their gradients is rounded once, as each gradient is."""
 
 
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):
@@ -39,7 +39,7 @@ def _is_low(copy: torch.fx.Node) -> bool:
 
 
 def spread(copy: torch.fx.Node) -> None:
-    """Leave a copy its first readers, and give every READERS more a copy of their own."""
+    """Keep the first READERS readers of a copy, and give every READERS further ones a copy of their own."""
     order = {node: place for place, node in enumerate(copy.graph.nodes)}
     readers = sorted(copy.users, key=order.__getitem__)
     for start in range(READERS, len(readers), READERS):
@@ -49,7 +49,7 @@ def spread(copy: torch.fx.Node) -> None:
 
 
 def _another(copy: torch.fx.Node) -> torch.fx.Node:
-    """The same copy once more; of a padded one what is padded, too."""
+    """A second node for the same copy. If the copy is padded, its unpadded source is copied too."""
     source = copy.args[0]
     again = {source: _another(source)} if copy.target is resize and isinstance(source, torch.fx.Node) else {}
     with copy.graph.inserting_after(copy):

@@ -1,1 +1,1 @@
-"""Deciding passes that turn colours into casts and pads, and weigh the plan against others."""
+"""Deciding passes that turn colours into casts and pads, and price the plan against alternatives."""

@@ -1,10 +1,10 @@
-"""One cast wherever two colours meet, shared by all readers of the same value in the same format.
+"""Plan one cast wherever two colours meet, shared by all readers of the same value in the same format.
 
-1. For each operand, in canonical order, ask in which format it must arrive.
-2. Where that is not the maker's format, its reader joins the one copy of (value, format, write version).
-3. Promoting ops keep mixed operands; where a copy exists all the same they join it in training, and in graphs planned alike:
-   autograd then casts the value's gradient once. Copies are never shared across an in-place write.
-4. In training a value that many read (`Problem.read_by_many`) has several copies: fp32 then adds up their gradients.
+1. For each operand, in canonical order, find the format in which it must arrive.
+2. If its maker has another format, the reader joins the one copy of (value, format, write version).
+3. Promoting ops keep mixed operands. In training, and in graphs planned alike, they join a copy that exists anyway: autograd then casts the
+   value's gradient once. Copies are never shared across an in-place write.
+4. In training a value with many readers (`Problem.read_by_many`) has several copies: fp32 then adds up their gradients.
 """
 
 from __future__ import annotations

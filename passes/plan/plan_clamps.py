@@ -1,7 +1,7 @@
-"""Clamp finite constants of ops that run low to the ends of the low range: beyond them they would become infinities.
+"""Clamp finite constants of low ops to ±max of the low format: beyond it they would become infinities.
 
-A mask fill of -1e9 becomes -65504 in fp16, which still blocks a position; -inf times zero would be NaN. Infinities that the model
-wrote stay what they are.
+A mask fill of -1e9 becomes -65504 in fp16, which still blocks a position; -inf times zero would be NaN. Infinities that the model wrote are
+not changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Store the constants of an ONNX file in the format in which they are read.
 
-1. A constant goes along with the op that reads it: where that op is low, it reads a low copy.
+1. A constant follows the op that reads it: if the op is low, it reads a low copy.
 2. One low copy serves all ops that read the constant low. A constant that no op reads high is thus stored low alone.
-3. Finite values beyond the low format's range become its ends.
+3. Finite values beyond the low format's range become ±max.
 
 A graph that PyTorch captured has no such constants: its weights are inputs.
 """

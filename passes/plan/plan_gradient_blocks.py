@@ -1,12 +1,12 @@
-"""Say which weights of a training graph share an autograd node, so that a few launches bring their gradients back.
+"""Group weights of a training graph by autograd node, so that a few launches return their gradients.
 
-1. Candidates are the weights that the graph reads in a low copy, and with a loss scale those that it reads in fp32, too: their gradients
-   are unscaled on the way.
-2. They are taken in the order of the graph. A block ends at MOST weights, or before it exceeds the elements that the problem allows: a
-   gradient waits for the others of its block.
-3. A weight of so many elements is a block by itself.
+1. Candidates are the weights that the graph reads in a low copy, and with a loss scale also the weights that it reads in fp32: their
+   gradients are unscaled on the way.
+2. They are taken in graph order. A block ends at MOST weights, or before it exceeds the number of elements that the problem allows: a
+   gradient waits for the rest of its block.
+3. A weight with that many elements is a block by itself.
 
-A given plan says so itself; one without blocks has them decided.
+A given plan names its blocks. If it names none, they are decided here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError
 
 MOST = 64
-"""Weights in a block: torch's multi-tensor kernels take up to so many at a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
+"""Weights in a block. torch's multi-tensor kernels take up to 64 at a launch (MultiTensorApply.cuh, depth_to_max_tensors)."""
 
 
 class PlanGradientBlocks(Pass[Problem, Decisions]):
@@ -41,7 +41,7 @@ class PlanGradientBlocks(Pass[Problem, Decisions]):
 
 
 def _checked(given: tuple[tuple[str, ...], ...], weights: Set[str]) -> tuple[tuple[str, ...], ...]:
-    """The blocks of a given plan; PlanError if one names what is no weight of the graph, or two name the same."""
+    """The blocks of a given plan. PlanError if one names something that is no weight of the graph, or if two name the same weight."""
     counted = Counter(name for block in given for name in block)
     wrong = [name for name, count in counted.items() if count > 1 or name not in weights]
     if wrong:
@@ -51,7 +51,7 @@ def _checked(given: tuple[tuple[str, ...], ...], weights: Set[str]) -> tuple[tup
 
 
 def blocks(numels: Sequence[int], elements: int) -> tuple[tuple[int, ...], ...]:
-    """Which weights share an autograd node: indices into `numels`, the elements of each in order of use."""
+    """Groups of weights that share an autograd node: indices into `numels`, the elements of each weight in order of use."""
     made: list[tuple[int, ...]] = []
     run: list[int] = []
     size = 0

@@ -1,8 +1,8 @@
 """Give low ops on a CPU what their kernels need, so that they are as exact there as elsewhere.
 
-1. Batch and instance norms without weights get weights of one in fp32. That kernel keeps its mean and variance in the dtype of its other
-   arguments, and if it has none in that of its input (ATen/native/Normalization.cpp, `is_mixed_type`). CUDA's keeps them in fp32 always.
-2. A convolution is padded by an op of its own where its backward would leave gradients unset: `graphs/fx/flow/kernel_pins.py`.
+1. Batch and instance norms without weights get weights of one in fp32. The CPU kernel keeps its mean and variance in the dtype of its other
+   arguments, and without any in that of its input (ATen/native/Normalization.cpp, `is_mixed_type`). CUDA keeps them in fp32 always.
+2. A convolution is padded by a separate op if its own backward would leave gradients uninitialised: `graphs/fx/flow/kernel_pins.py`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Choose the attention calls that go without their mask: it says nothing, or is plainly causal.
+"""Choose the attention calls that do without their mask because it allows all positions or is plainly causal.
 
-1. Masks made of fixed sizes alone are known: those that are causal or allow all positions are dropped.
-2. Masks made of sizes that change from call to call are looked up by them, if the graph runs without a compiler.
+1. Masks made of fixed sizes alone are known. A mask that is causal or allows all positions is dropped.
+2. Masks made of sizes that change from call to call are looked up by these sizes, if the graph runs without a compiler.
 3. Other boolean masks on a CPU are looked at in every forward, if the graph runs without a compiler.
-4. A low call without a mask reads each head of keys and values for a group of query heads, if copies of heads were made for it, on a GPU
-   with flash attention (sm_80 and later). A CPU's kernel adds the gradients of a group up in the low format, so there they stay.
+4. A low call without a mask reads each head of keys and values for a group of query heads, if heads were repeated for it, on a GPU with
+   flash attention (sm_80 and later). A CPU's kernel adds the gradients of a group up in the low format, so there heads stay repeated.
 
-Models skip such masks and copies themselves when nothing captures them. What is exported keeps them.
+Outside of capture models skip such masks and copies themselves. Exported graphs keep them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlanMasks(Pass[Problem, Decisions]):
 
 
 def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
-    """Have calls read groups of heads where that is as exact and faster."""
+    """Let calls read groups of heads where that is as exact and faster."""
     row = problem.planned_for or device_row(problem.device)
     if problem.device != "cuda" or not row.flash_attention:
         return {}

@@ -1,10 +1,10 @@
-"""Decide which dims to round up, to what, and where real pads and slices remain.
+"""Decide which dims to round up, to what size, and where pads and slices remain.
 
 1. Read how every op was called, with the planned cast copies between.
-2. Collect the unaligned dims of low matrix products that `pad=` allows to be padded, and what each product would gain.
-3. Choose by minimum cut what is padded; follow what the padding holds; cut it off where that does harm, and choose again.
-4. Write down the layout of every padded value, and every change of size that is left: weights padded in their casts, pads
-   where a region is entered, slices where it is left.
+2. Collect the unaligned dims of low matrix products that `pad=` allows to be padded, and the gain of each product.
+3. Choose by minimum cut which dims to pad. Track the contents of the padding; cut it off where it does harm, and choose again.
+4. Record the layout of every padded value, and every change of size that is left: weights padded in their casts, pads where a region
+   begins, slices where it ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 MOST_GROWTH = 1.35
-"""`auto` pads no dim further than this, but for the few channels of an image (XLA's cap for convolutions)."""
+"""Largest growth of a dim that `auto` pads, except for the few channels of an image (XLA's cap for convolutions)."""
 FEW = 4
 
 
@@ -40,10 +40,10 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
-    """The padding of one graph; an empty plan if none is asked for, with the reasons if some is declined."""
+    """The padding of one graph. It is empty if none is asked for, and holds the reasons if some is declined."""
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
-    if problem.given is not None and problem.given.casts:  # one that was edited has neither casts nor pads
+    if problem.given is not None and problem.given.casts:  # a plan that was edited has neither casts nor pads
         return problem.given.pads
     if not problem.calls:
         return PadPlan()
@@ -69,7 +69,7 @@ def plan_pads(problem: Problem, decisions: Decisions) -> PadPlan:
 
 # -- 1. calls --------------------------------------------------------------------------------
 def cast_name(cast: Cast) -> str:
-    """What a cast copy is called among the values."""
+    """Name of a cast copy among the values."""
     return f"{cast.value} -> {cast.to}" + (f" ({cast.write_version})" if cast.write_version else "")
 
 
@@ -125,7 +125,7 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
 
 # -- 2. wants -------------------------------------------------------------------------------
 def _multiple_of(problem: Problem, decisions: Decisions) -> Callable[[str], int | None]:
-    """The multiple that a matrix product's dims should have; None for one that runs high, or is to be left alone."""
+    """The multiple that a matrix product's dims should have; None if it runs high or must not be padded."""
     multiple = FORMATS[problem.policy.low.name].pad_multiple
 
     def of(name: str) -> int | None:
@@ -145,7 +145,7 @@ def _rule(problem: Problem, name: str) -> PadRule:
 
 @dataclass
 class _Chooser:
-    """Chooses by gain if `pad=` says auto or measure, and whatever it costs if it says always."""
+    """Chooses padding by gain if `pad=` says auto or measure, and at any cost if it says always."""
 
     problem: Problem
     regions: Regions
@@ -165,7 +165,7 @@ class _Chooser:
         self.prices = PadPrices(self.model.pad, self.model.slice, self.model.inside, self.model.weight)
 
     def choose(self, wants: list[Want]) -> None:
-        """Choose what is padded by a cut. Wants that cannot or need not be met get a reason in `why`."""
+        """Choose by a minimum cut which dims to pad. Wants that cannot or need not be met get a reason in `why`."""
         asked, weighed = [], []
         by_call: dict[str, list[Want]] = defaultdict(list)
         for want in wants:
@@ -186,7 +186,7 @@ class _Chooser:
         self.regions.cut(asked, weighed, self.gains, self.prices)
 
     def _gain(self, call: str, mode: str, wants: list[Want]) -> float:
-        """Seconds a step saves when all of `wants` are met; 0, with a reason, if none should be."""
+        """Seconds that a step saves if all of `wants` are met; 0, with a reason, if none should be."""
         if not self.model.gains and mode == "auto":
             self.why[call] = f"{self.model.device.name} gains nothing from aligned ones"
             return 0.0
@@ -196,7 +196,7 @@ class _Chooser:
         return gain
 
     def _products(self, call: str, wants: list[Want]) -> tuple[Product, Product]:
-        """The product that a call comes down to, as it is and with its dims padded."""
+        """(the matrix product of a call, the same product with its dims padded)."""
         sizes = [self.regions.want_size(call, slot, dim) for slot, dim in self.regions.rules[call].wants]
         k, n = (sizes + sizes)[:2]
         grown = {(want.slot, want.dim): want.padded(self.regions) for want in wants}
@@ -209,7 +209,7 @@ class _Chooser:
 
 # -- 4. plan ------------------------------------------------------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
-    """How many writes, and which grad mode, the reader of a value stands behind: copies are shared within one version only."""
+    """Write version of each value for each of its readers: writes and grad modes before the reader. Copies are shared within a version."""
     found = {(operand.value, node.name): operand.write_version for node in problem.graph for operand in node.operands}
     return found | {(cast.value, cast_name(cast)): cast.write_version for cast in casts}
 
@@ -222,7 +222,7 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
 def layouts(
     regions: Regions, versions: Mapping[tuple[str, str], int]
 ) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """How every padded result comes out, and every change of size between a result and its readers, by the versions that those read."""
+    """(layout of every padded result, every change of size between a result and its readers), by the versions that the readers see."""
     values, have = [], {}
     for call in regions.calls.values():
         for i in range(len(call.shapes)):
@@ -245,7 +245,7 @@ def layouts(
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """One entry for every axis that is padded somewhere, and for every wanted one that is not."""
+    """One entry for every axis that is padded somewhere, and for every wanted axis that is not."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -1,12 +1,13 @@
-"""Say which GEMMs of which products read fp8 copies, and list those copies.
+"""Decide which GEMMs of which products read fp8 copies, and list these copies.
 
 1. Candidates are low products of rows and a matrix (`Problem.matrix_products`), each with the GEMMs that its graph has.
-2. Some stay in bf16 for a reason: an override, the recipe, sizes that kernels do not take, a result that is read as logits or chosen by.
-3. Of the rest each GEMM gains what fp8 saves it, and needs the kernels that make its copies. Those are shared by all readers of a value.
-   The best choice is a maximum-weight closure (`planner/closure.py`), exact. A GEMM that a rule asks for is taken at any price.
-4. Where plans agree over all graphs of a model, one without gradients is decided with the GEMMs that it would have with them.
+2. Some stay in bf16 for a reason: an override, the recipe, sizes that kernels do not take, a result that is read as logits or decides a
+   choice.
+3. Each remaining GEMM gains the time that fp8 saves it, and needs the kernels that make its copies, which all readers of a value share. The
+   best choice is a maximum-weight closure (`planner/closure.py`), exact. A GEMM that a rule asks for is taken at any price.
+4. If plans must agree over all graphs of a model, a graph without gradients is decided with the GEMMs that it would have with them.
 
-A given plan says itself which GEMMs run in fp8; copies follow from those.
+A given plan names the GEMMs that run in fp8. Copies follow from them.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class _Choice:
         self.prices = ProductPrices(device, policy.fused, kernel=find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
-        """How much of a backward counts."""
+        """Weight of a backward in the prices."""
         known = self.problem.agreed.products
         self.agreed = known.of(self.problem.graph[name] for name in self.products) if known is not None else {}
 
@@ -107,7 +108,7 @@ class _Choice:
         )
 
     def _settled(self, name: str, gemm: str) -> GemmPlan | None:
-        """The decision on one GEMM if no price makes it."""
+        """The decision on one GEMM if no price makes it; None if its price does."""
         product, node = self.products[name], self.problem.graph[name]
         rule = self.policy.asked(name, node.module, gemm)
         if rule is not None and not rule.fp8:
@@ -146,7 +147,7 @@ class _Choice:
         return {OUT: (m, k, n), GRAD_IN: (m, n, k), GRAD_WEIGHT: (n, m, k)}[gemm]
 
     def _cheapest(self, free: set[Key], taken: set[Key]) -> frozenset[object]:
-        """The GEMMs that pay, beside those that are `taken` at any price and make copies that others share."""
+        """The GEMMs that pay, in addition to `taken`, which are chosen at any price and whose copies other GEMMs share."""
         gains: dict[object, int] = {}
         costs: dict[object, int] = defaultdict(int)
         needs: dict[tuple[object, object], None] = {}
@@ -166,7 +167,7 @@ class _Choice:
         return ((name, gemm) for name in self.products for gemm in GEMMS)
 
     def _value(self, name: str, role: str) -> tuple[tuple[str, str, int], int]:
-        """What is copied, and its elements."""
+        """(key of the value that is copied, its number of elements)."""
         product = self.products[name]
         if role == G:
             return (G, name, 0), product.rows * product.columns
@@ -176,9 +177,9 @@ class _Choice:
 
 
 def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
-    """An op that chooses by the result of a product, and whether all that reads the result needs fp32, or is outside the graph.
+    """(an op that chooses by the result of a product, or ""; True if all readers of the result need fp32 or are outside the graph).
 
-    Harmless ops on it alone, or on it and a weight, are looked through; to find what chooses, shares too.
+    Views and other clear ops on the result alone, or on it and a weight, are looked through. So are shares.
     """
     graph, chooser, scores = problem.graph, "", True
     open_, known = [product.name], {product.name}
@@ -201,9 +202,9 @@ def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
 
 
 def copies_of(problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe) -> tuple[QuantisedCopy, ...]:
-    """The copies that the GEMMs in fp8 read: one for all readers of a value in one format with the same scales.
+    """The copies that fp8 GEMMs read: one for all readers of a value in one format with the same scales.
 
-    A matrix that some read as w and others as wᵀ has a copy for each.
+    A matrix that some products read as w and others as wᵀ has a copy for each.
     """
     found: dict[tuple[str, str, int, str, str, bool], list[Key]] = {}
     for plan in plans:

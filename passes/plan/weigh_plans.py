@@ -1,14 +1,14 @@
-"""Price the plan beside those that painting rules would have made, with one table of prices.
+"""Price the plan against plans by the painting rules of other tools, with one table of prices.
 
 1. TensorFlow's lists and rules, torch.autocast's, our lists painted by TensorFlow's rules, and everything fp32.
 2. Each is painted on the same graph, its casts planned the same way, and priced on the same device.
-3. Say in the plan if its prices have low copies of weights made at every call.
+3. Say in the plan if its prices include low copies of weights made at every call.
 4. If the plan was decided together with other graphs of the model, decide the graph by itself too. Say in the plan what that would save.
 
-None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. One that our lists forbid
-may be; it is shown all the same. A given plan keeps what was weighed when it was made.
+None can be cheaper than the plan and keep our lists: the plan is the cheapest of all that do. A plan that our lists forbid may be cheaper;
+it is shown all the same. A given plan keeps the prices that were recorded when it was made.
 
-By name it knows `to`: lists that do not name it leave it where its operand is.
+By name it knows `to`: lists that do not name it leave it in the format of its operand.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
     "tf": (PaintLists(), PaintAfterDeny(past_bounded=True), PaintTies(), PaintTF()),
     "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
 }
-"""The passes that paint by rules that other tools have."""
+"""The passes that paint by the rules of other tools."""
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""What holds for our lists, whoever paints by them."""
+"""Passes that hold for our lists, whatever rules paint by them."""
 PARITY = "parity with the model's other graphs costs "
-"""How the note begins that says what one plan for all graphs costs this one."""
+"""Beginning of the note that says how much one plan for all graphs costs this graph."""
 LEAST_TOLD = 1e-3
 """Relative difference in price that is worth a note."""
 
@@ -73,7 +73,7 @@ class WeighPlans(Pass[Problem, Decisions]):
 
 
 def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
-    """Say so if a call without gradients makes copies of weights anew."""
+    """Add a note if every call without gradients makes new low copies of weights."""
     if problem.training or problem.costs.cached_weights:
         return
     if any(cast.weight for cast in decisions.casts):
@@ -81,7 +81,7 @@ def _tell_of_weights(problem: Problem, decisions: Decisions) -> None:
 
 
 def _tell_of_parity(problem: Problem, decisions: Decisions, by_cost: tuple[Pass[Problem, Decisions], ...]) -> None:
-    """Say so if a plan of this graph alone would be cheaper than one that fits all graphs of the model."""
+    """Add a note if a plan of this graph alone would be cheaper than a plan that fits all graphs of the model."""
     alone = problem.apart
     if problem.policy.parity is None or (problem.costs == alone.costs and not problem.agreed.places):
         return
@@ -117,7 +117,7 @@ def _painted(problem: Problem, lists: OpLists) -> dict[str, Colour]:
 
 
 def _relisted(node: OpNode, lists: OpLists) -> OpNode:
-    """The node as other lists see it: an op on none of them is a high wall, and under torch.autocast follows its operands."""
+    """The node under other lists. An op on none of them stays high, and under torch.autocast follows its operands."""
     if node.role != "op" or not node.carries_fp32 or node.kind is None or node.pinned is not None:
         return node
     kind = lists.kind(node.op)

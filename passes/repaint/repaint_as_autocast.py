@@ -1,18 +1,19 @@
-"""Keep in fp32 what torch.autocast keeps in fp32, unless rounding it is free.
+"""Keep a value in fp32 if torch.autocast keeps it in fp32, unless rounding it is free.
 
-torch.autocast rounds at products, and keeps in fp32 what inputs, weights and listed ops make in between. Code may rely on that:
-`(x - mean) / std` of large values, `1 - sigmoid(y.float())`, differences of times, thresholds. An op that is unknown is safe then.
+torch.autocast rounds at products. It keeps in fp32 the results of other ops on inputs and weights, and of ops on its fp32 list. Code may
+rely on that: `(x - mean) / std` of large values, `1 - sigmoid(y.float())`, differences of times, thresholds. So an unknown op is safe by
+default.
 
 Rounding the result of an op is *free* if
 
 1. it has no offset of unknown size (`ir/evidence/held_wide.py`): products or norms made it, or it is learnt; and
-2. no reader magnifies a rounding. A difference does, a batch norm, and an op that hands the value on to a reader that does. Logarithms,
-   shares, steps, choices of places, denied and unlisted ops, kinks in training, and results of the graph do unless products rounded the
-   value as far as the low format does. Norms and averages take it as it is. Products round what they read, and casts to a low format.
+2. no reader magnifies a rounding. A difference does, a batch norm does, and an op does that passes the value on to such a reader.
+   Logarithms, shares, steps, choices of places, denied and unlisted ops, kinks in training, and results of the graph do unless products
+   have already rounded the value as far as the low format does. Norms and averages do not. Products round their operands anyway, and so do
+   casts to a low format.
 
-What products alone read, as it is or seen otherwise, is free in any case, as they round it. An op runs low only if rounding what it reads
-is free, too. A norm that is written out, as `x - x.mean()`, is a norm. What facts pin stays as it is, and so does what an override asks
-for. Ties share a colour.
+A value that products alone read, directly or through views, is free in any case, because they round it. An op runs low only if rounding its
+operands is free, too. A difference from a mean, `x - x.mean()`, counts as a norm. Pins and overrides stand. Ties share a colour.
 
 Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py, test_products_told.py, test_error_laws.py.
 
@@ -51,14 +52,14 @@ class RepaintAsAutocast(Pass[Problem, Decisions]):
 
 
 class Roundings:
-    """What a rounding of each value of a graph would do."""
+    """Effect of rounding each value of a graph."""
 
     def __init__(self, problem: Problem) -> None:
         self.graph, self.held, self.trained = problem.graph, held(problem), problem.trained
         self.magnifies: dict[str, str] = dict.fromkeys(problem.needs_bits, problem.name)
-        """A reader that would magnify a rounding, by the value."""
+        """By value: a reader that would magnify its rounding."""
         self.rounded_anyway: set[str] = set()
-        """Values that products alone read, as they are or seen otherwise."""
+        """Values that products alone read, directly or through views."""
         for node in reversed(list(self.graph)):  # readers first
             readers = [each for each in self.graph.readers(node.name) if any(node.name == operand.value for operand in data_of(each))]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")
@@ -69,7 +70,7 @@ class Roundings:
                 self.rounded_anyway.add(node.name)
 
     def is_free(self, node: OpNode) -> bool:
-        """Whether an op may round its result, and what it reads."""
+        """True if an op may round its result and its operands."""
         anyway = node.name in self.rounded_anyway
         if not anyway and (self.held[node.name] is Held.EXACT or node.name in self.magnifies):
             return False
@@ -78,18 +79,18 @@ class Roundings:
         return reads or (anyway and self._moves(node))
 
     def _moves(self, node: OpNode) -> bool:
-        """Whether rounding before an op is as good as after it: it moves one value's elements, takes some, or scales them."""
+        """True if rounding before an op equals rounding after it: it moves, selects or scales the elements of one value."""
         alone = sum(not each.scalar for each in node.operands) == 1
         return alone and (node.kind is OpKind.CLEAR or node.op in FACTORS) and not self._turns(node)
 
     def _turns(self, node: OpNode) -> bool:
-        """Whether the result jumps, says where and not what, or sends gradients elsewhere, if what it reads is rounded."""
+        """True if rounding an operand makes the result jump, selects other places, or sends gradients to other elements."""
         jumps = node.op in STEPS or (node.op in CONVERTS and node.dtype.startswith(("int", "uint", "bool")))
         places = any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
         return jumps or places or (node.op in KINKS and node.name in self.trained)
 
     def _harms(self, node: OpNode, value: str) -> bool:
-        """Whether an op itself would magnify a rounding of what it reads."""
+        """True if an op would itself magnify a rounding of `value`, which it reads."""
         exact = self.held[value]
         if rounds(node) or exact is Held.LOW:
             return False
@@ -101,13 +102,13 @@ class Roundings:
         return exact < Held.ROUNDED and (whole or self._turns(node))
 
     def _takes_mean(self, node: OpNode) -> bool:
-        """Whether an op takes the mean of a value from it, as a norm does."""
+        """True if an op subtracts the mean of a value from the value, as a norm does."""
         given = [operand.value for operand in node.operands]
         means = (self.graph[each] for each in given if self.graph[each].op in AVERAGES)
         return node.op in AWAY and any(operand.value in given for mean in means for operand in mean.operands)
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """Whether an op gives a value that must not be rounded, by what becomes of it."""
+        """True if an op passes a value on to a reader that would magnify its rounding."""
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]

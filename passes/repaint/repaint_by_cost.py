@@ -1,8 +1,8 @@
-"""Colour what the lists leave open so that ops and casts cost least.
+"""Colour the nodes that the lists leave open so that ops and casts cost least.
 
-1. Price every op and every copy on the device (`amprewrite.ir.cost`): a plan for another device, or measured, is priced so.
-2. Find the cheapest colours of the open nodes (`amprewrite.planner.assignment`): exact, and of all cheapest plans the one with
-   the fewest low ops.
+1. Price every op and every copy on the device (`amprewrite.ir.cost`), or on the device that the plan is for, or by measured times.
+2. Find the cheapest colours of the open nodes (`amprewrite.planner.assignment`). The search is exact; of several cheapest plans it takes
+   the one with the fewest low ops.
 3. Name for each node the neighbour that its colour agrees with.
 """
 

@@ -1,8 +1,8 @@
 """Keep high the nodes that a search for an accuracy found to cost too much of it.
 
-1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) hands over which nodes of which graph to keep, and why.
-2. Each is painted high, unless an override asks for it low; ties share a colour.
-3. A graph that the search never met, such as that of another mode, is decided without it, and a note says so.
+1. The search (`rewrite(model, tolerance=...)`, `accuracy="autocast"`) says which nodes of which graph to keep, and why.
+2. Each is painted high, unless an override asks for it low. Ties share a colour.
+3. A graph that the search never ran, for example that of another mode, is decided without it, and a note says so.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Keep high what a low format cannot hold: by calibration or a sample run, and by weights and constants.
+"""Keep high the values that a low format cannot hold, known from calibration, a sample run, weights and constants.
 
-1. *Overflow* (fp16). A value is at risk where its largest magnitude comes near the format's end, or where the fit to
-   its tail gives a forward pass that overflows a probability above RISK. Masks that saturate by design are not.
-2. *Underflow* (fp16). A value is at risk where all of it lies below the normal range and it does not drown in larger summands, or
-   where it would be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
+1. *Overflow* (fp16). A value is at risk if its largest magnitude comes near the format's end, or if the fit to its tail gives a forward
+   pass that overflows a probability above RISK. Masks that saturate by design are not.
+2. *Underflow* (fp16). A value is at risk if all of it lies below the normal range and it does not drown in larger summands, or if it would
+   be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
-4. Weights are known without calibration: the readers of one beyond the range run high, and those of its views, such as `weight.t()`.
-   A bias may be flushed if it drowns in the sum.
-5. Constants of a file are looked at element by element (`ir/evidence/constants.py`).
-6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: neither is made low.
-7. Ties share a colour; overrides stand, and a note says what they risk.
+4. Weights are known without calibration: readers of a weight beyond the range run high, and so do readers of its views, such as
+   `weight.t()`. A bias may be flushed if it drowns in the sum.
+5. Constants of a file are examined element by element (`ir/evidence/constants.py`).
+6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: neither it nor they become low.
+7. Ties share a colour. Overrides stand, and a note says what they risk.
 
-What the lists or facts keep high already stays as it is: nothing here makes a node low.
+Nodes that lists or facts keep high are not changed: nothing here makes a node low.
 
 By name it knows sums and differences (`add`, `sub`), `div`, whose pole is its divisor, and `to`, which may make whole numbers floating.
 """
@@ -46,9 +46,9 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 RISK = 1e-3
 """Probability of an overflow in a forward pass from which on a value counts as at risk."""
 FLUSHED = 1e-3
-"""Share of the values of an operand that may be flushed, or lose bits, before an op with a pole at zero."""
+"""Largest share of the values of an operand that may be flushed, or lose bits, before an op with a pole at zero."""
 MAGNIFIES = 16
-"""Ratio of operand to difference, at the largest, from which on rounding counts as magnified: four bits are lost then."""
+"""Ratio of the largest operand to the largest difference from which on rounding counts as magnified: four bits are lost then."""
 
 
 class RepaintByRange(Pass[Problem, Decisions]):
@@ -61,7 +61,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
         if low.narrow:
-            if seen is None and problem.calibration is not None and problem.calibration.model:  # else it was learnt in first calls
+            if seen is None and problem.calibration is not None and problem.calibration.model:  # no model: learnt in first calls
                 decisions.note("calibration never ran this graph: no ranges are known here")
             risks = find_risks(problem, values)
             for name, text in risks.makers.items():
@@ -78,7 +78,7 @@ class RepaintByRange(Pass[Problem, Decisions]):
 
 @dataclass
 class Risks:
-    """Ops that must run high: for the sake of their own result, or of an operand's."""
+    """Ops that must run high because of their own result or because of an operand."""
 
     makers: dict[str, str] = field(default_factory=dict)
     readers: dict[str, str] = field(default_factory=dict)
@@ -87,12 +87,12 @@ class Risks:
 
 
 def find_risks(problem: Problem, values: Mapping[str, ValueRange]) -> Risks:
-    """What is at risk, by node, with the evidence. `values` are the ranges seen, by node; {} if there are none."""
+    """The ops at risk, with the evidence. `values` are the ranges seen, by node; {} if there are none."""
     low, risks = problem.policy.low, Risks()
     for node in problem.graph:
         if not node.carries_fp32 or node.may_saturate:
             continue
-        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a body it is an input
+        weight = node.role in ("parameter", "buffer") or node.name in problem.magnitudes  # in a body a weight is an input
         weight = weight or (node.name not in values and _of_weight(problem, node) != node.name)
         text = _too_large_weight(problem, node) if weight else _out_of_range(problem, node, values)
         if text:
@@ -116,12 +116,15 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # a body decides what it gives
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # the body decides the colour of its results
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
-    """Ops that would read a low copy of this value if they ran low. `drowns`: not those that add it to a product beside which it drowns."""
+    """Ops that would read a low copy of this value if they ran low.
+
+    With `drowns`, additions to a product in which the value drowns are left out.
+    """
     for reader in problem.graph.readers(node.name):
         harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)
         own = [o for o in reader.operands if o.value == node.name and not (harmless and o.summand)]
@@ -143,13 +146,13 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:
-    """The weight that a value is a view or a part of, so that it is no larger; else its own name."""
+    """The weight of which a value is a view or a part, so that it is no larger; otherwise the value's own name."""
     source = problem.graph.seen(node.name).name
     return source if source in problem.magnitudes else node.name
 
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
-    """A weight is what it is: no tail, no headroom."""
+    """Text that says how a weight misses the low range; "" if it fits. Its values are known, so there is no tail and no headroom."""
     size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
@@ -169,12 +172,12 @@ def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
         yield from (operand.value for operand in node.operands)
     elif node.op == "div" and len(node.operands) == 2:
         yield node.operands[1].value
-    elif node.op == "div" and node.name in found:  # a constant over a value that comes near zero
+    elif node.op == "div" and node.name in found:  # a constant divided by a value that comes near zero
         yield from (operand.value for operand in node.operands)
 
 
 def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format) -> str:
-    """Why a value must not be low before the op `pole`, which has a pole at zero; "" if it may."""
+    """The reason why a value must not be low before the op `pole`, which has a pole at zero; "" if it may."""
     seen = values.get(name)
     if seen is None or not seen.nonzero:
         return ""
@@ -188,7 +191,7 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
 def _keep_exact(
     problem: Problem, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
 ) -> None:
-    """Keep high the ops that make a value, if low would flush of it what the op `pole` needs."""
+    """Keep high the ops that make a value if the low format would flush bits of it that the op `pole` needs."""
     node, text = problem.graph[name], _flushed(name, pole, values, low)
     if node.role != "op" or not text or name in risks.makers:
         return
@@ -200,7 +203,7 @@ def _keep_exact(
 
 # -- cancellation -----------------------------------------------------------------------------
 def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """Differences far smaller than their operands, and those operands, with the evidence."""
+    """Differences far smaller than their operands, and these operands, with the evidence."""
     graph, found = problem.graph, dict[str, str]()
     for node in graph:
         result = values.get(node.name)
@@ -208,7 +211,7 @@ def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[
             continue
         for operand in node.operands:
             made, seen = graph[operand.value], values.get(operand.value)
-            exact = made.op == "to" and not made.operands and made.pinned is None  # whole numbers that every format holds
+            exact = made.op == "to" and not made.operands and made.pinned is None  # integers that every format holds
             if seen is None or exact or not MAGNIFIES * result.amax < seen.amax < MASK:
                 continue
             text = f"{node.name} stays within {result.amax:.3g}, {made.name} reaches {seen.amax:.3g}"

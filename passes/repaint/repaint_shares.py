@@ -1,14 +1,14 @@
-"""Keep high the shares of one that a logarithm tells apart: those of a softmax or a sigmoid, and what is made of them in between.
+"""Keep softmax and sigmoid results high if a logarithm reads them, and the ops between the two.
 
-Shares come near zero and one without end, and a low format does not: fp16 flushes what is below 6e-8, and bf16 rounds 0.9981 to one.
+Shares come arbitrarily close to zero and one, and a low format does not: fp16 flushes below 6e-8, and bf16 rounds 0.9981 to one.
 
-1. In front of a logarithm they stay high in a format of narrow range, which flushes them, `log(softmax(x) + 1e-9)`; a sigmoid does in any,
-   as it may be near one, `log(1 - sigmoid(x))`.
-2. In front of `binary_cross_entropy` they stay high in any: it looks at what is left of one, too, and its slope reaches 1e12.
-   torch.autocast refuses it.
-3. A sigmoid that leaves the graph, maybe seen otherwise, stays high, as such a loss may stand outside, and so does a softmax in a narrow
-   format, unless a product reads it, as with the weights of attention.
-4. Ops in between work one by one, such as sums, bounds and views. What facts pin stays as it is, and so does what an override asks for.
+1. Before a logarithm, a softmax stays high in a format of narrow range, which would flush its shares: `log(softmax(x) + 1e-9)`. A sigmoid
+   stays high in any format, as it may be near one: `log(1 - sigmoid(x))`.
+2. Before `binary_cross_entropy` both stay high in any format: it reads the rest to one as well, and its slope reaches 1e12. torch.autocast
+   refuses it.
+3. A sigmoid that the graph returns, directly or through views, stays high, because such a loss may follow outside. A softmax does so in a
+   narrow format, unless a product reads it, as it reads the weights of attention.
+4. Ops in between work element by element, such as sums, bounds and views. Pins and overrides stand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 FEW = 16
-"""Ops that are looked at behind a logarithm."""
+"""Number of ops to examine before a logarithm."""
 LOGS, LOSSES = ops_with(Trait.LOGARITHM), ops_with(Trait.LOGS_OF_BOTH)
 SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
 
@@ -55,7 +55,7 @@ class RepaintShares(Pass[Problem, Decisions]):
 def _leading(
     graph: OpGraph, operands: Iterable[Operand], shares: Set[str], kinds: tuple[OpKind, ...] = (OpKind.CLEAR, OpKind.INFER)
 ) -> Iterator[str]:
-    """Ops of `shares` that lead to these operands through ops of these kinds, which work one by one, and those ops."""
+    """Ops of `shares` that lead to these operands through element-wise ops of these `kinds`, and the ops in between."""
     behind: dict[str, list[str]] = {}
     waiting = {operand.value for operand in operands}
     while waiting and len(behind) < FEW:
@@ -72,7 +72,7 @@ def _leading(
 
 
 def _kind(node: OpNode) -> OpKind | None:
-    """The kind by the op's own row, as lists that run all low have one kind for all; a product, whatever it is called, is one to allow."""
+    """Kind of an op by its own row, since lists that run everything low give all ops one kind. Any op with FLOPs counts as ALLOW."""
     if node.role != "op" or node.op not in OPS:
         return None
     return OpKind.ALLOW if node.flops else OPS[node.op].kind

@@ -1,16 +1,16 @@
-"""Keep high the sums that go on with one value many times, by small steps, `x = x + 0.1 * f(x)`, or by adding something else.
+"""Keep high the sums that change one value in many small steps, `x = x + 0.1 * f(x)`, and running sums.
 
-Each sum rounds all of x, while what f loses in its products is scaled down with the step: in bf16 sixty steps of a tenth lose 3 %, but
-0.2 % if the sums are fp32, as torch.autocast keeps them. Solvers of differential equations, samplers, and networks with scaled residuals
-(Inception-ResNet v2, EDSR, LayerScale) are of that kind: Euler's `x + (s[i + 1] - s[i]) * f(x)`, and DDIM, which scales x up and down
-beside. Large steps, as of most residual streams, lose as much by their own rounding.
+Each sum rounds all of x, while rounding errors of f are scaled down with the step. In bf16 sixty steps of a tenth lose 3 %, but 0.2 % if
+the sums are fp32, as torch.autocast keeps them. Solvers of differential equations, samplers, and networks with scaled residuals
+(Inception-ResNet v2, EDSR, LayerScale) are of that kind: Euler's `x + (s[i + 1] - s[i]) * f(x)`, and DDIM, which also scales x up and down.
+Large steps, as of most residual streams, lose as much by their own rounding.
 
-1. Which sums those are, and what hands their value on from one to the next, is read from the graph
-   (`graphs/small_steps.py`, and what a kind of graph knows of it: `graphs/fx/flow/` and `graphs/onnx/read/`).
-   The network's own ops, and the scaling of what it gave, are left to their price: torch.autocast rounds there, too.
-2. Sums that carry a value on and add what is not made of it, `h = 0.99 * h + 0.01 * u[:, t]`, and averages that gates weigh, are found
-   by `ir/evidence/running_sums.py`.
-3. What facts pin stays as it is, and so does what an override asks for. Ties share a colour.
+1. Small steps, and the ops that pass the value from one to the next, are read from the graph (`graphs/small_steps.py`, and for each kind of
+   graph `graphs/fx/flow/` and `graphs/onnx/read/`). The network's own ops, and the scaling of its result, are left to their price:
+   torch.autocast rounds there, too.
+2. Running sums carry a value on and add terms that do not depend on it, `h = 0.99 * h + 0.01 * u[:, t]`, or average it by gates
+   (`ir/evidence/running_sums.py`).
+3. Pins and overrides stand. Ties share a colour.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How values go on in a captured graph: in many small steps, to many readers, and beyond the range."""
+"""Flow of values through a captured graph: small steps, values with many readers, and numbers beyond the low range."""

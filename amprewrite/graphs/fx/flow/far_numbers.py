@@ -1,10 +1,10 @@
-"""What a constant beyond the low format's range is for in a captured graph, and what that says of the ops that read it.
+"""Constants beyond the low format's range in a captured graph, and the effect they have on the ops that read them.
 
-It becomes the end of the range if that says the same: if all that reads it blocks a position, or is bounded by it. Any other is a number
-to compute with, and keeps its op high, and those that read it: what became the end of the range would be wrong, and finite, so that
-nothing shows it.
+A constant is clamped to ±max if that keeps its meaning: every reader uses it to block a position, or is bounded by it. Any other constant
+is a number to compute with. Its op stays high, and so do the ops that read the result: a clamped value would be wrong and finite, so that
+nothing shows the error.
 
-By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and what makes attention of
+By name it knows `mul`, which makes a large constant larger, `clamp_max`, whose only bound is an upper one, and the ops that make attention
 scores: `add`, `softmax`, `scaled_dot_product_attention`.
 """
 
@@ -36,7 +36,7 @@ from amprewrite.tables.vocabulary import Colour, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 _ORDINARY = 64
-"""Activations of this size are nothing out of the ordinary."""
+"""An activation of this magnitude is ordinary."""
 _FLUSHES = ops_with(Trait.ZERO_MATTERS)
 _BOUNDS = ops_with(Trait.BOUNDS)
 _SCALES, _WRITE_DOWN = ops_with(Trait.SCALES), ops_with(Trait.FILLS, Trait.HOLDS_NUMBERS)
@@ -44,19 +44,22 @@ _TAKE_NUMBERS = _WRITE_DOWN | _BOUNDS | _SCALES | ADDS_UP
 
 
 class FarNumbers(MaskRules[torch.fx.Node]):
-    """The values of a graph that hold numbers beyond the range, gathered in the order in which it is read."""
+    """The values of a graph that hold numbers beyond the range, collected in graph order."""
 
     def __init__(self, low: Format) -> None:
         super().__init__(low)
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
-        """On which sides of zero a value holds a number beyond the range that the model wrote down, as a mask does."""
+        """Sides of zero (ABOVE, BELOW) on which a value holds a number beyond the range that the model wrote, as in a mask."""
         self.sizes: dict[torch.fx.Node, float] = {}
-        """How large those are at most."""
+        """Upper bound of the magnitude of these numbers."""
         self.computed_with: set[torch.fx.Node] = set()
-        """The values among them that some op computes with."""
+        """Values of `sides` that some op computes with."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """The ops that read a value; the base that one writes to is made by it, too. The body of a checkpoint is a graph of its own."""
+        """Reads of a value, one for each result that it helps to make.
+
+        An in-place op makes its result and the base it writes to. A checkpoint body is a graph of its own and yields nothing.
+        """
         for user in value.users:
             row = _row(user)
             if row is None and not is_checkpoint(user):
@@ -73,7 +76,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return op_name(value.target), floating
 
     def look_at(self, fact: Fact) -> None:
-        """Note the numbers beyond the range that the result of an op holds."""
+        """Record the numbers beyond the range that the result of an op holds."""
         if fact.role != "op" or fact.row is None or not self.low.narrow:
             return
         sides, size = self._written_down(fact)
@@ -90,7 +93,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """The sides and the size of the numbers beyond the range that an op writes into its result, or adds to it."""
+        """Sides and magnitude of the numbers beyond the range that an op writes into its result or adds to it."""
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
         if fact.op in _WRITE_DOWN:
@@ -100,7 +103,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """The same of the numbers that come with an operand."""
+        """Sides and magnitude of the numbers beyond the range that an op passes on from the operand `given`."""
         sides, size = set[int](), 0.0
         for read in (each for each in self.reads(given) if each.made is fact.node):
             size = max(size, self.sizes[given] * max(map(abs, read.factors), default=1.0))
@@ -112,7 +115,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(sides), size
 
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
-        """Keep an op high for a constant that is flushed, for one that may not become its end, or for an operand that holds such."""
+        """Pin an op high if a constant is flushed or may not be clamped, or if an operand holds a number beyond the range."""
         low = self.low
         for constant in _constants(fact.node):
             size = abs(constant)
@@ -128,7 +131,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return None
 
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
-        """Whether an op that runs low may take the end of the range for a constant beyond it; a whole one is not edited."""
+        """True if an op in the low format may clamp a floating constant beyond the range to ±max. Integer constants are never edited."""
         if type(constant) is int:
             return False
         if fact.op in FILLS:
@@ -138,7 +141,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return all(bound_fits(bound, lower, self.low) for bound, lower in _bounds(fact.op, fact.node) if isinstance(bound, float))
 
     def may_saturate(self, fact: Fact, facts: Mapping[torch.fx.Node, Fact]) -> bool:
-        """Whether values beyond the range may become its end in a low copy."""
+        """True if a low copy may clamp values beyond the range to ±max."""
         if fact.role in ("input", "buffer", "constant") and fact.dtype == "fp32" and not any(t.requires_grad for t in tensors(fact.value)):
             return self._may_be_mask(fact.node)
         if fact.role != "op" or fact.dtype != "fp32" or fact.row is None or fact.node in self.computed_with:
@@ -149,13 +152,13 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return self.holds_mask(fact.node, fact.op, fact.row.kind, bool(far), masks, beside)
 
     def _blocks(self, node: torch.fx.Node, constant: float) -> bool:
-        """Whether a constant that is filled in blocks a position: it is too large for anything else, or a negative score."""
+        """True if a constant that fills a mask blocks a position: too large to compute with, or negative before a softmax."""
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:
-        """Whether a value from outside is added to attention scores: fp32's lowest would become -inf in any low format.
+        """True if attention adds an input or a constant to its scores. fp32's lowest number would become -inf in a low format.
 
-        Rows that block all positions, as left padding makes them, are NaN then, and stay so in all that reads them.
+        Rows that block all positions, as left padding makes them, would then be NaN, and so would every value computed from them.
         """
         for reader in _followers(node, PASSES_MASK):
             if any(_takes_as_mask(user, reader) or (op_name(user.target) == "add" and self.reaches_softmax(user)) for user in reader.users):
@@ -164,7 +167,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
 
 
 def _constants(node: torch.fx.Node) -> list[float]:
-    """The numbers among the arguments of an op: those with a point, and whole ones where they are no sizes and no places."""
+    """Numbers among the arguments of an op: finite floats, and integers if they are neither sizes nor indices."""
     found: list[float] = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float) and math.isfinite(leaf)]
     whole: list[float] = [each for each in (*node.args, *node.kwargs.values()) if type(each) is int]
     return found + whole if whole and op_name(node.target) in _TAKE_NUMBERS else found
@@ -175,7 +178,7 @@ def _numbers(values: Any) -> tuple[float, ...]:
 
 
 def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
-    """The bounds that an op of `_BOUNDS` is given, each with whether it is a lower one."""
+    """Bounds of an op of `_BOUNDS`, each with True if it is a lower bound."""
     args, named = node.args, node.kwargs
     yield from zip(args[1:3], (False,) if op == "clamp_max" else (True, False), strict=False)
     yield from ((named.get(name), name.startswith("min")) for name in ("min", "min_val", "max", "max_val"))
@@ -191,7 +194,10 @@ def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node
 
 
 def _places(node: torch.fx.Node, user: torch.fx.Node) -> Iterator[int]:
-    """Which operands of `user` are `node`; one that is named counts as the second, unless it is called as the first is."""
+    """Positions at which `user` takes `node` as an operand.
+
+    A keyword operand counts as the second, unless it is called `input` or `self`.
+    """
     for place, argument in enumerate(user.args):
         if any(leaf is node for leaf in tree_leaves(argument)):
             yield place
@@ -205,13 +211,13 @@ def _row(node: torch.fx.Node) -> Op | None:
 
 
 def _takes_as_mask(node: torch.fx.Node, value: torch.fx.Node) -> bool:
-    """Whether attention adds a value to its scores."""
+    """True if attention adds `value` to its scores."""
     mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
     return op_name(node.target) == "scaled_dot_product_attention" and mask is value
 
 
 def _followers(node: torch.fx.Node, ops: Set[str]) -> Iterator[torch.fx.Node]:
-    """`node`, and what `ops` alone make of it."""
+    """`node`, and the values computed from it by `ops` alone."""
     seen, waiting = {node}, [node]
     while waiting:
         found = waiting.pop()

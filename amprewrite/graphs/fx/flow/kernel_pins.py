@@ -1,15 +1,15 @@
-"""Ops whose low kernels on a device, or their backward, do something to values or gradients that fp32 ones do not.
+"""Ops whose low kernel, or its backward, treats values or gradients worse on a device than the fp32 kernel does.
 
-1. A gradient is added up in the low format: by the kernel, or as an op reads one value often.
-2. Some elements are rounded twice, by their place.
-3. Gradients of *bare taps* are not written: of weights of a convolution that meet padding alone, or of a transposed one whose products
-   are all cut off. oneDNN's bf16 kernels leave what lay in that memory before, NaN at times, where the convolution strides; so does
-   torch.autocast. Found by trying kernels of 1, 2, 3 and 5, strides to 4, paddings and dilations to 2 and maps to 4 in one and two dims,
-   and all these to 3 at most in three dims and of transposed ones in one and two (torch 2.13): no other padded one was wrong, but for
-   kernels in three dims that are wider than the map. Padded by an op of its own, a convolution is right and runs low; a transposed one
-   is held high, in three dims untried.
+1. The kernel adds up a gradient in the low format, or an op reads one value often.
+2. The kernel rounds some elements twice, depending on their position.
+3. The backward leaves gradients of *bare taps* unwritten. A bare tap is a weight of a convolution that meets padding alone, or a weight of
+   a transposed one whose products are all cut off. oneDNN's bf16 kernels for strided convolutions then return old memory, at times NaN; so
+   does torch.autocast. Tried with torch 2.13: kernels of 1, 2, 3 and 5, strides to 4, paddings and dilations to 2 and maps to 4 in one and
+   two dims; all of these to 3 at most in three dims, and for transposed convolutions in one and two. No other padded convolution was wrong,
+   except kernels in three dims that are wider than the map. A convolution that is padded by a separate op is right and runs low. A
+   transposed one stays high; three dims are untried.
 
-By name it knows `getitem`, which may be told by tensors which places to take.
+By name it knows `getitem`, which may take its indices from tensors.
 """
 
 from __future__ import annotations
@@ -33,29 +33,32 @@ Pin = tuple[Colour, Reason, str]
 
 
 def pin_unset(fact: Fact, low: Format) -> Pin | None:
-    """Pin a transposed convolution high whose low backward would leave gradients unset, for its sizes."""
+    """Pin a transposed convolution high if its sizes are such that its low backward leaves weight gradients uninitialised."""
     if not _may_be_unset(fact.node, low) or not _has_bare_taps(fact.node, transposed=True):
         return None
     return Colour.HIGH, Reason.UNSET, f"{fact.op} in {low.name} on {device_of(fact.value)}"
 
 
 def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
-    """Convolutions whose low backward would leave gradients unset, for their sizes; what symbolic sizes were at capture counts."""
+    """Convolutions of these sizes whose low backward leaves weight gradients uninitialised.
+
+    Symbolic sizes count by their value at capture.
+    """
     return tuple(name for name, node in nodes.items() if _may_be_unset(node, low) and _has_bare_taps(node, transposed=False))
 
 
 def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
-    """Whether the low backward of an op on its device leaves gradients unset for some sizes."""
+    """True if the low backward of an op on its device leaves gradients uninitialised for some sizes."""
     row = find_op(op_name(node.target)) if node.op == "call_function" else None
     return row is not None and f"{device_of(example_value(node))}:{low.name}" in row.unset
 
 
 def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
-    """Whether a convolution has sizes for which it does; False if it is not `transposed` as asked."""
+    """True if the sizes of a convolution give it bare taps. False if it is not `transposed` as asked."""
     given = named_arguments(node)
     x, weight = (example_value(given[name]) if isinstance(given.get(name), torch.fx.Node) else None for name in ("input", "weight"))
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or isinstance(given.get("padding"), str):
-        return False  # a padding that is told by a name goes with a stride of one
+        return False  # a padding given by name requires a stride of one
     if ("output_padding" in given) is not transposed:
         return False
     dims = weight.dim() - 2
@@ -69,13 +72,13 @@ def _has_bare_taps(node: torch.fx.Node, transposed: bool) -> bool:
 
 
 def per_dim(setting: Any, dims: int) -> tuple[Any, ...]:
-    """A setting of a convolution, for each dim."""
+    """A setting of a convolution as a tuple with one entry for each dim."""
     each = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
     return each * dims if len(each) == 1 else each
 
 
 def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool) -> bool:
-    """Whether some place of the kernel reads padding alone, or if `transposed` writes what is cut off alone."""
+    """True if some tap of the kernel reads padding alone or, if `transposed`, writes only elements that are cut off."""
     reach = dilation * (kernel - 1)
     if transposed:
         turns, inside = size, (size - 1) * stride - 2 * padding + reach + 1
@@ -86,11 +89,11 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 
 
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
-    """Pin an op high in which the gradient of a trained value would be added up low, term by term: by its kernel, or as it reads it often.
+    """Pin an op high if it would add up the gradient of a trained value in the low format.
 
-    `learning` are all values that get gradients, `trained` those that torch.autocast holds in fp32. It adds up the gradients of these in
-    fp32, and those of what an op on its fp32 list reads. A fact of the kernel holds under all lists, also those that
-    allow every op; it does not overrule what was asked of this very op.
+    Either its kernel does so, or it reads the value often and autograd does so. `learning` are all values that get gradients. `trained` are
+    the values that torch.autocast holds in fp32: it adds up their gradients in fp32, and gradients of operands of ops on its fp32 list. The
+    property of the kernel holds under all lists, also under lists that allow every op. It does not overrule an override for this op.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -105,12 +108,12 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
 
 
 def _takes_places(node: torch.fx.Node) -> bool:
-    """Whether a getitem is told by tensors which places to take, and may take one more than once."""
+    """True if a getitem takes indices from a tensor, which may name an element more than once."""
     return any(isinstance(example_value(leaf), torch.Tensor) for leaf in tree_leaves(node.args[1:]) if isinstance(leaf, torch.fx.Node))
 
 
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
-    """Pin an op high whose low kernel rounds by position; None if the user moved it or other rules than ours decide."""
+    """Pin an op high if its low kernel rounds by position; None if the user moved the op, or if painting rules decide instead of costs."""
     device = device_of(fact.value)
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None

@@ -1,4 +1,4 @@
-"""Values that so many ops read that a low format would lose gradients in adding them up."""
+"""Values with so many readers that adding up their gradients in a low format would lose accuracy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 _STOP = ops_with(Trait.STOPS_GRADIENT)
 MOST_READERS = 8
-"""So many gradients a low format may add up: each sum is rounded, which for eight is what one product's rounding is in bf16, 0.4 %."""
+"""Number of gradients that a low format may add up.
+
+Each addition rounds; for eight in bf16 that adds up to one product's rounding, 0.4 %.
+"""
 
 
 def trained_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes whose values a backward gives gradients: parameters and inputs that want them, and what is made of such."""
+    """Nodes whose values get gradients in a backward: parameters and inputs that require them, and values computed from these."""
     found: set[torch.fx.Node] = set()
     for node in graph.nodes:
         value = example_value(node)
@@ -29,15 +32,16 @@ def trained_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
-    """The names of `trained_nodes` among `nodes`, which are of one graph."""
+    """Names of the `trained_nodes` among `nodes`, which belong to one graph."""
     trained = trained_nodes(next(iter(nodes.values())).graph) if nodes else set()
     return frozenset(name for name, node in nodes.items() if node in trained)
 
 
 def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
-    """Values among the trained that more than MOST_READERS ops read: memories of encoders, biases shared by layers, matrices of loops.
+    """Trained values with more than MOST_READERS readers: encoder memories, biases shared by layers, matrices used in loops.
 
-    torch.autocast copies each for every reader, and adds the gradients of the copies up in fp32. Of weights it makes one copy, too.
+    torch.autocast casts such a value for every reader and adds up the gradients of the copies in fp32. It keeps one copy of each weight, so
+    parameters are left out.
     """
     names = {node: name for name, node in nodes.items()}
     found = list[str]()

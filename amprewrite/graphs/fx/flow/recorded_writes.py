@@ -1,4 +1,4 @@
-"""Inputs that a graph writes values with gradients to: autograd records such a write, and it cannot be undone."""
+"""Inputs to which a graph writes values with gradients. Autograd records such a write, and it cannot be undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
 
 
 def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
-    """Places of the inputs that autograd may see written, by what writes them; running statistics of norms are written without."""
+    """Positions of the inputs to which autograd records a write.
+
+    Norms write their running statistics without gradients, so these do not count.
+    """
     trained = trained_nodes(graph)
     quiet = without_grad(graph, grad=True)
     memory = {
@@ -30,7 +33,10 @@ def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
 
 
 def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
-    """Whether autograd may see an input written whose name is in `hooked`: a hook from before the write is not one from after it."""
+    """True if the graph writes, recorded by autograd, to an input whose name is in `hooked`.
+
+    A hook that was set before the write belongs to the old value, and must not be taken for a hook on the new one.
+    """
     if not hooked:
         return False
     recorded = recorded_inputs(graph)

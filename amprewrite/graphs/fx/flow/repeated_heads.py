@@ -1,9 +1,9 @@
-"""Attention whose keys and values are copies of fewer heads, one for every query head of a group: the kernel can read the few.
+"""Attention whose keys and values are repeated for every query head of a group: the kernel can read the original heads.
 
     keys = keys[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)         n copies of each of h heads
 
-Models repeat them while they are captured, for they ask whether there is a mask, which capture builds (transformers,
-integrations/sdpa_attention.py). Uncaptured they pass `enable_gqa=True`.
+Models repeat heads during capture because they ask for the mask, which capture builds (transformers, integrations/sdpa_attention.py).
+Outside of capture they pass `enable_gqa=True`.
 
 By name it knows the ops above: `getitem` or `unsqueeze`, `expand`, and `reshape` or `flatten`; no view can merge copies.
 """
@@ -23,26 +23,26 @@ from amprewrite.tables.ops.op_lists import op_name
 
 KEY, VALUE, GROUPED = (1, "key"), (2, "value"), "enable_gqa"
 WIDEST = 256
-"""The widest heads that flash attention takes (ATen/native/transformers/cuda/sdp_utils.cpp); other kernels would repeat them again."""
+"""Largest head size of flash attention (ATen/native/transformers/cuda/sdp_utils.cpp). Other kernels would repeat the heads again."""
 _CROSSINGS = (cast_in, scale_gradient, unscale_gradient)
 _FULL = slice(None)
 
 
 @dataclass(frozen=True)
 class Way:
-    """The ops that repeat heads, none of which anything else reads."""
+    """The ops that repeat heads. Nothing but the attention call reads their results."""
 
     whole: torch.fx.Node
-    """Gives as many heads as the query has."""
+    """Returns as many heads as the query has."""
     spread: torch.fx.Node
     between: tuple[torch.fx.Node, ...]
-    """Conversions, the last one first."""
+    """Conversions between `lined` and `spread`, last first."""
     lined: torch.fx.Node
-    """Gives the heads with a dim of one more."""
+    """Returns the heads with one more dim."""
 
     @property
     def heads(self) -> torch.fx.Node:
-        """The few heads that are repeated."""
+        """The original heads, before they are repeated."""
         return self.lined.all_input_nodes[0]
 
     @property
@@ -51,7 +51,7 @@ class Way:
 
 
 def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way, Way]]:
-    """The attention calls that read repeated heads, each with how its keys and values are repeated."""
+    """Attention calls that read repeated heads, each with the ops that repeat its keys and its values."""
     apart = transformed_nodes(graph)
     written_memory = {storage for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     found: dict[torch.fx.Node, tuple[Way, Way]] = {}
@@ -70,7 +70,7 @@ def read_repeated_heads(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[Way,
 
 
 def _way_to(whole: object) -> Way | None:
-    """How heads are repeated; None if they are made in another way, or others read what is between."""
+    """The ops that repeat the heads in `whole`; None if other ops made it, or if an intermediate value has another reader."""
     if not isinstance(whole, torch.fx.Node) or op_name(whole.target) not in ("reshape", "flatten"):
         return None
     spread, between = whole.all_input_nodes[0], list[torch.fx.Node]()
@@ -92,7 +92,7 @@ def _way_to(whole: object) -> Way | None:
 
 
 def _adds_a_dim(node: torch.fx.Node) -> bool:
-    """Whether an op gives all of its operand with a dim of one more."""
+    """True if an op returns all of its operand with one more dim."""
     if op_name(node.target) == "unsqueeze":
         return True
     index = node.args[1] if op_name(node.target) == "getitem" and len(node.args) == 2 else None

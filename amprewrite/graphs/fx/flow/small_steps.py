@@ -1,16 +1,17 @@
-"""Sums that go on with one value in many small steps: `x = x + 0.1 * f(x)`, again and again.
+"""Sums that change one value in many small steps: `x = x + 0.1 * f(x)`, again and again.
 
-A step makes `a * x + b * f(x)` of a value x, where a product is in f, by one op or several: the linear form of a sum is read through sums,
-scalings and copies until such an x shows. Factors are numbers, *learnt factors*, *schedules* or *noise*. Learnt factors and schedules
-differ along one dim at most.
+A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The reader expands a sum as a linear form
+through sums, scalings and copies until it finds such an x. Factors are numbers, *learnt factors*, *schedules* or *noise*. Learnt factors
+and schedules vary along one dim at most.
 
-1. A schedule is made of buffers, inputs and constants of a sampler or solver (`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one a
-   sample) without a product, and differs along fewer dims than the value. Its numbers show in a call alone: samplers and solvers that have
-   one take small steps. What was drawn or made of booleans (stochastic depth, padding) is none: residual streams take large steps.
-2. A learnt factor is made of parameters and numbers (LayerScale, ReZero, a learnt step). It counts by its root mean square, which is known
-   at capture; one of unknown size counts as small.
-3. Noise is drawn from a normal distribution, or a given value of floating numbers, and what is made of those: a stochastic solver scales
-   what a network gives by it. What is made of whole numbers is none: it may be a mask.
+1. A schedule is computed from buffers, inputs and constants of a sampler or solver (`sigmas[i + 1] - sigmas[i]`, `alphas[t].sqrt()`, one
+   for each sample) without a product, and varies along fewer dims than the value. Its numbers are known only in a call. Samplers and
+   solvers with a schedule take small steps. Random draws and booleans (stochastic depth, padding) make no schedule: residual streams take
+   large steps.
+2. A learnt factor is computed from parameters and numbers (LayerScale, ReZero, a learnt step). It counts by its root mean square, known at
+   capture. A factor of unknown size counts as small.
+3. Noise is drawn from a normal distribution, or is a floating input, or is computed from these: a stochastic solver scales a network's
+   result by it. A value computed from integers is no noise: it may be a mask.
 
 By name it knows how ops are linear: `add`, `sub`, `rsub`, `mul`, `div`, `neg`, `addcmul`, `addcdiv`, `lerp`.
 """
@@ -31,7 +32,7 @@ from amprewrite.tables.vocabulary import OpKind
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""What hands on its first operand times one, if it has as many elements: copies, views, conversions, and bounds, which let it pass."""
+"""Ops that pass on their first operand times one, if it has as many elements as the result: copies, views, conversions and bounds."""
 RANDOM = ops_with(Trait.RANDOM)
 SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 
@@ -39,9 +40,10 @@ SUMS, NORMAL = ops_with(Trait.ADDS_UP), ops_with(Trait.DRAWS_NORMAL)
 def read_small_steps(
     graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float], repeated: bool = False
 ) -> tuple[str, ...]:
-    """Sums that go on with one value in many small steps, where products are in each, and what scales or copies that value in between.
+    """Sums that change one value in many small steps with a product in each, and the ops that scale or copy the value between two steps.
 
-    `factors` are the sizes of parameters that may scale something. A `repeated` graph is inside another, which may run it many times.
+    `factors` are the root mean squares of parameters that may scale a value. A `repeated` graph is the body of another graph, which may run
+    it many times.
     """
     if not nodes:
         return ()
@@ -53,7 +55,7 @@ def read_small_steps(
 
 
 class _Steps(SmallSteps[torch.fx.Node]):
-    """The steps of one graph."""
+    """Finds the small steps of one fx graph."""
 
     def __init__(self, graph: OpGraph, nodes: Mapping[str, torch.fx.Node], factors: Mapping[str, float]) -> None:
         self.names = {node: name for name, node in nodes.items()}
@@ -111,7 +113,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return found
 
     def _factor(self, given: Any, node: torch.fx.Node, how: str = "") -> Factor | None:
-        """A number or a schedule among the arguments of an op, as a factor; None if it is neither."""
+        """The argument `given` of `node` as a factor, if it is a number, a schedule, a learnt factor or noise; otherwise None."""
         value = example_value(given) if isinstance(given, torch.fx.Node) else given
         if type(value) in (int, float):
             if how == "rest":
@@ -125,7 +127,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return Factor(1.0, frozenset([(given, how)])) if known else None
 
     def _size(self, node: torch.fx.Node) -> float | None:
-        """The root mean square of a learnt factor with its sign, or of what ops make of one that work element by element."""
+        """Signed root mean square of a learnt factor, or of the result of element-wise ops on one; None if unknown."""
         if node in self.names and self.names[node] in self.factors:
             return self.factors[self.names[node]]
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
@@ -137,7 +139,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return size if made is None and row.kind is OpKind.CLEAR else made
 
     def _is_exact(self, node: torch.fx.Node, role: str) -> bool:
-        """Whether a value is of numbers, buffers and inputs alone: neither a product nor a draw made it, nor booleans or a parameter."""
+        """True if a value is computed from numbers, buffers and inputs alone, without products, random draws, booleans or parameters."""
         value = example_value(node)
         if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or role == "output":
             return False
@@ -146,7 +148,7 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return self._is_made_of(node, self.exact)
 
     def _is_noise(self, node: torch.fx.Node, role: str) -> bool:
-        """Whether a value was drawn from a normal distribution or given, or is made of such values alone."""
+        """True if a value is drawn from a normal distribution, is a floating input, or is computed from such values alone."""
         value = example_value(node)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or role == "output":
             return False
@@ -155,14 +157,14 @@ class _Steps(SmallSteps[torch.fx.Node]):
         return op_name(node.target) in NORMAL or (bool(node.all_input_nodes) and self._is_made_of(node, self.noise))
 
     def _is_made_of(self, node: torch.fx.Node, sources: Set[torch.fx.Node]) -> bool:
-        """Whether an op makes a tensor of these alone, by neither a product nor a draw."""
+        """True if `node` is a tensor computed from `sources` alone, by neither a product nor a random draw."""
         if node in self.heavy or op_name(node.target) in RANDOM or isinstance(node.target, HigherOrderOperator):
             return False
         given = [each for each in node.all_input_nodes if isinstance(example_value(each), torch.Tensor)]
         return isinstance(example_value(node), torch.Tensor) and all(each in sources for each in given)
 
     def _is_schedule(self, node: torch.fx.Node, beside: torch.fx.Node) -> bool:
-        """Whether a value may be the factor of one with more dims: numbers along one dim at most."""
+        """True if a value may be a factor in `beside`: exact or learnt, and varying along one dim at most and fewer than `beside`."""
         scales = node in self.exact or (node in self.learnt and op_name(beside.target) in ("mul", "div"))
         return scales and _dims(node) <= 1 and _dims(node) < _dims(beside)
 
@@ -179,7 +181,7 @@ def _shape_of(node: torch.fx.Node) -> tuple[Any, ...] | None:
 
 
 def _applied(node: torch.fx.Node, size: float) -> float | None:
-    """What an op makes of a number in place of the only tensor that it reads; None if it takes no such, as a view of several does not."""
+    """Result of an op on the number `size` in place of its only tensor; None if the op cannot take a single number."""
     number = torch.tensor([size], device="cpu")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: number)
     try:
@@ -196,7 +198,7 @@ def _elements(node: torch.fx.Node) -> Any:
 
 
 def _dims(node: torch.fx.Node) -> int:
-    """Dims along which a value may differ."""
+    """Number of dims along which a value may vary."""
     return sum(not isinstance(size, int) or size > 1 for size in _shape_of(node) or ())
 
 

@@ -1,1 +1,1 @@
-"""What rewritten graphs call: copies of many tensors, loss scaling, pads, hooks, masks."""
+"""Functions that rewritten graphs call: copies of many tensors, loss scaling, pads, hooks, masks."""

@@ -1,8 +1,8 @@
-"""Attention masks that say nothing, or are plainly causal: found, and told apart.
+"""Attention masks that allow all positions or are plainly causal: find them, so that calls can do without.
 
-A model that skips its mask when it would say nothing (all positions, or plainly causal) decides so by looking at values, which
-capture cannot: the captured graph builds the mask and hands it on. That costs the fastest attention kernels, which take no mask
-but know `is_causal` (ATen/native/transformers/cuda/sdp_utils.cpp: flash attention refuses `attn_mask`).
+Outside of capture a model looks at the values of such a mask and leaves it out. Capture cannot look, so the captured graph builds the mask
+and passes it. That rules out the fastest attention kernels, which take no mask but know `is_causal`
+(ATen/native/transformers/cuda/sdp_utils.cpp: flash attention refuses `attn_mask`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from amprewrite.tables.vocabulary import Edit
 from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 
 PURE = ops_with(Trait.MAKES_MASK) | {saturate.__name__}
-"""What masks are made of: ops, and what `insert-casts` puts before a low copy of one."""
+"""Ops that build masks, and the clamp that `insert-casts` puts before a low copy of one."""
 MOST_ELEMENTS = 1 << 27
-"""A larger mask is not looked at: that takes three bytes an element."""
+"""Largest mask whose values are read. Reading takes three bytes an element."""
 _BLOCKED = -6e4
-"""What is added to a score to block it lies below this (fp16's lowest is -65504), and its exponential is 0."""
+"""Highest number that blocks a position when added to a score: its exponential is 0. fp16's lowest, -65504, is below it."""
 
 
 class Kind(Enum):
-    """What a mask says."""
+    """The positions that a mask allows."""
 
     ALL = "all positions"
     CAUSAL = "causal"
@@ -40,7 +40,7 @@ class Kind(Enum):
 
 
 def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]] | None:
-    """(nodes that compute `mask`, in order; sizes they read); None if it depends on anything else or is written in place."""
+    """(nodes that compute `mask`, in order; sizes they read); None if it reads anything else or is written in place."""
     inner: set[torch.fx.Node] = set()
     sizes: dict[torch.fx.Node, None] = {}
     waiting = [mask]
@@ -61,7 +61,7 @@ def sources_of(mask: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], tuple[to
 
 
 def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
-    """Whether `node` writes in place what, through views perhaps, may be one of `known`."""
+    """True if `node` writes in place to one of `known`, directly or through views."""
     if node.op not in ("call_function", "call_method"):
         return False
     if not (is_inplace(node.target) or node.kwargs.get("inplace") or "out" in node.kwargs):
@@ -76,13 +76,13 @@ def writes_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
 
 ATTENTION = "scaled_dot_product_attention"
 MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
-"""Places and names of the arguments (torch.nn.functional.scaled_dot_product_attention)."""
+"""Position and name of arguments of torch.nn.functional.scaled_dot_product_attention."""
 
 
 def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.Node]) -> dict[torch.fx.Node, Edit]:
-    """What may be done to the mask of each attention call of a graph; calls whose mask must stay are left out.
+    """The edit that is possible for the mask of each attention call of a graph. Calls that need their mask are left out.
 
-    `around` gives the value of the graph outside that each input of a checkpoint's body is.
+    `around` maps each input of a checkpoint's body to its value in the outer graph.
     """
     found: dict[torch.fx.Node, Edit] = {}
     for mask, calls in mask_readers(graph).items():
@@ -99,7 +99,7 @@ def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.No
 
 
 def mask_readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """The attention calls that read each mask; under vmap and its like nothing can look at one."""
+    """The attention calls that read each mask. Calls under torch.func transforms are left out: no code can read a mask's values there."""
     found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     transformed = transformed_nodes(graph)
     for node in graph.nodes:
@@ -111,7 +111,7 @@ def mask_readers(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Nod
 
 
 def argument(call: torch.fx.Node, which: tuple[int, str]) -> Any:
-    """An argument of a call by its place or its name; None if it is not given."""
+    """An argument of a call by its position or its name; None if it is not given."""
     at, name = which
     return call.args[at] if len(call.args) > at else call.kwargs.get(name)
 
@@ -138,7 +138,7 @@ def _is_written(mask: torch.fx.Node) -> bool:
 
 
 class Masks:
-    """A mask of a graph as a function of its sizes, with what it was found to say at each."""
+    """A mask of a graph as a function of sizes, with a cache of its kind for each set of sizes."""
 
     def __init__(self, nodes: Sequence[torch.fx.Node], sizes: Sequence[torch.fx.Node]) -> None:
         graph = torch.fx.Graph()
@@ -150,7 +150,7 @@ class Masks:
         self._kinds: dict[tuple[tuple[int, ...], tuple[int, int]], Kind] = {}
 
     def kind(self, sizes: tuple[int, ...], lengths: tuple[int, int]) -> Kind:
-        """What the mask says at these `sizes`, for `lengths` (queries, keys)."""
+        """Kind of the mask at these `sizes`, for `lengths` (queries, keys)."""
         key = (sizes, lengths)
         found = self._kinds.get(key)
         if found is None:
@@ -159,7 +159,7 @@ class Masks:
         return found
 
     def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...], device: torch.device) -> tuple[Tensor | None, bool]:
-        """(mask to hand on, is_causal). Looking at a mask waits for the device, once for each set of sizes."""
+        """(mask to pass on, is_causal). Reading a mask waits for the device, once for each set of sizes."""
         known = all(type(size) is int for size in (*sizes, *lengths))
         may_look = known and ((sizes, lengths) in self._kinds or not recording(device))
         kind = self.kind(sizes, lengths) if may_look else Kind.OTHER
@@ -167,18 +167,21 @@ class Masks:
 
 
 def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """`Masks.find` as a graph calls it."""
+    """`Masks.find` in the form that a graph calls."""
     return masks.find((query.shape[-2], key.shape[-2]), tuple(sizes), query.device)
 
 
 def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """(mask to hand on, is_causal) by the values of a boolean `mask` on a CPU, where looking waits for no device."""
+    """(mask to pass on, is_causal) from the values of a boolean `mask` on a CPU, where reading them waits for no device."""
     kind = kind_of(mask, (query.shape[-2], key.shape[-2])) if mask.is_cpu and is_plain(mask) else Kind.OTHER
     return (mask, False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)
 
 
 def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
-    """What `mask`, broadcast over (..., queries, keys), says: booleans that allow, or floats that are added."""
+    """Kind of `mask`, broadcast over (..., queries, keys).
+
+    A position is allowed by True in a boolean mask, and by zero in a mask to be added.
+    """
     mask = mask.detach()[tuple(0 if step == 0 and at < mask.dim() - 2 else slice(None) for at, step in enumerate(mask.stride()))]
     if mask.numel() > MOST_ELEMENTS:
         return Kind.OTHER

@@ -1,8 +1,8 @@
-"""Gradients that were checked for inf and NaN while they were made, so that the look at the end of a backward need not read them again.
+"""Gradients that were checked for inf and NaN when they were made, so that the check after a backward need not read them again.
 
-Autograd keeps such a gradient as `p.grad` or adds it to one. A `p.grad` that lies in the storage we wrote, with the version it had
-then, holds what was checked. Anything else (accumulated, changed by a hook) is looked at as ever. A step does not rely on it: by then
-a write that PyTorch does not count (`.data`, a collective) may have come between.
+Autograd keeps such a gradient as `p.grad`, or adds it to an existing one. A `p.grad` in the storage that we wrote, with the version that it
+had then, holds the checked values. Any other gradient (accumulated, changed by a hook) is checked as usual. An optimizer step does not rely
+on these flags: a write that PyTorch does not count (`.data`, a collective) may have happened since.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amprewrite.torch_internals.autograd import current_backward
 
 _LATEST = 4
-"""Backwards that are remembered: one that runs inside of another ends before it, and threads run theirs side by side."""
+"""Number of backward passes that are remembered. A backward inside another one ends before it; threads run theirs in parallel."""
 _MADE: OrderedDict[int, dict[int, tuple[StorageWeakRef, int, Tensor]]] = OrderedDict()
-"""By autograd's number for a backward: by the address of a storage, which the weak reference keeps from being given to another, its
-version and the flag."""
+"""By autograd's number of a backward and the address of a storage: (weak reference, version, flag).
+
+The weak reference keeps the address from being reused for another storage.
+"""
 
 
 def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
-    """Remember that `flag` tells whether the `gradients`, each with a storage of its own, are finite."""
+    """Remember that `flag` says if all `gradients` are finite. Each has a storage of its own."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
     number = current_backward()
@@ -39,9 +41,9 @@ def record_finite_flag(gradients: Sequence[Tensor], flag: Tensor) -> None:
 
 
 def finite_flags(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """(flags, gradients that are still to be looked at).
+    """(flags, gradients that still have to be checked).
 
-    A flag tells of all that was checked with a gradient, of what was added to another one or changed by a hook as well.
+    A flag covers all gradients that were checked together, including gradients that were accumulated or changed by a hook since.
     """
     backwards = tuple(reversed(_MADE.values()))
     if not backwards:

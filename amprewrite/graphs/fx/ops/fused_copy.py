@@ -1,11 +1,11 @@
-"""Copies of many tensors at once, and gradients of low copies brought to fp32, unscaled and checked in one pass.
+"""Copy many tensors at once; cast gradients of low copies to fp32, unscale and check them in one pass.
 
-On CUDA, where it pays, a Triton kernel does it; everywhere else, and where Triton is missing or cannot compile, torch does
-the same in more passes. Torch's own multi-tensor kernels have the first choice: they need no table of addresses.
+On CUDA a Triton kernel does it where it is faster. Elsewhere, or if Triton is missing or cannot compile, torch does the same in more
+passes. Torch's own multi-tensor kernels come first where they apply: they need no table of addresses.
 
-What it saves: a gradient of n elements that torch casts and unscales in one pass (2 bytes read, 4 written) and checks in another at
-the end of backward (4 read, 4 written) moves 14 n bytes; in one pass 6 n. What it costs the host, measured without the launch:
-14 us for one gradient and 55 for sixteen, about as much as sixteen calls of torch's.
+Saved: a gradient of n elements that torch casts and unscales in one pass (2 bytes read, 4 written) and checks in another at the end of
+backward (4 read, 4 written) moves 14 n bytes, in one pass 6 n. Cost on the host, without the launch: 14 us for one gradient and 55 us for
+sixteen, about as much as sixteen calls of torch's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ from amprewrite.torch_internals.dispatch import is_legacy_batched, is_wrapped_by
 from amprewrite.torch_internals.kernels import copy_tensors
 
 ONE_PASS_FROM = 1 << 22
-"""Elements from which on a gradient, or a batch of them, goes through the kernel: it saves 8 bytes of each, by bandwidth
-10 us here on an H100 (3.35 TB/s), 22 us on an A100 (1.55 TB/s), 110 us on a T4 (0.3 TB/s). Reckoned, not timed on a GPU."""
+"""Elements of a gradient, or of a batch of them, from which on the kernel is used. It saves 8 bytes of each.
+
+By bandwidth that is 10 us here on an H100 (3.35 TB/s), 22 us on an A100 (1.55 TB/s), 110 us on a T4 (0.3 TB/s). Estimated, not timed on a
+GPU.
+"""
 STRIDED_FROM = 6
-"""Strided copies from which on one launch of the kernel should be cheaper than one of torch's for each: reckoned with
-4 us of the host a launch of torch's, not timed on a GPU."""
+"""Number of strided copies from which on one launch of the kernel should be cheaper than a launch of torch's for each.
+
+Estimated with 4 us of host time for each of torch's launches, not timed on a GPU.
+"""
 DEVICES = {"cuda"}
-"""Kinds of devices that the kernel runs on; one where it fails is taken out."""
+"""Device types on which the kernel runs. A type is removed when the kernel fails there."""
 _TABLES = 1024
-"""Tables of addresses kept on devices, 2 kB each for 16 tensors; allocators hand out the same addresses step after step."""
+"""Address tables cached on devices, 2 kB each for 16 tensors. Allocators return the same addresses step after step."""
 
 
 def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Write every source, cast, over its target of the same shape, strided perhaps. Records no gradient."""
+    """Copy and cast every source into its target of the same shape. Either may be strided. Records no gradient."""
     with GradMode(on=False):
         if len(targets) >= STRIDED_FROM and targets[0].device.type in DEVICES:
             strided = [at for at, target in enumerate(targets) if not target.is_contiguous() or not sources[at].is_contiguous()]
@@ -52,9 +57,9 @@ def copy_many(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def unscale_many(gradients: Sequence[Tensor], factor: Tensor, flag: Tensor | None = None) -> list[Tensor] | None:
-    """fp32 `gradient * factor` of each low gradient, vouched for, in one pass; None if that cannot be or does not pay.
+    """fp32 `gradient * factor` of low gradients in one pass, recorded as checked; None if the kernel cannot do it or does not pay.
 
-    `factor` is a 0-dim fp32 tensor on their device, and so is `flag`, which becomes 1 if a product is not finite.
+    `factor` and `flag` are 0-dim fp32 tensors on the gradients' device. `flag` becomes 1 if a product is not finite.
     """
     if torch.compiler.is_compiling() or not gradients or gradients[0].dtype not in LOW_DTYPES or _kernels(gradients[0].device) is None:
         return None
@@ -69,7 +74,7 @@ def unscale_many(gradients: Sequence[Tensor], factor: Tensor, flag: Tensor | Non
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is dense memory and nothing else: no subclass, no transform's wrapper, nothing that is being traced."""
+    """True if a tensor is ordinary strided memory: no subclass, no wrapper of a transform, not being traced."""
     if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
         return False
     wrapped = is_wrapped_by_transform(tensor) or is_legacy_batched(tensor)
@@ -77,11 +82,11 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Tensor | None = None, flag: Tensor | None = None) -> bool:
-    """Copy by the Triton kernel; False if it cannot be used. Some targets may be written then."""
+    """Copy with the Triton kernel; False if it cannot be used. Some targets may be written even then."""
     where, kinds = targets[0].device, (sources[0].dtype, targets[0].dtype)
     kernels = _kernels(where)
     if kernels is None or not kernels.DTYPES.issuperset(kinds) or recording(where):
-        return False  # a captured copy would read its table from memory of ours when it is replayed
+        return False  # a replay would read the table of addresses from memory that we may have freed
     by_rank: dict[int, list[tuple[int, ...]]] = {}
     for source, target in zip(sources, targets, strict=True):
         plain = is_plain(source) and is_plain(target) and source.device == where == target.device
@@ -104,7 +109,7 @@ def _by_kernel(sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Ten
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The Triton kernels, if they can run on `device`."""
+    """The module of Triton kernels if they can run on `device`; otherwise None."""
     return _imported() if device.type in DEVICES else None
 
 
@@ -130,6 +135,9 @@ def _stream(device: torch.device) -> int:
 
 @functools.lru_cache(_TABLES)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """`rows` on `device`, brought there on `stream`, without a host sync; what one stream wrote another does not read."""
+    """`rows` as a tensor on `device`, copied without a host sync.
+
+    It is cached by `stream`: another stream might read it before the copy ends.
+    """
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

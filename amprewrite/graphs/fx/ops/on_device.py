@@ -1,4 +1,4 @@
-"""Bring a number to the device of the value that it serves. A file of its own: reading a loss scale loads no kernels."""
+"""Move a number to the device of a value. A file of its own, so that reading a loss scale loads no kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def on_device(number: Tensor, device: torch.device) -> Tensor:
-    """`number` on `device`. A copy to a CPU waits for its value, which the host may read at once."""
+    """`number` on `device`. A copy to a CPU waits for the value, which the host may read at once."""
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 
 

@@ -1,7 +1,7 @@
-"""What a padded graph calls: changes of size, a weight cast that pads, batch norm on padded channels.
+"""Functions that a padded graph calls: changes of size, a weight cast that pads, batch norm on padded channels.
 
-A weight costs nothing beside its cast: where copies of weights are made outside the graph, the cast writes into the logical part
-of memory whose rest is zero (`graphs/fx/weights`). In a graph it is a pad of a cast, which a compiler fuses.
+Padding a weight costs no more than its cast. If copies of weights are made outside the graph, the cast writes into the logical part of
+memory that is zero elsewhere (`graphs/fx/weights`). In a graph it is a pad of a cast, which a compiler fuses.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def pad_dims(x: Tensor, layout: Layout) -> Tensor:
 
 
 def slice_dims(x: Tensor, layout: Layout, dense: bool = False) -> Tensor:
-    """The logical part of an `x` that is padded as `layout` says: a view if that can be, a copy if `dense`."""
+    """The logical part of an `x` that is padded as in `layout`: a view if possible, contiguous if `dense`."""
     found = _closed(logical_part(x, layout), x.dim(), layout)
     return found.clone() if dense and not found.is_contiguous() else found
 
 
 def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: bool = False) -> Tensor:
-    """`x`, padded as `have`, padded as `want`. Padding on both sides is kept as it is, unless `refresh` asks for zeros."""
+    """`x`, padded as in `have`, with the padding of `want`. Padding common to both is kept, unless `refresh` asks for new zeros."""
     kept = () if refresh else tuple(entry for entry in have if entry in want)
     off = tuple(entry for entry in have if entry not in kept)
     on = tuple(entry for entry in want if entry not in kept)
@@ -42,7 +42,10 @@ def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: 
 
 
 def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """`x` with every dim of `layout` split into its axes, by their logical (0) or physical (1) extents; (logical, physical) by dim."""
+    """(`x` with every dim of `layout` split into its axes, (logical, physical) extents by dim).
+
+    `side` 0 splits by logical extents, 1 by physical.
+    """
     pads: list[list[tuple[int, int]]] = [[(0, 0)] for _ in range(x.dim())]
     for dim, factors in layout:
         pads[dim] = list(factors)
@@ -53,7 +56,7 @@ def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[in
 
 
 def logical_part(x: Tensor, layout: Layout) -> Tensor:
-    """The logical part, with composed dims left open: always a view."""
+    """The logical part of a padded `x` with composed dims left split: always a view."""
     opened, pads = _opened(x, layout, 1)
     for dim, (logical, grown) in enumerate(pads):
         if logical != grown:
@@ -75,7 +78,7 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Memory for `like` as `dtype`, padded as `layout`: zero where that pads, not written yet elsewhere."""
+    """Memory for a copy of `like` as `dtype`, padded as in `layout`: zero in the padding, uninitialised if nothing is padded."""
     if not layout:
         return torch.empty_like(like, dtype=dtype)
     memory_format = torch.channels_last if _channels_last(like) else torch.contiguous_format
@@ -83,12 +86,12 @@ def empty_padded(like: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 
 
 def copy_ends(w: Tensor, copy: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(source, target) of a plain copy of `w` into `copy`, which is padded as `layout`."""
+    """(source, target) of a plain copy of `w` into `copy`, which is padded as in `layout`."""
     return (_opened(w, layout, 0)[0], logical_part(copy, layout)) if layout else (w, copy)
 
 
 def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None) -> Tensor:
-    """`w.to(dtype)` padded as `layout`; its gradient comes back in logical shape and in the dtype of `w`.
+    """`w.to(dtype)` padded as in `layout`. Its gradient has the logical shape and the dtype of `w`.
 
     `inverse` multiplies the gradient as in `cast_in`.
     """
@@ -101,7 +104,7 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
 
 
 class _PadCast(torch.autograd.Function):
-    """Old-style `forward(ctx, ...)` for the reasons given in scale_ops."""
+    """Autograd node of `pad_cast`. scale_ops.py says why `forward(ctx, ...)` is in the old style."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
@@ -127,7 +130,7 @@ def batch_norm_padded(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.batch_norm` in training on padded channels; `weight` and `bias` are padded too, running statistics are not."""
+    """`F.batch_norm` in training on padded channels. `weight` and `bias` are padded too, running statistics are not."""
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, training, momentum, eps)
     extra = x.shape[1] - running_mean.shape[0]

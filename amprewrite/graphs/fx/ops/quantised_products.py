@@ -1,15 +1,15 @@
 """A matrix product that reads fp8 copies of its operands, forward and backward.
 
-    x8 = quantise(x, "x", recipe, gemms)        one a value, for all products that read it
+    x8 = quantise(x, "x", recipe, gemms)        once for a value, for all products that read it
     w8 = quantise(w, "w", recipe, gemms)
     y = quantised_product(None, None, bias, x8, w8, recipe, gemms)
 
-The product saves the copies for its backward, and a value only if one of its GEMMs reads that. A copy has no gradient; a *link* has: a
-tensor of the value's shape that takes no memory and hands its gradient on to the value. So gradients reach the value though nothing holds
-its numbers.
+The product saves the copies for its backward. It saves a value only if one of its GEMMs reads that value. A copy has no gradient; a *link*
+has one: a tensor of the value's shape without memory that passes its gradient on to the value. So gradients reach the value though nothing
+holds its numbers.
 
-Under `create_graph=True` the backward can be differentiated: the gradients have the values that they always have, and the derivatives of
-the product in the values' own format.
+Under `create_graph=True` the backward can be differentiated. The gradients keep their values; their derivatives are those of the product in
+the format of the values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES,
 
 
 class Quantised(NamedTuple):
-    """The copies of one value as the GEMMs read them."""
+    """The copies of one value that GEMMs read, with the link that carries its gradient."""
 
     link: Tensor
     straight: Scaled | None
@@ -33,12 +33,12 @@ class Quantised(NamedTuple):
 
 
 def ways(role: str, gemms: tuple[str, ...]) -> tuple[str, ...]:
-    """How `gemms` read the matrix in this role."""
+    """Layouts in which `gemms` read the matrix of this role: straight, transposed, or both."""
     return tuple(dict.fromkeys(way for gemm in gemms for each, way in READS[gemm] if each == role))
 
 
 def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False) -> Quantised:
-    """The copies of `value` that `gemms` read. `transposed`: it is the weight of a product x · w, and not of x · wᵀ."""
+    """The copies of `value` that `gemms` read. With `transposed`, it is the weight of a product x · w instead of x · wᵀ."""
     matrix = value.detach()  # a scale has no gradient
     matrix = matrix.t() if transposed else matrix.reshape(-1, matrix.shape[-1])
     link = _HistoryLink.apply(value) if torch.is_grad_enabled() else _linked(value)
@@ -46,7 +46,10 @@ def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], tran
 
 
 def copies(matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...]) -> tuple[Scaled | None, Scaled | None]:
-    """A matrix straight and turned, as far as `gemms` read it so. With one scale for the tensor both are one copy."""
+    """(straight copy, transposed copy) of a matrix, each None if no GEMM of `gemms` reads it.
+
+    With one scale for the tensor both share it.
+    """
     fmt, wanted = recipe.format(role), ways(role, gemms)
     made: dict[str, Scaled] = {}
     whole = [way for way in wanted if recipe.scaling(role, way) != ROWS]
@@ -66,7 +69,7 @@ def _linked(value: Tensor) -> Tensor:
 
 
 class _HistoryLink(torch.autograd.Function):
-    """A tensor without memory that has the shape and the history of a value."""
+    """Autograd node that returns a tensor without memory with the shape and the autograd history of a value."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ class _HistoryLink(torch.autograd.Function):
 
 
 class _Straight(torch.autograd.Function):
-    """The second operand, with the history of the first."""
+    """Returns the second operand with the autograd history of the first."""
 
     @staticmethod
     def forward(ctx: Any, history: Tensor, value: Tensor) -> Tensor:
@@ -95,9 +98,9 @@ def quantised_product(
     x: Tensor | None, w: Tensor | None, bias: Tensor | None, x8: Quantised | None, w8: Quantised | None,
     recipe: str, gemms: tuple[str, ...], transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`x · wᵀ + bias`, or `x · w + bias` if `transposed`, of which `gemms` run in fp8.
+    """`x · wᵀ + bias`, or `x · w + bias` if `transposed`, with `gemms` in fp8.
 
-    `x` and `w` are None unless a GEMM reads them as they are.
+    `x` and `w` are None unless a GEMM reads them unquantised.
     """
     x = x8.link if x is None else x  # type: ignore[union-attr]
     w = w8.link if w is None else w  # type: ignore[union-attr]
@@ -147,7 +150,7 @@ Found = tuple[Tensor | None, Tensor | None]
 
 
 def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
-    """The gradients of x and w; that of y is quantised once for both."""
+    """(gradient of x, gradient of w). The gradient of y is quantised once for both."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     needed = {GRAD_IN: ctx.needs_input_grad[0], GRAD_WEIGHT: ctx.needs_input_grad[1]}
     fp8 = tuple(gemm for gemm in ctx.gemms if needed.get(gemm))
@@ -169,7 +172,7 @@ def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | No
 
 
 def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
-    """The gradients once more, with the history of the product of x and w in their own format."""
+    """The gradients with an autograd history: that of the product of x and w in their own format."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     x = x if x8 is None else _Straight.apply(x, x8.values().t().to(x.dtype).reshape(x.shape))
     values = None if w8 is None else w8.values() if ctx.transposed else w8.values().t()

@@ -1,27 +1,28 @@
 """Gradient identities that put the loss scale into a graph.
 
-Inside a rewritten region every gradient is `scale` times the true one; outside it is the true one.  A tensor that
-crosses the border keeps its value (or is cast) and its gradient is multiplied by a factor:
+Inside a rewritten region every gradient is `scale` times the true one; outside it is the true one. A tensor that crosses the border keeps
+its value (or is cast), and its gradient is multiplied by a factor:
 
 1. `scale_gradient` at a differentiable output: the gradient enters the region, times the scale.
 2. `cast_in`, `cast_in_many` at a weight, `unscale_gradient` at an input: the gradient leaves, times the inverse, in fp32.
 
 Derivatives of any order stay right because crossing is a pair of functions, each the backward of the other:
 
-    _Cross   value as it is (cast), or times what was multiplied before    backward: _Times
-    _Times   value times the factor                                        backward: _Cross
+    _Cross   the value itself (cast), or times an earlier factor    backward: _Times
+    _Times   the value times the factor                             backward: _Cross
 
-A backward is linear in the gradients that enter it. So each may have a factor of its own: what enters is multiplied by it, what leaves is
-divided. Forces and penalties are taken with the factor 1, the loss made of them has the scale (`runtime/captured/forward_scale.py`
-decides, and writes the number when the backward enters). Behind a first backward with the factor `then`, the derivative of `_Times` is
-`then` divided by the factor now: the true derivative, and the border of the second backward, which is crossed the other way. Leaving the
-border out is silently wrong: second-order terms drop out of fp16 (a relative error of 0.98 in a gradient penalty).
+A backward is linear in the gradients that enter it. So each backward may have a factor of its own: gradients are multiplied by it on entry
+and divided on exit. Forces and penalties are computed with the factor 1; the loss made of them has the scale
+(`runtime/captured/forward_scale.py` decides, and writes the number when the backward enters). If the first backward had the factor `then`,
+the derivative of `_Times` is `then` divided by the factor of the second: the true derivative, and also the border of the second backward,
+crossed in the other direction. Without the border the result is silently wrong: second-order terms drop out of fp16 (a relative error of
+0.98 in a gradient penalty).
 
-The factor may lie on another device than a gradient: a graph has one scale, and its values may lie on several devices. It is moved
-when the gradient passes.
+The factor may be on a different device than a gradient: a graph has one scale, and its values may be on several devices. It is moved when
+the gradient passes.
 
-Old-style `forward(ctx, ...)` functions, on purpose: measured on CPU a cast of a small weight, forward and backward, takes
-15 us as a plain `.to`, 19 us this way, 31 us with `setup_context` or as a `torch.library.custom_op`.
+`forward(ctx, ...)` is in the old style on purpose: on a CPU a cast of a small weight, forward and backward, takes 15 us as a plain `.to`,
+19 us this way, 31 us with `setup_context` or as a `torch.library.custom_op`.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ def scale_gradient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def unscale_gradient(x: Tensor, inverse: Tensor) -> Tensor:
-    """`x`, whose gradient is multiplied by `inverse` in fp32 and comes out in the dtype of `x`."""
+    """`x`, whose gradient is multiplied by `inverse` in fp32 and returned in the dtype of `x`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _forward_too(_Cross).apply(x, x.dtype, inverse)
 
 
 def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
-    """`w.to(dtype)`, whose gradient is widened to fp32 first, then multiplied by `inverse`."""
+    """`w.to(dtype)`, whose gradient is cast to fp32 first, then multiplied by `inverse`."""
     if not (w.requires_grad and torch.is_grad_enabled()):
         return w.to(dtype)
     return _forward_too(_Cross).apply(w, dtype, inverse)
@@ -69,12 +70,12 @@ def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient * factor` as `dtype`, multiplied in fp32 at least.
 
-    A 0-dim factor does not promote a half tensor: the product, and `out=` as well, would be rounded in half.  Where
-    kernels cast while they read, a 1-dim factor promotes in one pass; CPU kernels make a copy anyway (for 4 M elements
-    1.26 ms against 0.91), and tensor subclasses take 0-dim tensors only.
+    A 0-dim factor does not promote a half tensor: the product, and `out=` as well, would be rounded in half. Where kernels cast while they
+    read, a 1-dim factor promotes in one pass. CPU kernels make a copy anyway (for 4 M elements 1.26 ms against 0.91), and tensor subclasses
+    take 0-dim tensors only.
     """
     factor = on_device(factor, gradient.device)
-    if gradient.dtype.itemsize >= 4:  # `.float()` would be the gradient itself, which others read as well
+    if gradient.dtype.itemsize >= 4:  # `.float()` would return the gradient itself, which other code reads as well
         return (gradient * factor).to(dtype)
     made = unscale_many((gradient,), factor) if dtype == torch.float32 else None
     if made is not None:
@@ -87,7 +88,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient that leaves a graph through a cast: `gradient` times `factor`, taken in fp32 at least, as `dtype`. Differentiable."""
+    """The gradient that leaves a graph through a cast: `gradient * factor` as `dtype`, multiplied in fp32 at least. Differentiable."""
     if torch.is_grad_enabled():
         return _applied(_Times, gradient, factor, factor.clone(), dtype)
     return _times(gradient, factor, dtype)
@@ -96,10 +97,10 @@ def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def leaving_many(
     gradients: Sequence[Tensor | None], factor: Tensor | None, dtypes: Sequence[torch.dtype], needs: Sequence[bool]
 ) -> Iterator[Tensor | None]:
-    """`leaving` of the gradients that are there and needed, in as few kernels as there are kinds of them; `factor` None only casts.
+    """`leaving` of the gradients that exist and are needed, in one kernel for each kind of gradient. Without a `factor` it only casts.
 
-    Where it can, it checks them while it multiplies, and they are vouched for (`finite_flags.py`). All lie on one device, and so does
-    `factor`.
+    If possible it checks the gradients while it multiplies and records the check (`finite_flags.py`). All gradients and `factor` are on one
+    device.
     """
     wanted = list(zip(gradients, dtypes, needs, strict=True))
     present = [(g, dtype) for g, dtype, need in wanted if need and g is not None]
@@ -114,7 +115,10 @@ def leaving_many(
 
 
 def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[Tensor]:
-    """`gradients` in fp32, times `factor`: a launch casts them, and one multiplies and checks all. What they were stays as it is."""
+    """New fp32 tensors with `gradients` times `factor`.
+
+    One launch casts them, one multiplies and checks all. The inputs are not changed.
+    """
     low = [place for place, gradient in enumerate(gradients) if gradient.dtype != torch.float32]
     made, left = list(gradients), low if factor is None else list(range(len(gradients)))
     flag = None if factor is None else torch.zeros_like(factor)
@@ -132,7 +136,7 @@ def _leaving_plain(gradients: Sequence[Tensor], factor: Tensor | None) -> list[T
 
 
 def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Each in fp32, in memory of its own."""
+    """fp32 copies of gradients, each in memory of its own."""
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
     if made:
         copy_many(gradients, made)
@@ -142,8 +146,8 @@ def _copies(gradients: Sequence[Tensor]) -> list[Tensor]:
 def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others: Any) -> Tensor:
     """`function.apply(gradient, *others)`, which has a derivative under `is_grads_batched=True` as well.
 
-    There torch batches gradients by a vmap that keeps the history inside its tensors. A Function in Python does not see it, and its
-    result would have none. So the function gets the gradients of the whole batch as one tensor, and the batch is made again behind it.
+    There torch batches gradients by a vmap that keeps the autograd history inside its tensors. A Python Function does not see it, and its
+    result would have none. So the function gets the gradients of the whole batch as one tensor, and its result is batched again.
     """
     if not is_legacy_batched(gradient):
         result: Tensor = _forward_too(function).apply(gradient, *others)
@@ -153,7 +157,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     levels = []
     for level in range(depth, 0, -1):
         whole = torch._remove_batch_dim(gradient, level, 0, 0)
-        if len(whole):  # what this level does not batch comes back expanded, to the size 0
+        if len(whole):  # a tensor that this level does not batch is returned expanded, to the size 0
             gradient = whole
             levels.append(level)
     result = function.apply(gradient, *others)
@@ -163,18 +167,18 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
 
 
 def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
-    """Have the method `enters` called, while its object lives, when a backward goes through what an earlier one made with `factor`."""
+    """Call the method `enters`, while its object lives, when a later backward differentiates gradients that were multiplied by `factor`."""
     factor.amprewrite_enters = weakref.WeakMethod(enters)  # type: ignore[attr-defined]
 
 
 def _enters(factor: Tensor) -> Callable[[], None] | None:
-    """What to call before `factor` is read in a backward through what this one makes."""
+    """The callback to run before `factor` is read in a second backward; None if there is none, or if its object is gone."""
     found: weakref.WeakMethod[Callable[[], None]] | None = getattr(factor, "amprewrite_enters", None)
     return None if found is None else found()
 
 
 class _Cross(torch.autograd.Function):
-    """Identity or cast in value, or the product with `by`; the gradient is multiplied by both and returned in the dtype of `x`."""
+    """Returns `x`, cast, or times `by`. The gradient is multiplied by `factor`, and by `by`, and returned in the dtype of `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, factor: Tensor, by: Tensor | None = None) -> Tensor:
@@ -199,7 +203,10 @@ class _Cross(torch.autograd.Function):
 
 
 class _Times(torch.autograd.Function):
-    """The product with `then`, which `factor` may differ from in a later backward; the derivative is `then` divided by that."""
+    """The product with `then`, the factor of this backward.
+
+    A later backward may have another `factor`: the derivative is `then / factor`.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, factor: Tensor, then: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,7 +226,7 @@ class _Times(torch.autograd.Function):
 
 
 class _CrossDual(_Cross):
-    """A tangent goes with the values, which nothing scales."""
+    """`_Cross` with a forward-mode derivative. A tangent follows the values, which are not scaled."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
@@ -229,7 +236,7 @@ class _CrossDual(_Cross):
 
 
 class _TimesDual(_Times):
-    """A tangent of a gradient is scaled as the gradient is."""
+    """`_Times` with a forward-mode derivative. A tangent of a gradient is scaled as the gradient is."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
@@ -240,7 +247,7 @@ _DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {_Cr
 
 
 def _forward_too(function: type[torch.autograd.Function]) -> Any:
-    """The function with forward-mode derivatives where those are taken: Dynamo captures no function that has them."""
+    """The variant of `function` with forward-mode derivatives, if these are being computed. Dynamo captures no Function that has a jvp."""
     if torch.compiler.is_compiling() or not in_forward_mode():
         return function
     return _DUAL[function]

@@ -1,10 +1,10 @@
-"""fp8 matrices with their scales, and the product of two: what a rewritten graph calls where the plan says fp8.
+"""fp8 matrices with their scales, and the product of two: functions that a rewritten graph calls where the plan says fp8.
 
-A scale is the number that a value was multiplied by, so that the largest of its tensor or row becomes the largest of the format. It is
-computed in the graph from the value at hand and dies with it: no state, nothing in a checkpoint. What is not finite does not count in it
-and becomes NaN, which passes through the product as it does in bf16; the other rows stay right.
+A scale is the number by which a value was multiplied, so that the largest element of its tensor or row becomes the largest of the format.
+The graph computes it from the value and drops it with the value: no state, nothing in a checkpoint. Non-finite elements do not count in it
+and become NaN, which passes through the product as in bf16; other rows stay right.
 
-Where the device multiplies no fp8 the product is that of the quantised values in fp32, rounded once.
+If the device cannot multiply fp8, the product of the quantised values is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from amprewrite.tables.recipes import ALIGNMENT, ROWS
 from amprewrite.torch_internals.kernels import scaled_mm
 
 SMALLEST = 1e-12
-"""A smaller amax counts as this, so that zeros have a scale, too."""
+"""Lower limit of amax, so that a tensor of zeros has a scale, too."""
 EXPONENT = 0x7F800000
-"""The exponent's bits of an fp32 number: alone they are its power of two."""
+"""Exponent bits of an fp32 number. Masking with them leaves its power of two."""
 
 
 class Scaled(NamedTuple):
@@ -37,41 +37,41 @@ class Scaled(NamedTuple):
 
     data: Tensor
     scale: Tensor
-    """fp32: 0-dim, or a column with a number a row."""
+    """fp32: 0-dim, or a column with one number for each row."""
 
     def values(self) -> Tensor:
-        """The numbers that it stands for, in fp32."""
+        """The matrix in fp32, divided by its scale."""
         return self.data.float() / self.scale
 
 
 def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Tensor:
-    """The scale of a matrix, or of its rows, in `fmt`."""
+    """The scale of a matrix, or of each of its rows, in `fmt`."""
     kernels = fused_kernels(matrix)
     if guard_or_false(matrix.numel() == 0):
         amax = matrix.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
-    elif scaling == ROWS:  # what is not finite spoils the product's row whatever the scale is
+    elif scaling == ROWS:  # an inf or NaN spoils its row of the product whatever the scale is
         amax = torch.linalg.vector_norm(matrix, math.inf, -1, keepdim=True)
     elif kernels is not None:
         amax = kernels.amax_of(matrix)
     else:
         amax = torch.where(matrix.isfinite(), matrix, 0).abs().amax()
-    # in fp64, for compilers divide fp32 numbers by multiplying with a rounded reciprocal
+    # in fp64, because compilers divide fp32 numbers by multiplying with a rounded reciprocal
     scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
 
 
 def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
-    """fp32 numbers to nearest even in `fmt`, those beyond its range to its ends; infinities become NaN.
+    """fp32 numbers rounded to nearest even in `fmt`, with numbers beyond its range clamped to ±max. Infinities become NaN.
 
-    Casts of torch before 2.12 overflow to NaN, those since saturate, infinities too.
+    Casts overflow to NaN before torch 2.12 and saturate since, infinities too.
     """
     return torch.where(scaled.isinf(), math.nan, scaled.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
 
 
 def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """A matrix times its scale in `fmt`, as it is and transposed, as far as they are wanted. `scale` is 0-dim, a column or a row.
+    """(matrix times scale in `fmt`, its transpose). `straight` and `turned` say which are wanted. `scale` is 0-dim, a column or a row.
 
-    Kernels of a GPU read along rows alone: there the transpose has memory of its own, so that the other can be freed.
+    GPU kernels read along rows alone: there the transpose has memory of its own, so that the other copy can be freed.
     """
     kernels = fused_kernels(matrix)
     if kernels is not None:
@@ -82,7 +82,7 @@ def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, 
 
 
 def fused_kernels(matrix: Tensor) -> ModuleType | None:
-    """Our Triton kernels, if they can quantise this matrix: on a GPU with fp8 units, outside of compilers."""
+    """The module of our Triton kernels if they can quantise this matrix: on a GPU with fp8 units, outside of compilers. Otherwise None."""
     if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
         return None
     return _imported()
@@ -102,12 +102,12 @@ def _imported() -> ModuleType | None:
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
-    """`a · bᵀ` as `dtype`, and the bias added. `fast`: the sum may be kept with fewer bits."""
+    """`a · bᵀ` as `dtype`, plus the bias. With `fast`, the kernel may accumulate with fewer bits."""
     if not multiplies_fp8(a.data.device):
         product = torch.mm(a.values(), b.values().t()).to(dtype)
         return product if bias is None else product + bias
     (left, ours), (right, theirs) = ((each.data.contiguous(), each.scale.reciprocal()) for each in (a, b))
-    missing = -left.shape[1] % ALIGNMENT  # rows of x and g vary with the batch; zeros add nothing
+    missing = -left.shape[1] % ALIGNMENT  # the rows of x and g vary with the batch; zeros add nothing
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
     if ours.dim() == theirs.dim() == 0:
@@ -115,14 +115,14 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     if fast:
         ours, theirs = (scale.expand(len(each), 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
         return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=True)
-    one = ours.new_ones(())  # the kernel with a scale a row is slow unless it may accumulate fast
+    one = ours.new_ones(())  # the kernel with one scale for each row is slow unless it may accumulate fast
     product = scaled_mm(left, right.t(), one, one, out_dtype=dtype) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
 
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether matrix units of this device multiply fp8: those of NVIDIA from sm_89 on."""
+    """True if the matrix units of this device multiply fp8: NVIDIA from sm_89 on."""
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,8 +1,8 @@
 """Hooks that a model puts on tensors inside a captured graph: `hidden.register_hook(lambda gradient: gradient.clamp(-1, 1))`.
 
-Dynamo turns them into a higher-order op that wants a gradient to flow: it fails on fake tensors and in runs that only look. Here it
-is a function that needs none. The tensor stays fp32 from its maker on, so that the hook sees its whole gradient, in fp32; and where
-gradients are scaled, the hook sees them unscaled.
+Dynamo captures them as a higher-order op that requires a gradient: it fails on fake tensors and without gradients. Here it is a function
+that works without. The tensor is fp32 from the op that makes it on, so that the hook gets the whole gradient in fp32. If gradients are
+scaled, the hook gets them unscaled.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.torch_internals.operators import HigherOrderOperator
 
 Body = Callable[..., Tensor]
-"""What the hook does: takes the gradient and whatever else it reads, gives the gradient that goes on."""
+"""Body of a hook: takes the gradient and the other values it reads, returns the new gradient."""
 
 
 def restore_hooks(module: torch.fx.GraphModule) -> bool:
-    """Call `hooked` wherever the graph holds the higher-order op; True if there was one."""
+    """Replace each higher-order hook op of the graph by a call of `hooked`. True if there was one."""
     found = False
     for node in module.graph.nodes:
         if isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook":
@@ -34,14 +34,14 @@ def restore_hooks(module: torch.fx.GraphModule) -> bool:
 
 
 def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
-    """`x`, whose gradient goes through `body`."""
+    """`x`, whose gradient is passed through `body`."""
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: body(gradient, *reads))
     return x
 
 
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
-    """`hooked` for gradients that are multiplied by `scale`: `body` sees them times `inverse`."""
+    """`hooked` for gradients that are multiplied by `scale`: `body` gets them times `inverse`."""
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: body(gradient * on_device(inverse, x.device), *reads) * on_device(scale, x.device))
     return x

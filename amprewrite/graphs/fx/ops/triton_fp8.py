@@ -1,7 +1,7 @@
-"""Triton kernels that quantise a matrix: the amax of all of it, and a cast that writes it straight, transposed, or both ways at once.
+"""Triton kernels that quantise a matrix: its amax, and a cast that writes it straight, transposed, or both at once.
 
-Importing this file needs Triton; scaled_casts.py alone does, and goes without where it cannot. A value is read twice, for its amax and for
-its cast, and each copy is written once.
+Importing this file needs Triton. Only scaled_casts.py imports it, and works without it if that fails. A value is read twice, for its amax
+and for its cast, and each copy is written once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 BLOCK = 64
 """Rows and columns of a tile."""
 AMAX = 4096
-"""Elements that a program looks at for the amax of a tensor."""
+"""Elements that one program reads for the amax of a tensor."""
 TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 # Built-in functions alone, as in triton_kernels.py.
 @triton.jit
 def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # what has no type is a tensor
-    """The largest finite magnitude; `amax` begins as 0."""
+    """Write the largest finite magnitude to `amax`, which begins as 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.abs(tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))
     tl.atomic_max(amax, tl.max(tl.where(size < float("inf"), size, 0.0), axis=0))
@@ -32,7 +32,10 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     source, scale, straight, turned, rows, columns, MOST: tl.constexpr, TYPE: tl.constexpr, WAYS: tl.constexpr, BY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile: scaled, limited, cast. WAYS: 1 writes it straight, 2 transposed, 3 both. BY: a scale for all, 1 a row, 2 a column."""
+    """Scale, clamp and cast one tile.
+
+    WAYS: 1 writes it straight, 2 transposed, 3 both. BY: 0 one scale for all, 1 a scale a row, 2 a column.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
@@ -64,9 +67,9 @@ def amax_of(matrix: Tensor) -> Tensor:
 
 
 def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """A dense matrix times its scale in `dtype`: as it is, and transposed in memory of its own; what is not wanted is empty.
+    """(dense matrix times scale in `dtype`, its transpose in memory of its own). A copy that is not wanted is empty.
 
-    `scale` is 0-dim, a column with a number a row, or a row with one a column.
+    `scale` is 0-dim, a column with one number for each row, or a row with one for each column.
     """
     rows, columns = matrix.shape
     made = matrix.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)

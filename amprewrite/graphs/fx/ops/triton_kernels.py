@@ -1,6 +1,6 @@
-"""The one Triton kernel: copy many tensors in one launch, cast them on the way, multiply them and look for inf and NaN.
+"""The one Triton kernel: copy many tensors in one launch, cast and multiply them on the way and check for inf and NaN.
 
-Importing this file needs Triton; only fused_copy.py does, and does without where it cannot.
+Importing this file needs Triton. Only fused_copy.py imports it, and works without it if that fails.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from amprewrite.tables.formats import FORMATS
 
 RANK = 4
-"""Dimensions of a tensor that are left when those that lie together are joined; the kernel takes no more."""
+"""Largest number of dimensions that the kernel takes after contiguous ones are joined."""
 WIDTH = 3 + 3 * RANK
-"""Numbers in a row of the table: two addresses, the number of elements, sizes, strides to read by, strides to write by."""
+"""Numbers in a row of the table: two addresses, the number of elements, sizes, read strides, write strides."""
 BLOCK = 1024
 _PROGRAMS = 2048
 """Programs that share a launch: about 15 for each multiprocessor of an H100. Each walks its tensor in strides."""
@@ -25,7 +25,7 @@ _TYPES = {row.dtype: getattr(tl, row.library_name) for row in FORMATS.values()}
 DTYPES = frozenset(_TYPES)
 
 
-# Built-in functions alone: those of Triton that are compiled themselves cannot be interpreted where Triton was imported before.
+# Built-in functions alone: Triton's own compiled functions cannot be interpreted if Triton was imported before.
 @triton.jit
 def _copy_rows(  # type: ignore[no-untyped-def]  # what has no type here is a tensor on the device
     table,
@@ -44,7 +44,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]  # what has no type here is a te
     source = tl.load(row).to(tl.pointer_type(SOURCE))
     target = tl.load(row + 1).to(tl.pointer_type(TARGET))
     count = tl.load(row + 2)
-    if ALIGNED:  # what the compiler needs to know to read and write 16 bytes at a time
+    if ALIGNED:  # lets the compiler read and write 16 bytes at a time
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
         count = tl.multiple_of(count, 16)
@@ -57,7 +57,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]  # what has no type here is a te
             read = at
             written = at
         else:
-            rest = at.to(tl.int32)  # a division of 64 bits takes longer than the memory does
+            rest = at.to(tl.int32)  # a 64-bit division takes longer than the memory access
             read = tl.full((BLOCK,), 0, tl.int64)
             written = tl.full((BLOCK,), 0, tl.int64)
             for dim in tl.static_range(MOST - 1, MOST - 1 - RANK, -1):
@@ -80,11 +80,11 @@ def launch(
     table: Tensor, rows: int, longest: int, kinds: tuple[torch.dtype, torch.dtype], rank: int, aligned: bool,
     factor: Tensor | None = None, flag: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Copy the `rows` pairs of tensors that `table` (int64, on the device) describes; `kinds` are the dtypes read and written.
+    """Copy the `rows` pairs of tensors that `table` (int64, on the device) describes. `kinds` are the dtypes read and written.
 
-    `longest` is the largest number of elements. `rank` 1 says that every pair lies dense and in the same order; `aligned` that
-    addresses and numbers of elements are multiples of 16. With `factor`, 0-dim fp32, values are multiplied by it, and `flag`,
-    0-dim fp32, becomes 1 where a product is not finite.
+    `longest` is the largest number of elements. `rank` 1 says that every pair is dense and in the same order; `aligned` that addresses and
+    numbers of elements are multiples of 16. With `factor`, 0-dim fp32, values are multiplied by it, and `flag`, 0-dim fp32, becomes 1 if a
+    product is not finite.
     """
     programs = max(1, min(triton.cdiv(longest, BLOCK), _PROGRAMS // rows))
     source, target = (_TYPES[kind] for kind in kinds)
@@ -94,7 +94,7 @@ def launch(
 
 
 def row(source: Tensor, target: Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """(rank, row of the table) of a copy; None if more than `RANK` dimensions, or 2**31 strided elements, are left."""
+    """(rank, row of the table) of a copy; None if it has more than `RANK` joined dimensions, or 2**31 strided elements or more."""
     head = (source.data_ptr(), target.data_ptr(), source.numel())
     if source.is_contiguous() and target.is_contiguous():
         return 1, (*head, *(1,) * RANK, *(0,) * (2 * RANK))
@@ -108,7 +108,7 @@ def row(source: Tensor, target: Tensor) -> tuple[int, tuple[int, ...]] | None:
 
 
 def joined(shape: Sequence[int], read: Sequence[int], written: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(size, stride to read by, stride to write by), outermost first, of dimensions joined if both strides allow it."""
+    """(size, read stride, write stride) of each dimension, outermost first, with dimensions joined if both strides allow it."""
     dims: list[tuple[int, int, int]] = []
     for size, r, w in sorted(zip(shape, read, written, strict=True), key=lambda dim: (-dim[2], -dim[1])):
         if size == 1:
