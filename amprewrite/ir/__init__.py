@@ -1,1 +1,1 @@
-"""Plain data that passes read and write: the op graph, the program on its way, what it costs, and what a pass is."""
+"""Plain data that passes read and write: the op graph, evidence on numbers, policies, plans, prices, and the base class of passes."""

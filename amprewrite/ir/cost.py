@@ -1,18 +1,18 @@
-"""What a plan costs, on a roofline: a launch, and the longer of arithmetic and memory traffic (Williams et al. 2009).
+"""Price a plan on a roofline: a launch, and the longer of arithmetic and memory traffic (Williams et al. 2009).
 
 An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in, and three times that in a step of training:
 gradients of two operands, or saved values read again. A cast takes a launch and its bytes; in training the gradient is cast
-back, once for all readers of the value. Beside a high operand a promoting kernel reads a low one as it is: in training the
-gradient is cast all the same, in inference the kernel that converts as it reads is a little slower. Low copies of parameters are
-made at every call, as runs do by default: they and their gradients cost their bytes, for a few launches make all. Where copies are
-kept (a block of frozen weights, `cache_weights="step"`, a file) they cost nothing without gradients.
+back, once for all readers of the value. A promoting kernel reads a low operand next to a high one without a cast. In training the
+gradient is cast all the same; in inference a kernel that converts as it reads is a little slower. By default, every call makes low
+copies of parameters. They and their gradients cost their bytes only, since a few launches make all of them. If copies are
+kept (a block of frozen weights, `cache_weights="step"`, a file), they cost nothing without gradients.
 
-A price may be a mixture of both: where one plan serves training and inference, `CostModel.training` says how much of each counts.
+A price may mix training and inference: if one plan serves both, `CostModel.training` is the weight of training.
 
-Where memory has a price (`rewrite(..., memory=...)`), a step of training pays for the bytes of every result and copy besides:
-they are what may be kept for backward.
+If memory has a price (`rewrite(..., memory=...)`), a step of training also pays for the bytes of every result and copy, since
+backward may keep them.
 
-Prices are whole ticks of 0.1 ns: sums are exact, and what is cheapest depends on no rounding.
+Prices are whole ticks of 0.1 ns. Sums are then exact, and the cheapest plan depends on no rounding.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from amprewrite.tables.vocabulary import Colour, OpKind
 TICK = 1e-10
 """Seconds."""
 RISK = 0.02
-"""Share of a launch that running a rounding op low must save before it is preferred: ties go to accuracy."""
+"""A rounding op runs low only if that saves more than this share of a launch: ties go to accuracy."""
 MIXING = 0.1
-"""Share of a cast that reading a low operand beside a high one costs forward: kernels that convert on the way do not vectorise."""
+"""Price in the forward of reading a low operand next to a high one, as a share of a cast: kernels that convert do not vectorise."""
 _CONVERSIONS = ops_with(Trait.CONVERTS)
-"""Priced as casts where they meet another format; the rewrite drops them elsewhere."""
+"""Conversions. They are priced as casts if the format changes; otherwise the rewrite drops them."""
 
 
 class Timings(Protocol):
-    """Measured seconds, forward; None if there is no measurement."""
+    """Measured seconds of a forward; None if there is no measurement."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None: ...
 
@@ -55,27 +55,27 @@ class CostModel:
     device: Device
     low: Format
     training: float
-    """Share of a step of training in the price; the rest is a pass without gradients. True is all, False is none."""
+    """Weight of a training step in the price, from 0 to 1; the rest is a pass without gradients. True is 1, False is 0."""
     cached_weights: bool = True
-    """Whether low copies of parameters outlive a call without gradients."""
+    """Whether low copies of parameters are kept between calls without gradients."""
     timings: Timings | None = None
     memory: float = 0.0
-    """Seconds that a byte kept for backward is worth."""
+    """Price of a byte kept for backward, in seconds."""
     together: bool = False
-    """Whether one launch makes all low copies of parameters, and a few bring their gradients back."""
+    """Whether one launch makes all low copies of parameters and a few launches cast their gradients back."""
 
     @property
     def time(self) -> CostModel:
-        """The same prices without that of memory: seconds that are shown to users are taken from these."""
+        """The same prices without the price of memory. Times shown to users come from these."""
         return replace(self, memory=0.0)
 
     @property
     def place(self) -> str:
-        """Whose prices these are, in words."""
+        """Name of the device, and whether its prices are modelled or measured."""
         return f"{self.device.name} ({'modelled' if self.timings is None else 'measured'})"
 
     def op(self, node: OpNode, fmt: Format, read: int) -> int:
-        """The op in `fmt`, reading `read` elements in that format."""
+        """Price of the op in `fmt` if it reads `read` elements in that format."""
         seconds = self._seconds(node, fmt, read)
         if fmt is not FP32 and node.kind is not OpKind.CLEAR:
             seconds += RISK * self.device.launch
@@ -98,7 +98,7 @@ class CostModel:
         return self.device.launch + max(moved, node.flops / self.device.rate(rate))
 
     def cast(self, node: OpNode) -> int:
-        """One copy of the node's result in the other format, forward."""
+        """Price in the forward of one copy of the node's result in the other format."""
         if not 0 < self.training < 1:
             return self._cast(node, bool(self.training))
         return round(self.training * self._cast(node, True) + (1 - self.training) * self._cast(node, False))
@@ -114,28 +114,28 @@ class CostModel:
         return _ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def gradient_cast(self, node: OpNode) -> int:
-        """The cast of a value's gradient, which the value pays once for all readers of the other format that `sends_gradients`."""
+        """Price of casting a value's gradient back. It is paid once for all readers in the other format for which `sends_gradients`."""
         if not self.training or node.role in ("constant", "buffer"):
             return 0
         return round(self.training * self._cast(node, True))
 
     def mixed_read(self, node: OpNode) -> int:
-        """Ticks that kernels lose without gradients by reading this low value as it is beside a high one (see `mixes`)."""
+        """Price, without gradients, of a kernel that reads this low value next to a high one and converts it (see `mixes`)."""
         return 0 if self.training >= 1 else round((1 - self.training) * MIXING * self._cast(node, False))
 
 
 def sends_gradients(reader: OpNode) -> bool:
-    """Whether a backward pass sends this reader's operands gradients in the format that it computes in."""
+    """Whether the backward of this op gives its operands gradients in the op's own format."""
     return reader.carries_fp32 or reader.role == "output"
 
 
 def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
-    """Whether a kernel that computes in the colour `want` reads the operand in another format and converts it on the way."""
+    """Whether a kernel that computes in the colour `want` reads the operand in another format and converts it itself."""
     return want is Colour.HIGH and operand in reader.promoted
 
 
 def moves_nothing(node: OpNode) -> bool:
-    """Whether the op is a view or a conversion, or none at all."""
+    """Whether the op costs nothing by itself: a view, a conversion, or a vertex that is no op."""
     return node.role != "op" or _is_view(node.op)
 
 
@@ -146,7 +146,7 @@ def _is_view(op: str) -> bool:
 
 
 def elements_read(graph: OpGraph, node: OpNode) -> int:
-    """Elements of fp32 operands that the op reads; a lookup in a table reads what it gives."""
+    """Elements of fp32 operands that the op reads. A lookup in a table reads as many as it returns."""
     total = 0
     for operand in node.operands:
         maker = graph[operand.value]
@@ -157,13 +157,13 @@ def elements_read(graph: OpGraph, node: OpNode) -> int:
 
 @dataclass(frozen=True)
 class Price:
-    """What one colouring of a graph costs, in ticks of 0.1 ns."""
+    """Price of one colouring of a graph, in ticks of 0.1 ns."""
 
     ops: int
     casts: int
-    """Time of all casts, those of gradients with them."""
+    """Time of all casts, casts of gradients included."""
     copies: int
-    """How many copies the forward pass makes."""
+    """Number of copies that the forward makes."""
 
     @property
     def total(self) -> int:
@@ -171,7 +171,7 @@ class Price:
 
 
 class Prices:
-    """What one graph costs on a device, ready to price one colouring after another."""
+    """Price colourings of one graph on a device. The prices of its ops and values are computed once."""
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.places = {node.name: place for place, node in enumerate(graph)}
@@ -199,7 +199,7 @@ class Prices:
         self.mixed_read = np.array([model.mixed_read(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
-        """The price of a colouring, from the casts that it really needs."""
+        """The price of a colouring: its ops, and the casts that it needs."""
         low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
         made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
         mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0

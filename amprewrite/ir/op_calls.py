@@ -1,6 +1,6 @@
-"""How each op was called, for the passes that look at dims: arguments and shapes as plain data, tensors by name.
+"""Recorded calls of ops, for passes that look at dims: arguments and shapes as plain data, tensors by name.
 
-The op graph carries who reads whom in fp32. Padding must know more: which dim a softmax runs over, how a view splits a dim.
+The op graph holds the edges between fp32 values. Padding needs more: the dim of a softmax, how a view splits a dim.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Size = int | str
-"""Extent of a dim; a string where it is symbolic."""
+"""Extent of a dim; a string if it is symbolic."""
 Shape = tuple[Size, ...]
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor, or another value made in the graph, among the arguments of a call."""
+    """An argument of a call that is a tensor or another value made in the graph."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Call:
-    """One op as it was called."""
+    """One call of an op."""
 
     name: str
     """Name of its vertex."""
     op: str
-    """ATen base name, or the role of what is no op."""
+    """ATen base name; for a vertex that is no op, its role."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     shapes: tuple[Shape, ...] = ()
-    """Shapes of the tensors it gives, in order."""
+    """Shapes of the tensors it returns, in order."""
     several: bool = False
-    """Gives a tuple or list of tensors."""
+    """Whether it returns a tuple or list of tensors."""
     floating: bool = True
-    """All it gives is floating point."""
+    """Whether all results are floating point."""
     item: Any = None
-    """For `getitem` of a tuple: which one."""
+    """The index, for `getitem` of a tuple."""
     opaque: str = ""
-    """Why nothing may be padded through it, where facts forbid it: aliasing writes, tensor subclasses."""
+    """Why padding must not pass this op, such as aliasing writes or tensor subclasses; "" if it may."""
     role: str = "op"
 
     def get(self, place: int, name: str, default: Any = None) -> Any:
@@ -50,7 +50,7 @@ class Call:
         return self.kwargs.get(name, default)
 
     def refs(self) -> tuple[str, ...]:
-        """Names of the values it reads, each once, in order."""
+        """Names of the values that the call reads, each once, in order."""
         return tuple(dict.fromkeys(ref.name for ref in leaves((self.args, tuple(self.kwargs.values()))) if isinstance(ref, Ref)))
 
 

@@ -1,7 +1,7 @@
-"""The neutral op graph: what every deciding pass reads, whatever the model came from.
+"""The op graph that deciding passes read, the same for PyTorch graphs and ONNX files.
 
-A vertex is one op with its facts; an edge carries an fp32 tensor from the op that makes it to the op that reads it.
-Integers, booleans and other dtypes travel on no edge: they are never cast.
+A vertex is one op with its facts. An edge is an fp32 tensor, from the op that makes it to the op that reads it.
+Integers, booleans and other dtypes have no edge, since they are never cast.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Demand(Enum):
-    """Which dtype an op wants of one of its operands."""
+    """The dtype that an op needs for one of its operands."""
 
     COLOUR = "colour"
     """The dtype of the op's own colour."""
     PROMOTE = "promote"
-    """As COLOUR, but the kernel promotes mixed operands itself, so a low one may stand beside a high one."""
+    """Like COLOUR, but the kernel promotes mixed operands itself: a low operand may stay low next to a high one."""
     HIGH = "high"
-    """What it was before the rewrite, whatever the op's colour."""
+    """The dtype before the rewrite, whatever the op's colour."""
     ANY = "any"
-    """Either: the op reads both (comparisons, shapes, fp32 parameters beside low data)."""
+    """Either dtype: comparisons, shapes, fp32 parameters of an op with low data."""
 
 
 @dataclass(frozen=True)
@@ -39,47 +39,47 @@ class Operand:
     """Name of the node that makes it."""
     demand: Demand
     scalar: bool = False
-    """A 0-dim tensor: it takes no part in promotion beside tensors with dims."""
+    """Whether it is a 0-dim tensor, which tensors with dims outrank in type promotion."""
     write_version: int = 0
-    """How many in-place writes its memory had seen when it was read: copies are shared within a write version only."""
+    """Number of in-place writes to its memory before this read. Readers share a copy only within one write version."""
     summand: bool = False
-    """The op only adds it to a product of its other operands."""
+    """Whether the op only adds it to a product of its other operands."""
     twice: bool = False
-    """It is read in two places or more, as in `y * y`."""
+    """Whether the op takes it as two or more arguments, as in `y * y`."""
 
 
 @dataclass(frozen=True)
 class OpNode:
-    """One op and its facts. Frozen: passes decide about it, they never change it."""
+    """One op and its facts. Frozen: passes decide on it and never change it."""
 
     name: str
     op: str
-    """ATen base name, or the role for what is no op: input, parameter, buffer, constant, output."""
+    """ATen base name; for a vertex that is no op, its role: input, parameter, buffer, constant, output."""
     kind: OpKind | None = None
-    """What the lists say; None: on no list."""
+    """The list that the op is on; None if it is on none."""
     operands: tuple[Operand, ...] = ()
     dtype: str = ""
-    """Of the result: fp32, int64, …; several different ones joined by a plus; empty for none."""
+    """Dtype of the result: fp32, int64, …; several dtypes are joined by a plus; "" without a tensor."""
     shape: tuple[int | str, ...] = ()
     numel: int = 0
-    """Elements of the result; symbolic sizes count by their hint."""
+    """Elements of the result. Symbolic sizes count by their hint."""
     flops: int = 0
     device: str = "cpu"
     module: str = ""
-    """Path of the module it was called in, "" for the root."""
+    """Path of the module that calls it, "" for the root."""
     source: str = ""
     """file:line of the model's code."""
     role: str = "op"
     pinned: tuple[Colour, Reason, str] | None = None
     """Colour that facts force, with reason and detail; None if lists and passes decide."""
     precision_group: str = ""
-    """Nodes with the same non-empty tie share memory or come out of one kernel: one colour for all."""
+    """Name of its precision group; "" for none. Nodes of a group share memory or a kernel, and so have one colour."""
     relative: bool = False
-    """A cast to a dtype that the model computes from another tensor: it may go low even behind a denied op."""
+    """Whether it is a cast to a dtype that the model takes from another tensor. Such a cast may be low even after a denied op."""
     may_saturate: bool = False
-    """Holds finite constants beyond the low format's range, such as a finite-minimum mask."""
+    """Whether it holds finite constants beyond the low format's range, such as a mask of finite minimums."""
     counted: str = ""
-    """The value that counts something and would be rounded, if the op is a product of such (`ir/evidence/counts.py`)."""
+    """For a product of counts: the count that a low format would round (`ir/evidence/counts.py`)."""
 
     @property
     def carries_fp32(self) -> bool:
@@ -87,12 +87,12 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """Operands with dims that the op's kernel promotes itself if their formats differ."""
+        """The operands with dims that the op's kernel promotes itself if their formats differ."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
 def _empty() -> nx.DiGraph:
-    import networkx as nx  # takes a tenth of what torch takes, and reading a plan needs no graph
+    import networkx as nx  # the import takes a tenth of torch's, and reading a plan needs no graph
 
     return nx.DiGraph()
 
@@ -121,14 +121,14 @@ class OpGraph:
             self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
-        """The vertex that `name` is a view or a plain function of: behind harmless ops that read one value."""
+        """The first vertex, from `name` upstream, that is not a clear op with one operand: the source of its values."""
         node = self[name]
         while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:
             node = self[node.operands[0].value]
         return node
 
     def exchanged(self, nodes: Mapping[str, OpNode]) -> OpGraph:
-        """The graph with other facts about some of its vertices; edges stay."""
+        """The graph with these vertices replaced. The edges stay the same."""
         return OpGraph(nodes={**self.nodes, **nodes}, digraph=self.digraph, rank=self.rank)
 
     def __iter__(self) -> Iterator[OpNode]:
@@ -146,7 +146,7 @@ class OpGraph:
         return (self.nodes[feeder] for feeder in self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
-        """Groups of nodes that must share a colour, by tie name."""
+        """Names of the nodes of each precision group, which share one colour."""
         groups: dict[str, list[str]] = {}
         for node in self:
             if node.precision_group:
@@ -155,9 +155,9 @@ class OpGraph:
 
 
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
-    """For each operand that has to fit a node run in `colour`: the colour that its kernel computes in.
+    """For each operand whose format matters to a node run in `colour`: the colour in which the kernel computes with it.
 
-    0-dim operands of a promoting op fit as they are, unless all of them are 0-dim.
+    A promoting op takes 0-dim operands in any format, unless all of its operands are 0-dim.
     """
     free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
     for operand in node.operands:
@@ -168,17 +168,17 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """The operand of a promoting op that is cast if it runs high and all arrive low: the smallest, the first on a tie."""
+    """The operand that is cast if a promoting op runs high and all its operands are low: the smallest, the first on a tie."""
     return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 
 
 def resolved(
     node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]
 ) -> Iterator[tuple[Operand, Colour]]:
-    """For each operand of `node` run in `colour`: the colour it must arrive in, if that differs from what it is.
+    """The operands of `node` that must be cast if it runs in `colour`, each with the colour that it is cast to.
 
-    A promoting op that runs high keeps low operands as they are beside a high one with dims; where all are low its anchor is
-    cast, and promotion does the rest.
+    A promoting op that runs high reads low operands without a cast if another operand with dims is high. If all are low, its anchor
+    alone is cast, and type promotion does the rest.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)

@@ -1,7 +1,7 @@
-"""What a pass is: requires, call, ensures; and how a pipeline of them is run.
+"""The base class of passes (requires, call, ensures), and a function that runs a pipeline of them.
 
 A pass reads one thing and edits another. Deciding passes read a `Problem` and add to `Decisions`. Applying passes read the plan
-of a region and edit an fx graph. So neither can do the other's work.
+of a region and edit an fx graph. So neither kind can do the work of the other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import ClassVar, Generic, TypeVar
 from amprewrite.tables.errors import AmpRewriteError, PassError
 
 Read = TypeVar("Read")
-"""What a pass looks at."""
+"""Type of the object that a pass reads."""
 Edited = TypeVar("Edited")
-"""What a pass changes."""
+"""Type of the object that a pass edits."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one pass did."""
+    """The result of one pass: whether it changed anything, and its time."""
 
     name: str
     modified: bool
@@ -31,7 +31,7 @@ class PassResult:
 
 
 class Pass(Generic[Read, Edited]):
-    """One named step. Subclasses are small shells round plain functions."""
+    """One named step. Subclasses are thin wrappers of plain functions."""
 
     name: ClassVar[str]
 
@@ -39,11 +39,11 @@ class Pass(Generic[Read, Edited]):
         """Raise PassError if the two are not ready for this pass."""
 
     def call(self, read: Read, edited: Edited) -> bool:
-        """Do it; True if anything changed."""
+        """Run the pass. True if anything changed."""
         raise PassError(f"{type(self).__name__} does nothing: it has no call method")
 
     def ensures(self, read: Read, edited: Edited) -> None:
-        """Raise PassError if the result breaks what this pass promises."""
+        """Raise PassError if the result breaks a promise of this pass."""
 
     def __call__(self, read: Read, edited: Edited) -> PassResult:
         started = time.perf_counter()
@@ -54,9 +54,9 @@ class Pass(Generic[Read, Edited]):
 
 
 def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited, where: str = "graph") -> tuple[PassResult, ...]:
-    """Run passes in order on the graph called `where`, and give the result of each.
+    """Run passes in order on the graph called `where`, and return the result of each.
 
-    An unexpected failure becomes a PassError that names the pass and those that ran before it.
+    An unexpected failure becomes a PassError that names the pass and the passes before it.
     """
     results: list[PassResult] = []
     for each in passes:
@@ -68,7 +68,7 @@ def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited,
 
 @contextmanager
 def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
-    """Turn an unexpected failure into a PassError, upon which the graph stays fp32 and says so: a bug of ours ends no training run."""
+    """Turn an unexpected exception into a PassError. The graph then stays fp32 with a warning: our bugs must not end a training run."""
     try:
         yield
     except AmpRewriteError:
@@ -79,7 +79,7 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Leave Python's cycle collector off inside the block.
+    """Switch Python's cycle collector off inside the block.
 
     A pass makes no garbage cycles, and scanning a large graph again and again would make it slower than linear.
     """

@@ -1,7 +1,7 @@
-"""What fp8 saves in a product's GEMMs, and what its copies cost: the roofline that torchao publishes, on our table of devices.
+"""Price what fp8 saves in a product's GEMMs, and its copies: the roofline that torchao publishes, on our table of devices.
 
-A GEMM takes the longest of its arithmetic, its traffic and a launch, a copy the traffic of its kernels or their launches. Large kernels
-reach the shares of a device's rates below (torchao, `testing/training/roofline_utils.py`, measured on H100).
+A GEMM takes the longest of its arithmetic, its traffic and a launch. A copy takes the longer of its kernels' traffic and launches.
+Large kernels reach the shares of a device's rates below (torchao, `testing/training/roofline_utils.py`, measured on H100).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from amprewrite.tables.recipes import BASE, FP8, ROWS, STRAIGHT, Recipe, W
 
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.78, 0.92
 COMPILED_LAUNCH = 2e-6
-"""Seconds that a kernel of a compiled graph takes at least."""
+"""Least seconds of a kernel in a compiled graph."""
 WIDE, NARROW = BASE.bytes, 1
-"""Bytes of a value and of its copy."""
+"""Bytes per element of a value and of its fp8 copy."""
 ALONE_AMAX, ALONE_CAST = (12, 4), (45, 6)
-"""Bytes an element and launches of amax and cast where neither a compiler nor our kernel fuses what they consist of."""
+"""Bytes per element, and launches, of amax and cast if neither a compiler nor our kernel fuses them."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class ProductPrices:
 
     device: Device
     fused: bool
-    """A compiler fuses amaxes and casts with the ops that make the values."""
+    """Whether a compiler fuses amaxes and casts with the ops that make the values."""
     kernel: bool
-    """One kernel casts and transposes, if no compiler does."""
+    """Whether one kernel of ours casts and transposes, if no compiler does."""
 
     @property
     def launch(self) -> float:
         return COMPILED_LAUNCH if self.fused else self.device.launch
 
     def saved(self, rows: int, inner: int, columns: int) -> int:
-        """What a GEMM of these sizes gains in fp8."""
+        """Time that a GEMM of these sizes saves in fp8."""
         return self._gemm(rows, inner, columns, BASE.name, WIDE) - self._gemm(rows, inner, columns, FP8, NARROW)
 
     def _gemm(self, rows: int, inner: int, columns: int, rate: str, size: int) -> int:

@@ -19,6 +19,7 @@ PLAIN = (
     "amprewrite/__init__.py",
     "amprewrite/graphs/fx/flow",
     "amprewrite/graphs/fx/ops",
+    "amprewrite/ir",
     "amprewrite/torch_internals",
     "passes/apply",
     "passes/plan",

@@ -1,1 +1,1 @@
-"""What is known of a model's numbers: ranges seen on batches, and nodes that a search keeps high."""
+"""Facts about a model's numbers: value ranges, constants, counts, torch.autocast's formats, colours of other graphs, search results."""

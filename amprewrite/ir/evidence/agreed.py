@@ -1,14 +1,15 @@
-"""Colours that the graphs of one model have agreed on: an op has one colour, whichever graph it is captured in.
+"""Colours that the graphs of one model share: an op has the same colour in every graph in which it is captured.
 
-An op is known by where it stands: the module it is called in, its name, the line that calls it, and how often that line called it
-before. Another tracer may stop at other lines. Where a graph shares no line of a module's ops with those known, they are matched in
-order if there are as many, or if all of them have one colour.
+An op is identified by the module that calls it, its name, the line that calls it, and the number of earlier calls by that line.
+Another tracer may report other lines. If a graph shares no line of a module's ops with the known calls, calls are matched in order
+if there are as many, or with any of the known calls if these have one colour.
 
 1. The graph that is captured first decides.
-2. A later graph takes over the colours of the ops that it shares, and decides the rest around them.
-3. Facts of a later graph may keep an op high that runs low so far. High then holds for all: graphs that run it low are outdated.
+2. A later graph takes over the colours of shared ops and decides the rest.
+3. Facts of a later graph may require high for an op that is low so far. Then it is high in all graphs, and graphs that run it low are
+   planned anew.
 
-So colours only ever go from low to high, and agreeing comes to an end.
+Colours therefore change from low to high only, and the search for agreement ends.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from typing import Protocol, TypeVar
 from amprewrite.tables.vocabulary import Colour, Reason
 
 Place = tuple[str, str]
-"""A module by its path, and an op called in it."""
+"""Path of a module, and an op that it calls."""
 Call = tuple[str, int]
-"""A line, and how often it called the op before."""
+"""A line, and the number of its earlier calls of the op."""
 FREE = (Reason.BODY, Reason.OPAQUE, Reason.TRANSFORMED)
-"""Reasons of colours that no other graph binds: the vertex stands for a graph inside, or is inside a torch.func transform."""
+"""Reasons of colours that may differ from other graphs: the vertex holds an inner graph, or is inside a torch.func transform."""
 APART = (*FREE, Reason.DEVICE)
-"""Reasons of colours that bind no other graph: those, and that the whole graph was left in fp32."""
+"""Reasons of colours that bind no other graph: FREE, and a graph that was left in fp32 as a whole."""
 
 
 class ColouredOp(Protocol):
-    """What is asked of an op, of a graph or of a plan."""
+    """The attributes of an op, in a graph or a plan, that identify it across graphs."""
 
     @property
     def name(self) -> str: ...
@@ -63,20 +64,20 @@ AnyOp = TypeVar("AnyOp", bound=ColouredOp)
 
 @dataclass(frozen=True)
 class Agreed:
-    """What has been agreed on so far. Frozen: `joined` gives another one that knows more."""
+    """The colours agreed on so far. Frozen: `joined` returns a copy with more."""
 
     places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)
     """The reasons of the graphs that decided."""
     products: Agreed | None = None
-    """Whether products give their results in fp8 (low) or not (high); None: nothing is known."""
+    """Which products run in fp8 (low) and which do not (high); None if nothing is known."""
 
     def of(self, ops: Iterable[ColouredOp]) -> dict[str, Colour]:
-        """The colours of those of the ops of one graph that are agreed on, by name."""
+        """The agreed colours of one graph's ops, by name. Ops without an agreed colour are left out."""
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
     def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
-        """Why the ops that `of` gives have their colours, in the graphs that decided them."""
+        """The reasons of the colours that `of` gives, from the graphs that decided them."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
     def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:
@@ -85,7 +86,7 @@ class Agreed:
                 yield calls[call].name, place, match
 
     def joined(self, plan: Iterable[Planned]) -> Agreed:
-        """This with the colours of the ops of one planned graph; the very same if it changes nothing."""
+        """A copy with the colours of one planned graph added; the same object if nothing changes."""
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
         places, whys, changed = dict(self.places), dict(self.whys), False
@@ -103,13 +104,13 @@ class Agreed:
         return replace(self, places=places, whys=whys) if changed else self
 
     def joined_by_products(self, products: Iterable[Planned]) -> Agreed:
-        """This with what one planned graph decided on products; the very same if it changes nothing."""
+        """A copy with the fp8 decisions of one planned graph added; the same object if nothing changes."""
         known = self.products or Agreed()
         joined = known.joined(products)
         return self if joined is known else replace(self, products=joined)
 
     def contradicts(self, plan: Iterable[Planned]) -> bool:
-        """Whether an op of a planned graph has another colour than the one that is agreed on, for no fact of its own."""
+        """Whether an op of a planned graph differs from its agreed colour, for a reason that is not in FREE."""
         plan = tuple(plan)
         agreed = self.of(plan)
         return any(agreed.get(node.name, node.colour) is not node.colour and node.reason not in FREE for node in plan)
@@ -130,7 +131,7 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """For calls of an op in one module: which of the known calls each of them is."""
+    """Match calls of an op in one module with known calls. Calls without a match are left out."""
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):
         return {call: call for call in calls if call in known}

@@ -1,11 +1,12 @@
-"""The constants of a file that a low format would lose, who reads them, and which ops must run high for them.
+"""The constants of a file that a low format cannot represent, their readers, and the ops that must run high for them.
 
-1. An op runs high if a low copy of a constant that it reads is another number: too large, or with fewer bits than a rounding leaves.
-2. So it does if an element that becomes zero comes to a pole: it is there for the values that no sample shows, such as a row of zeros.
-3. A constant may be rounded whose error drowns: a bias in a far larger sum, a factor whose products are only added to such, an epsilon far
-   below the smallest result seen.
+1. An op runs high if a constant that it reads is lost in the low format: too large, or with a larger error than one rounding.
+2. It also runs high if an element that becomes zero reaches an op with a pole at zero. The element protects against values that no
+   sample shows, such as a row of zeros.
+3. A constant may be rounded if its error is negligible: a bias in a far larger sum, a factor whose products are only added to such a
+   sum, an epsilon far below the smallest result seen.
 4. An op that divides by the result of such an op, or scales it further, runs high as well.
-5. A constant that goes into or out of the body of a branch or loop is kept for all that reads it there: a body shows no ranges.
+5. A constant that enters or leaves the body of a branch or loop stays fp32 for all its readers there: bodies have no measured ranges.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 BORDERS = {op_type.lower() for op_type in FLOW}
-"""The ops of vertices at the border of a body."""
+"""Ops at the border of a body of a loop or condition."""
 INVERSE, USES_SMALL, TAKES_EPSILON = ops_with(Trait.INVERSE), ops_with(Trait.MAGNIFIES_SMALL), ops_with(Trait.TAKES_EPSILON)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The harm that rounding does to one constant."""
+    """The error that rounding causes in one constant."""
 
     name: str
     why: str
     kept: bool = False
-    """Whether a low copy is another number, so that ops that read it stay fp32. In a report: whether one does."""
+    """Whether the error is too large, so that readers must stay fp32. In a report: whether a reader stays fp32."""
     saturated: bool = False
-    """Whether it is a mask or a bound of which values become the end of the range."""
+    """Whether it is a mask or bound with values that are clamped to the end of the range."""
     beyond: int = 0
     """Elements beyond the range."""
     flushed: int = 0
@@ -50,22 +51,22 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantRead:
-    """An op that reads a constant of a file in its own format. Such a constant costs nothing to store low."""
+    """An op that reads a constant of a file in the op's own format. Storing such a constant low costs nothing."""
 
     constant: str
     reader: str
     follows: str
-    """The op in whose format the constant must arrive: the reader, or the op that it feeds."""
+    """The op whose format the constant must have: the reader, or the op that the reader feeds."""
     loss: Loss | None = None
-    """The harm of a low copy there; None if it rounds as well as any other."""
+    """The error of a low copy; None if it is no larger than one rounding."""
     summand: bool = False
-    """The op only adds it to a product of its other operands."""
+    """Whether the op only adds it to a product of its other operands."""
     pole: str = ""
-    """The op with a pole at zero that an element of it may come to."""
+    """An op with a pole at zero that its elements may reach; "" if there is none."""
 
 
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
-    """The ops that must run high for the sake of constants, each with the reason. `seen`: ranges of values on samples, by vertex."""
+    """The ops that must run high because of constants, each with the reason. `seen`: ranges of values on samples, by vertex."""
     own = dict[str, str]()
     for read in reads:
         text = _lost(graph, read, seen.get(read.reader), seen, low)
@@ -102,7 +103,7 @@ def _lost(graph: OpGraph, read: ConstantRead, result: ValueRange | None, seen: M
 def _harmless(
     graph: OpGraph, node: OpNode, read: ConstantRead, loss: Loss, result: ValueRange | None, seen: Mapping[str, ValueRange], low: Format
 ) -> bool:
-    """Whether the error of a constant drowns."""
+    """Whether the error of a constant is negligible where it is read."""
     if loss.beyond:
         return False
     if read.summand and bias_drowns(result, low):
@@ -113,7 +114,7 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """The reason why an op must run high that divides by, or scales, the result of one that was kept high for a constant."""
+    """Why an op must run high that divides by, or scales, a result in `small`; "" if it need not."""
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):
         return f"{hangs} hangs on a value that {low.name} would flush"

@@ -1,16 +1,16 @@
-"""Numbers that count something, and the products that a low format would round them in.
+"""Numbers that count something, and the products in which a low format would round them.
 
 Positions, distances, lengths, indices and time steps are whole numbers. fp32 holds them exactly up to 2**24, bf16 up to 256, fp16 up to
-2048. torch.autocast rounds them at the first product: two positions become one, and angles made of them are wrong by whole turns.
+2048. torch.autocast rounds them at the first product. Two positions then become equal, and angles made of them are wrong by whole turns.
 
-1. A value is *counted* if whole numbers, numbers in the code and constants of the model are all that it is made of. Random draws and rows
-   that are looked up are not counted, nor is anything that an fp32 input or a parameter is upstream of.
-2. It is LARGE if it may exceed what the low format holds exactly: what is made of wide integers by moves, sums and factors, sums over
-   many elements, positions. It is SMALL if it cannot: booleans and bytes, sines, shares, remainders.
-3. A product keeps its operands in fp32 if one of its factors is LARGE. So does one that sums over at most `FEW` elements if all of its
-   factors are counted, as angles of positions and frequencies are: its result needs the bits of its operands, and it has next to no FLOPs.
+1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and
+   looked-up rows are not counted, and neither is any value downstream of an fp32 input or a parameter.
+2. It is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements, and wide
+   integers after moves, sums and factors. It is SMALL if it cannot: booleans and bytes, sines, shares, remainders.
+3. A product keeps its operands in fp32 if one of its factors is LARGE. A product that sums over at most `FEW` elements also does if all
+   of its factors are counted, as angles of positions and frequencies are. Its result needs exact operands, and it has few FLOPs.
 
-Attention and recurrent layers are no such products, and summands, such as masks, are no factors.
+Attention and recurrent layers do not count as products here, and summands, such as masks, do not count as factors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FEW = 16
-"""Elements: coordinates have two or three, frequencies one."""
+"""Most elements of a sum that keeps counted factors in fp32. Coordinates have two or three, frequencies one."""
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
@@ -34,11 +34,11 @@ GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments."""
 BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
 FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
-"""How the names of dtypes begin whose values may be no whole numbers."""
+"""Prefixes of the names of dtypes that can hold fractions."""
 
 
 class Count(IntEnum):
-    """What is known of a value: the larger decides for what is made of several, unless one is not counted."""
+    """Whether a value is counted, and how large it may be. A result takes the largest count of its operands, or NOT if one is NOT."""
 
     NOT = 0
     SMALL = 1
@@ -46,7 +46,7 @@ class Count(IntEnum):
 
 
 def most_exact(low: Format) -> int:
-    """The number up to which a format holds all whole numbers: 256 for bf16, 2048 for fp16."""
+    """The largest n such that a format holds all whole numbers up to n: 256 for bf16, 2048 for fp16."""
     return int(2 / low.eps)
 
 
@@ -67,22 +67,22 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Iterable[float
     if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
-        return Count.LARGE  # indices, sizes, and what enters the graph
+        return Count.LARGE  # indices, sizes, and inputs of the graph
     return Count.LARGE if op in GROWS and max(sizes, default=0) > limit else Count.SMALL
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """The graph with a word on every product that would round what counts something.
+    """The graph with `counted` set on every product that would round a count.
 
-    `counts` are those of the values that ops read, by vertex; absent ones are not counted. `summed` gives over how many elements a
-    product sums.
+    `counts` holds the counts of values by vertex; values that are absent are not counted. `summed` gives the number of elements over
+    which a product sums.
     """
     found = {node.name: replace(node, counted=text) for node in graph if (text := _counted(node, counts, summed)) != node.counted}
     return graph.exchanged(found) if found else graph
 
 
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
-    """Why a product must not round its factors; "" for any other op, and for one that may."""
+    """The factor for which a product must not round its factors; "" if it may, or if the op is no product."""
     if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
         return ""
     factors = [operand.value for operand in node.operands if not operand.summand]

@@ -1,10 +1,11 @@
-"""Which values torch.autocast holds in fp32, and how exact it holds them: the one reading of torch.autocast's rules.
+"""Values that torch.autocast holds in fp32, and how exactly it holds them. No other file reads torch.autocast's rules.
 
-1. Inputs and weights are fp32, and so is an op's result if the op reads no tensor. A cast of what a low format holds gives low values.
-2. Ops on torch.autocast's low list give low values. Ops on its fp32 list, and casts to fp32 that the model asks for, give fp32. A file
-   has no such lists: there our own denied and unlisted ops give fp32.
-3. Any other op gives the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count, and neither do
-   numbers in 0-dim tensors beside tensors with dims, nor the constants of a file, which are stored in the format of their readers.
+1. Inputs and weights are fp32, and so is the result of an op that reads no tensor. A cast of a value that is already low gives a low
+   value.
+2. Ops on torch.autocast's low list give low values. Ops on its fp32 list, and casts to fp32 in the model's code, give fp32. ONNX files
+   have no such lists; there our own denied and unlisted ops give fp32.
+3. Any other op gives the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count. Neither do 0-dim
+   tensors next to tensors with dims, nor the constants of a file, which are stored in the format of their readers.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ LOOKS_UP, LOGS, DRAWS, SHARES = (
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
 ASKS, SHAPE_ONLY = frozenset(name for name, row in OPS.items() if row.asks), ops_with(Trait.TAKES_SHAPE_ONLY)
 FILE = "meta"
-"""The device of a graph that was read from a file."""
+"""The device of a graph that was read from an ONNX file."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
-"""Ops whose result may hang on their operand so little that it is far more exact."""
+"""Ops whose result may depend so little on the operand that its error is far smaller."""
 
 
 def is_product(node: OpNode) -> bool:
-    """Whether an op is one that torch.autocast runs low, or that may hold such ops. A product of counts stays fp32 here."""
+    """Whether torch.autocast runs an op low, or may run ops inside it low. A product of counts is not one: it stays fp32 here."""
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
 
 
 def rounds(node: OpNode) -> bool:
-    """Whether an op rounds what it reads, whatever the plan does: a product, or a cast to a low format."""
+    """Whether an op rounds its operands under every plan: a product, or a cast to a low format."""
     return is_product(node) or (node.op in CONVERTS and node.dtype in LOW_NAMES)
 
 
 def data_of(node: OpNode) -> tuple[Operand, ...]:
-    """The operands with whose numbers an op computes, without side arguments such as the weights of a norm."""
+    """The operands that are data of an op, without side arguments such as the weights of a norm."""
     if node.op in SHAPE_ONLY or (node.op in ASKS and not node.carries_fp32):
         return ()
     if node.op in CONVERTS and len(node.operands) > 1:
@@ -52,7 +53,7 @@ def data_of(node: OpNode) -> tuple[Operand, ...]:
 
 
 def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
-    """The operand whose dtype an op takes that is on no list of torch.autocast, and whether it is one of `wide`; "" if it reads none."""
+    """For an op on no list of torch.autocast: the operand whose dtype it takes ("" without operands), and whether that is in `wide`."""
     like = [operand for operand in node.operands if node.op in CONVERTS and operand.demand is Demand.ANY]
     read = like or [operand for operand in data_of(node) if operand.demand is not Demand.ANY] or list(node.operands)
     read = [operand for operand in read if not operand.scalar] or read
@@ -60,7 +61,7 @@ def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
 
 
 def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None) -> set[str]:
-    """Names of the values that torch.autocast holds in fp32 on `device`; `known` are facts of graphs inside and around this one."""
+    """Names of the values that torch.autocast holds in fp32 on `device`. `known` holds facts of graphs inside and around this one."""
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:
         kind = kinds.get(node.op) if kinds else OpKind.DENY if node.kind in (OpKind.DENY, None) else node.kind
@@ -81,7 +82,7 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
 
 
 def held(problem: Problem) -> dict[str, Held]:
-    """How exact torch.autocast holds each value of a graph."""
+    """How exactly torch.autocast holds each value of a graph."""
     return _Reading(problem).found
 
 
@@ -101,7 +102,7 @@ class _Reading:
         given = [each.value for each in data_of(node) if not each.scalar]
         found = [self.found[each] for each in given]
         if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
-            return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN  # a mask, or what one blocks
+            return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN  # a mask, or values that a mask blocks
         if node.op in DRAWS | UNIFORM and not given:
             return Held.PLAIN
         if node.op in NORMS and given and node.numel >= self.graph[given[0]].numel:
@@ -112,17 +113,17 @@ class _Reading:
         if not given or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT
         bent = node.op in LEVELS | AWAY | AVERAGES | LOGS | NORMS
-        if node.op in SUMS:  # with a number, or with what is more exact than products are
+        if node.op in SUMS:  # with a number, or with a value that is more exact than a product
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_learnt(self, name: str) -> bool:
-        """Whether a value is a weight, rows of a table, what a norm gave, or a mask."""
+        """Whether a value is a weight, rows of a table, the result of a norm, or a mask."""
         seen = self.graph.seen(name)
         return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate
 
     def _spans(self, name: str) -> int:
-        """How many different elements a value has at most, before ops that read it alone repeated some."""
+        """Most elements of a value that can differ: its smallest size upstream, along ops with one operand."""
         node, least = self.graph[name], self.graph[name].numel
         while node.role == "op" and not is_product(node) and len(node.operands) == 1:
             node = self.graph[node.operands[0].value]

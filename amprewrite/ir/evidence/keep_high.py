@@ -1,4 +1,4 @@
-"""Nodes that a search kept high for accuracy's sake, graph by graph, with the evidence."""
+"""Nodes that an accuracy search kept high, graph by graph, with the evidence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from amprewrite.ir.op_graph import OpGraph
 
 @dataclass(frozen=True)
 class KeepHigh:
-    """What to keep high: by fingerprint of the graph, by node, why."""
+    """Nodes to keep high and the reasons, by fingerprint of the graph and by node."""
 
     graphs: Mapping[str, Mapping[str, str]]
     note: str = ""
-    """What the search asked for and found, for the plan's notes."""
+    """The target and the result of the search, for the plan's notes."""
 
     def of(self, graph: OpGraph) -> Mapping[str, str] | None:
-        """Nodes of this graph with the reason in words; None if the search never met the graph."""
+        """Nodes of this graph to keep high, with the reason in words; None if the search has not seen the graph."""
         return self.graphs.get(fingerprint(graph))

@@ -1,9 +1,9 @@
-"""When a format's range cannot hold a value: the one set of rules, for PyTorch graphs and ONNX files, whatever the evidence.
+"""Rules on values that a format's range cannot hold, the same for PyTorch graphs, ONNX files and every kind of evidence.
 
 Evidence is the largest and the smallest magnitude of a value: of a weight, on sample batches, or in a sample run.
 
-By name it knows what becomes of the sign of a far number: `neg`, `abs`, `sub`, and `div`, which may divide by it; sums, in which small
-values drown (`add`, `sub`), and `mul`, which hands them on.
+Some ops are known by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small values
+are negligible in larger sums (`add`, `sub`), and `mul` passes them on.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 HEADROOM = 4
-"""How many times larger or smaller than in the samples a value may get."""
+"""Margin for unseen data: a value may become this many times larger or smaller than in the samples."""
 MASK = 1e8
-"""A negative constant beyond it, in a sum or product, is a mask: nothing else is meant by so large a number."""
+"""A constant below -MASK in a sum or product is taken for a mask: so large a number has no other use."""
 EXTREME = 1e30
-"""So large is a mask of either sign."""
+"""A constant beyond this magnitude is taken for a mask, whatever its sign."""
 BLOCKS = 88.0
-"""A softmax gives no share to a score so far below the greatest: exp(-88) is below fp32's normal numbers."""
+"""A softmax gives no share to a score this far below the greatest: exp(-88) is below fp32's normal numbers."""
 ROWS = 8
-"""So many rows with something in common are no chance."""
+"""Fewest rows of a table for which a common offset is not chance."""
 SHRINKS = 64
-"""Scores, and what blocks among them, may be divided by as much: what is left of the end of the range is far from zero still."""
+"""Scores and their masks may be divided by at most this: the end of the range, divided by it, still blocks a position."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
 BELOW, ABOVE = -1, 1
@@ -40,36 +40,36 @@ _FILLS, _BOUNDS, _COMPARES = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_
 _SCALES = ops_with(Trait.SCALES)
 _SHAPE_ONLY, _COUNTS = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
-"""Ops that make an infinity of a flushed operand."""
+"""Ops that return an infinity for an operand that was flushed to zero."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
-"""Ops, beside the clear ones, whose result is small if their operand is."""
+"""Ops, in addition to clear ops, whose result is small if their operand is."""
 SUMS_SMALL = frozenset(name for name, row in OPS.items() if row.small == "sums")
-"""Ops whose result is small only if all that they add up is."""
+"""Ops whose result is small only if all their summands are."""
 
 
 class Fit(enum.Enum):
-    """Whether a low copy of a weight says what the weight says."""
+    """Whether the low format's range can hold a weight."""
 
     FITS = "fits"
     TOO_LARGE = "too large"
     FLUSHED = "flushed"
-    """All of it is below the smallest number of the format. That harms no summand of a product: the sum's own rounding is larger."""
+    """All of it is below the format's smallest number. A summand of a product may be: the sum's own rounding is larger."""
 
 
 def fit(size: float, low: Format) -> Fit:
-    """The fit of a weight whose largest magnitude is `size`. A weight is what it is: no tail, no headroom."""
+    """The fit of a weight with largest magnitude `size`. No headroom is needed, since all values of a weight are known."""
     if size > low.max:
         return Fit.TOO_LARGE
     return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
 
 
 def means_mask(constant: float) -> bool:
-    """Whether a constant of a sum or product is a mask: what it makes may become the end of a range, and other values not."""
+    """Whether a constant of a sum or product is a mask. Results of masks may be clamped to the end of the range, other values not."""
     return abs(constant) >= EXTREME or constant <= -MASK
 
 
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
-    """Whether the end of `low` may stand for a bound beyond it: the lowest for a lower bound, the highest for an upper one."""
+    """Whether a bound may be clamped to the range of `low`: a lower bound to its lowest number, an upper bound to its highest."""
     return bound <= low.max if lower else bound >= -low.max
 
 
@@ -78,35 +78,35 @@ Node = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Read(Generic[Node]):
-    """One op that reads a value, as far as it says what a number far beyond the range is for."""
+    """One op that reads a value: the facts that show what it does with a number far beyond the range."""
 
     op: str
     kind: OpKind | None
     made: Node
-    """What it makes."""
+    """The node of its result."""
     place: int = 0
-    """Which of its operands the value is."""
+    """Position of the value among the operands."""
     numbers: tuple[float, ...] = ()
-    """Its other operands, where they are numbers; bounds are in `lower` and `upper`."""
+    """The other operands that are numbers, without bounds, which are in `lower` and `upper`."""
     lower: tuple[float, ...] = ()
     upper: tuple[float, ...] = ()
     floating: bool = True
-    """Whether it gives numbers with fractions."""
+    """Whether its result is floating point."""
     masks: bool = False
-    """Whether attention takes the value for its mask."""
+    """Whether attention takes the value as its mask."""
 
     @property
     def factors(self) -> list[float]:
-        """The numbers that it multiplies the value by."""
+        """The numbers by which it multiplies the value."""
         if self.op not in _SCALES:
             return []
         return [1 / number if self.op == "div" and number else number for number in self.numbers]
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """On which sides the result holds numbers far beyond the range, if what is read does on `side`; none if it asks for the side alone.
+    """The sides of zero on which the result is far beyond the range, if the value that is read is so on `side`.
 
-    None: it computes with the number itself, for which the end of the range would be another.
+    Empty if the op uses the sign of the number alone. None if it uses its size, so that the end of the range would change the result.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY:
@@ -127,7 +127,7 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """`handed_on` for bounds: one near zero on this side ends it, one beyond the range lets it by, any other may be its own number."""
+    """`handed_on` for bounds. A bound near zero on this side stops the number, a bound beyond the range passes it, any other gives None."""
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
     if any(abs(bound) <= near for bound in stops):
@@ -153,9 +153,9 @@ def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def only_blocks(
     node: Node, sides: Iterable[int], reads: Callable[[Node], Iterable[Read[Node]]], low: Format, known: set[tuple[Node, int]]
 ) -> bool:
-    """Whether numbers far beyond the range, which `node` holds on `sides` of zero, block and do nothing else, whoever reads them.
+    """Whether all readers use numbers far beyond the range, which `node` holds on `sides` of zero, only to block positions.
 
-    The end of the range may stand for them then. `reads` gives the readers of a value; `known` are values found to be such, and grows.
+    The numbers may then be clamped to the range. `reads` gives the readers of a value; `known` collects values that passed.
     """
     waiting = [(node, side) for side in sides]
     seen = set(waiting)
@@ -178,14 +178,14 @@ def near_the_end(largest: float, low: Format) -> bool:
 
 
 def thinned_out(largest: float, low: Format) -> bool:
-    """Whether all of a value lies below the normal range of `low`, where bits are lost."""
+    """Whether all of a value lies below the normal range of `low`, where it loses bits."""
     return 0 < largest < low.smallest_normal
 
 
 def summands(graph: OpGraph) -> dict[str, bool]:
-    """What is added to something, or taken from it, and whether softmaxes alone read the sums.
+    """The values that are added or subtracted, each with whether softmaxes alone read the sums.
 
-    A weight that is seen otherwise there counts as itself.
+    A view of a weight counts as the weight.
     """
     scores: set[str] = set()
     for node in reversed(list(graph)):  # readers first: a chain may be as long as a scan, and its branches meet again
@@ -200,27 +200,27 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
 
 def rows_have_offset(table: Any) -> Any:
-    """Whether the rows of a table each have an offset, or one in common; of a few rows chance alone would say so."""
+    """Whether the rows of a table have an offset each, or in common. A common offset needs `ROWS` rows, since few may agree by chance."""
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common
 
 
 def tables(graph: OpGraph) -> set[str]:
-    """What rows are looked up in."""
+    """The tables in which rows are looked up."""
     return {graph.seen(operand.value).name for node in graph if node.op in LOOKS_UP for operand in node.operands}
 
 
 def _are_scores(graph: OpGraph, node: OpNode, scores: set[str]) -> bool:
-    """Whether softmaxes alone read a value, or what may stand in front of them; `scores` are those of its readers that are such."""
+    """Whether all readers of a value are softmaxes, or ops on scores that lead to softmaxes alone. `scores` holds such readers."""
     readers = list(graph.readers(node.name))
     return bool(readers) and all(each.op in SHARES_OUT or (each.op in MAKES_SCORES and each.name in scores) for each in readers)
 
 
 def has_offset(values: Any, scores: bool = False) -> Any:
-    """Whether the rows of a weight, a tensor or an array of one dim or more, have more in common than they differ by.
+    """Whether the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
 
-    Their means are then larger than what is left without them, as root mean squares: what a norm takes away is most of them.
-    `scores`: softmaxes read them; what blocks a position, as masks do that an exporter adds to a bias, is then no offset.
+    Mean and spread are compared as root mean squares. A norm then subtracts most of the value.
+    With `scores`, softmaxes read the rows, and values that block positions do not count: an exporter may add a mask to a bias.
     """
     if scores:
         least = values.max() - BLOCKS
@@ -229,17 +229,17 @@ def has_offset(values: Any, scores: bool = False) -> Any:
 
 
 def drowns_in(largest_sum: float, low: Format) -> bool:
-    """Whether the rounding of a small summand is nothing beside that of a sum that reaches `largest_sum`."""
+    """Whether the error of a flushed summand is negligible against the rounding of a sum that reaches `largest_sum`."""
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
 
 
 def bias_drowns(result: ValueRange | None, low: Format) -> bool:
-    """Whether the error of a bias below the range is nothing beside the rounding of the sum. An unseen sum is taken to be large."""
+    """Whether the error of a bias below the range is negligible against the rounding of the sum. An unseen sum counts as large."""
     return result is None or drowns_in(result.amax, low)
 
 
 def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: Format, depth: int = 4) -> bool:
-    """Whether a small value, or its products, are only added to far larger ones, so that its rounding is nothing beside theirs.
+    """Whether a small value, or its products, are only added to far larger values, so that its error is negligible.
 
     `seen`: ranges of values on samples, by vertex.
     """
@@ -255,12 +255,12 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """Whether an operand that comes down to `smallest` may be flushed before an op of `POLES`."""
+    """Whether an operand with smallest magnitude `smallest` may be flushed before an op of `POLES`."""
     return smallest < HEADROOM * low.smallest_normal
 
 
 def hands_on_small(op: str) -> bool:
-    """Whether the result of `op` is small if its operand is: it moves values, or shrinks or grows them by themselves."""
+    """Whether the result of `op` is small if its operand is: the op moves values, or passes small values on."""
     row = find_op(op)
     return row is not None and (row.kind is OpKind.CLEAR or row.name in PASSES_SMALL)
 

@@ -1,8 +1,8 @@
-"""What values a model's tensors took: ranges that stream, merge and are saved, and what they say of a format's limits.
+"""Ranges of a model's values on sample batches, which stream, merge and are saved, and the risk that a format cannot hold them.
 
-Of every value: counts, least and greatest, and how many magnitudes lie between which powers of two. Nothing else is kept,
-so memory does not grow with the number of batches. A fit to the tail of that histogram gives the probability that a value
-leaves the format where it has not yet.
+For every value: counts, least and greatest, and a histogram of magnitudes by powers of two. Nothing else is kept, so memory
+does not grow with the number of batches. A fit to the tail of the histogram gives the probability that a value leaves the
+format's range although no sample did.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON form; a file of another version is refused."""
 CHUNK = 2**22
-"""Elements of a tensor that are looked at in one go."""
+"""Elements of a tensor that are read at once."""
 FALLS_OFF = (0.5, 8.0)
-"""Beta prior of the share of a tail that goes on beyond an octave: 0.06, as if eight values had been seen to stay within it."""
+"""Beta prior of the share of a tail that exceeds an octave: 0.06, as after eight values that stayed within it."""
 _TITLES = ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf")
 _BIAS = 127
 _NOT_FINITE = 255
@@ -45,26 +45,26 @@ _NOT_FINITE = 255
 
 @dataclass(frozen=True)
 class ValueRange:
-    """What was seen at one value. `a | b` is what was seen of both."""
+    """Counts, limits and histogram of one value. `a | b` merges two."""
 
     count: int = 0
-    """Elements seen, of all batches together."""
+    """Elements seen, in all batches together."""
     zeros: int = 0
     nan: int = 0
     infinite: int = 0
     least: float = math.inf
-    """Of the finite values."""
+    """The least finite value."""
     greatest: float = -math.inf
     smallest: float = math.inf
     """The smallest magnitude that is not zero."""
     batches: int = 0
-    """How often the value was seen."""
+    """Number of times that the value was seen."""
     exponents: tuple[tuple[int, int], ...] = ()
-    """(e, count): how many finite values other than zero have a magnitude in [2**e, 2**(e + 1))."""
+    """Pairs (e, count): `count` finite nonzero values have a magnitude in [2**e, 2**(e + 1))."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ValueRange:
-        """What there is to see in one floating tensor, read in fp32, on whatever device it is."""
+        """The range of one floating tensor on any device, read in fp32."""
         bins = torch.zeros(256, dtype=torch.int64, device="cpu")
         nan = zeros = 0
         least, greatest, smallest = math.inf, -math.inf, math.inf
@@ -83,7 +83,7 @@ class ValueRange:
                     zeros += part.numel() - size.numel()
                 smallest = min(smallest, size.min().item()) if size.numel() else smallest
         not_finite = int(bins[_NOT_FINITE])
-        bins[0] -= zeros  # what is left there is subnormal
+        bins[0] -= zeros  # the rest of this bin is subnormal
         exponents = tuple((e - _BIAS, int(n)) for e, n in enumerate(bins.tolist()) if n and e != _NOT_FINITE)
         return cls(tensor.numel(), zeros, nan, not_finite - nan, least, greatest, smallest, 1, exponents)
 
@@ -106,34 +106,34 @@ class ValueRange:
         """Finite values other than zero."""
         return sum(n for _, n in self.exponents)
 
-    # -- what a format would do to it ----------------------------------------------------
+    # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Probability that one element is beyond the range of `fmt`: the share seen, or if none was, a fit to the tail."""
+        """Probability that one element is beyond the range of `fmt`: the share seen, or a fit to the tail if none was."""
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
     def overflow_in_pass(self, fmt: Format) -> float:
-        """Probability that a forward pass overflows `fmt` in at least one element, of as many as a batch had on average."""
+        """Probability that at least one element overflows `fmt` in a forward pass, for a batch of average size."""
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
-        """Probability that an element other than zero is flushed to zero in `fmt`: seen, or fitted to the lower tail."""
+        """Probability that a nonzero element is flushed to zero in `fmt`: the share seen, or a fit to the lower tail if none was."""
         mirrored = sorted((-e, n) for e, n in self.exponents)
         return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
 
     def subnormal(self, fmt: Format) -> float:
-        """Share of the elements other than zero that were seen below the normal range of `fmt`, where bits are lost."""
+        """Share of the nonzero elements that were below the normal range of `fmt`, where bits are lost."""
         limit = round(math.log2(fmt.smallest_normal))
         return sum(n for e, n in self.exponents if e < limit) / max(self.nonzero, 1)
 
 
 def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
-    """P(exponent >= limit), of sorted (exponent, count) pairs out of `count` elements.
+    """P(exponent >= limit), from sorted (exponent, count) pairs of `count` elements.
 
-    The share seen there. Where none was: above a high threshold a tail falls off by a constant factor q an octave (Hill, "A
-    simple general approach to inference about the tail of a distribution", Annals of Statistics 3, 1975: above a threshold
-    log|x| is exponential), which for whole octaves is the geometric law. q is its estimate with a Beta prior, FALLS_OFF, which
-    matters for small samples alone. Tails lighter than a power law, such as the normal's, fall off faster: the result errs
-    high. Of all thresholds with at most sqrt(count) values above them the worst counts.
+    This is the share seen there. If none was seen, a tail is fitted: above a high threshold it decays by a constant factor q per octave
+    (Hill, "A simple general approach to inference about the tail of a distribution", Annals of Statistics 3, 1975: above a threshold
+    log|x| is exponential). For whole octaves that is the geometric law. q is estimated with a Beta prior, FALLS_OFF, which
+    matters for small samples only. Tails lighter than a power law, such as the normal's, decay faster, so the result errs
+    high. The worst of all thresholds with at most sqrt(count) values above them counts.
     """
     seen = sum(n for e, n in exponents if e >= limit)
     if seen or not count:
@@ -155,12 +155,12 @@ class RegionRanges:
     """The values of one captured graph."""
 
     graph: str
-    """Fingerprint of the graph: its ops, by name, and what each reads."""
+    """Fingerprint of the graph: names, ops and operands of its values."""
     name: str = ""
     values: Mapping[str, ValueRange] = field(default_factory=dict)
-    """By node of the plan. Only fp32 values have ranges: token ids and masks of booleans have none."""
+    """Ranges by node of the plan. Only fp32 values have ranges; token ids and boolean masks have none."""
     gradients: Mapping[str, ValueRange] = field(default_factory=dict)
-    """Gradients of the values, where they were asked for."""
+    """Ranges of the gradients by node, if they were asked for."""
 
     def __or__(self, other: RegionRanges) -> RegionRanges:
         return replace(self, values=merge(self.values, other.values), gradients=merge(self.gradients, other.gradients))
@@ -168,25 +168,25 @@ class RegionRanges:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a model's values were on sample batches. Frozen: `a | b` gives what was seen in both."""
+    """Ranges of a model's values on sample batches. Frozen: `a | b` merges two."""
 
     model: str
     """Class of the model."""
     parameters: str
     """Fingerprint of its parameters' names and shapes."""
     batches: int
-    """How many were seen."""
+    """Number of batches seen."""
     regions: tuple[RegionRanges, ...]
-    """Ranges of every fp32 value, graph by graph; magnitudes are those of fp32."""
+    """Ranges of every fp32 value, graph by graph, from a run in fp32."""
     version: int = SCHEMA
 
     def of(self, graph: OpGraph) -> RegionRanges | None:
-        """What was seen in this graph; None if it never ran."""
+        """The ranges of this graph; None if it never ran."""
         wanted = fingerprint(graph)
         return next((region for region in self.regions if region.graph == wanted), None)
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise CalibrationError if this was made with another model."""
+        """Raise CalibrationError if another model was calibrated."""
         if self.parameters != parameters_fingerprint(model):
             raise CalibrationError(
                 f"the calibration was made with a {self.model} of other parameters than this {type(model).__name__} has; "
@@ -229,7 +229,7 @@ class Calibration:
             raise CalibrationError("the calibration is damaged: it is nested too deeply; make it anew") from error
 
     def _check_values(self) -> None:
-        """BadData if a value holds what cannot have been seen."""
+        """Raise BadData if a value holds impossible counts."""
         for region in self.regions:
             for name, seen in (*region.values.items(), *region.gradients.items()):
                 counts = (seen.count, seen.zeros, seen.nan, seen.infinite, seen.batches, *(n for _, n in seen.exponents))
@@ -294,22 +294,22 @@ class Calibration:
 
 
 def merge(ours: Mapping[str, ValueRange], theirs: Mapping[str, ValueRange]) -> dict[str, ValueRange]:
-    """What was seen of each value on either side."""
+    """The merged range of each value that is on either side."""
     return {name: ours.get(name, ValueRange()) | theirs.get(name, ValueRange()) for name in {**ours, **theirs}}
 
 
 def fingerprint(graph: OpGraph) -> str:
-    """Names, ops and operands of a graph's values as one word: the same for other batch sizes, formats and op lists."""
+    """A hash of the names, ops and operands of a graph's values. It does not depend on batch size, formats and op lists."""
     lines = (
         f"{node.name} {node.op} {' '.join(operand.value for operand in node.operands)}"
         for node in graph
-        if node.dtype or node.role == "output"  # symbolic sizes come and go with the batch
+        if node.dtype or node.role == "output"  # whether symbolic sizes occur depends on the batch
     )
     return _digest(lines)
 
 
 def parameters_fingerprint(model: torch.nn.Module) -> str:
-    """Names and shapes of a model's parameters as one word."""
+    """A hash of the names and shapes of a model's parameters."""
     return _digest(f"{name} {tuple(p.shape)}" for name, p in named_parameters_in(model))
 
 

@@ -1,17 +1,17 @@
-"""Sums that carry a value on through many ops and add to it what products make of something else: recurrences, running sums, averages.
+"""Running sums: a value is updated many times by adding results of products, as in recurrences and moving averages.
 
-`h = h + u[:, t]`, `h = 0.99 * h + 0.01 * u[:, t]`, `h = n + z * (h - n)`. Each sum rounds all of h, and what was lost is carried on.
-torch.autocast keeps such an h in fp32 if it starts as something that no product made: a learnt state, zeros, an input.
+Examples: `h = h + u[:, t]`, `h = 0.99 * h + 0.01 * u[:, t]`, `h = n + z * (h - n)`. Each sum rounds all of h, and the errors add up.
+torch.autocast keeps h in fp32 if its start comes from no product: a learnt state, zeros, an input.
 
-1. A sum goes on with an earlier one if ops that work element by element, move values or choose among them lead from that to it.
-2. It carries it if what it adds on the way has come of products, but not of products of the earlier sum, as the branch of a residual
-   stream has: such a branch is as large as the stream's own rounding leaves it. What a factor that is computed scales, as gates do, is
-   carried in any case, unless a way without such a factor leads there, too.
-3. Only what torch.autocast holds in fp32 counts. `MANY` in a row are many.
-4. A residual stream of `DEEP` sums in a row is carried, too: the roundings of so many, and of as many sums of its gradient in the backward,
-   outweigh those of a branch. A norm that it goes through begins it anew.
+1. A sum continues an earlier one if only elementwise ops, moves and choices lead from the earlier sum to it.
+2. It carries the earlier sum if the values added on the way come from products, but not from products of the earlier sum. A branch of a
+   residual stream comes from those; its own rounding is as large as the stream's. A sum that a computed factor scales, as a gate does,
+   is always carried, unless a path without such a factor exists as well.
+3. Only values that torch.autocast holds in fp32 count, and only from `MANY` sums in a row.
+4. A residual stream of `DEEP` sums in a row is carried as well. The roundings of so many sums, and of as many sums of its gradient in
+   the backward, exceed those of a branch. A norm ends a stream and begins a new one.
 
-By name it knows `lerp`, which scales its first operand by what is left of its weight.
+`lerp` is known by name: it scales its first operand by one minus its weight.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 MANY = 8
-"""Sums in a row whose roundings are many: one in bf16 is off by up to 0.4 %, and eight that are off alike by 3 %."""
+"""Least number of sums in a row that stay fp32: one rounding in bf16 is off by up to 0.4 %, eight in the same direction by 3 %."""
 DEEP = 32
-"""Sums of a residual stream whose roundings are many: they are not alike, and 32 of them are off by six times what one is. Networks of a
-dozen layers have 25."""
+"""Least number of sums of a residual stream that stay fp32. Their roundings are independent, so 32 of them are off by six times the error
+of one. Networks of a dozen layers have 25."""
 FEW = 16
-"""Ops between a sum and the one that it goes on with: three or four as a rule."""
+"""Most ops between a sum and the earlier sum that it continues: three or four are usual."""
 SUMS, FACTORS = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES)
 LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 
 def running_sums(problem: Problem) -> frozenset[str]:
-    """The sums of a graph that carry a value on through many, and what hands it on from one to the next."""
+    """The sums of a graph that are part of long running sums, and the ops that pass the value from one sum to the next."""
     graph = problem.graph
     if sum(node.op in SUMS for node in graph) < MANY:
         return frozenset()
@@ -47,29 +47,29 @@ def running_sums(problem: Problem) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Way:
-    """A way from a value back to an earlier sum."""
+    """A path from a value back to an earlier sum."""
 
     passed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
-    """What sums add on the way."""
+    """Values that sums add on the path."""
     scaled: bool = False
-    """Whether a factor that was computed scales what is carried."""
+    """Whether a computed factor scales the carried value."""
     branch: bool = False
-    """Whether what is added is made of the sum itself, by products."""
+    """Whether the added values come from the sum itself, through products."""
 
 
 class _Sums:
-    """The sums of one graph, each a bit, and what was made of them."""
+    """The sums of one graph, each with a bit, and the values downstream of them as sets of bits."""
 
     def __init__(self, graph: OpGraph, wide: Set[str]) -> None:
         self.graph, self.wide = graph, wide
         self.rounded = set[str]()
-        """What products are upstream of."""
+        """Values downstream of a product."""
         self.bit: dict[str, int] = {}
         self.made: dict[str, int] = {}
-        """The sums upstream of a value."""
+        """For each value: the sums upstream."""
         self.by_products: dict[str, int] = {}
-        """Those of them with a product in between."""
+        """For each value: the sums upstream with a product in between."""
         for node in graph:
             self._read(node)
 
@@ -95,7 +95,7 @@ class _Sums:
         return self._in_a_row(plain, MANY) | (self._in_a_row(carried, DEEP) if len(sums) >= DEEP else frozenset())
 
     def _in_a_row(self, ways: dict[str, dict[str, _Way]], many: int) -> frozenset[str]:
-        """The sums that are among `many` in a row or more, and what hands their values on. `ways` lead to each from those before."""
+        """The sums in rows of at least `many`, and the ops between them. `ways` holds the paths from each sum to earlier sums."""
         steps: dict[str, int] = {}
         for name, given in ways.items():
             steps[name] = 1 + max((steps.get(before, 1) for before in given), default=0)
@@ -108,7 +108,7 @@ class _Sums:
         return frozenset(each for each in (*kept, *passed) if each in self.wide)
 
     def _carried(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """The earlier sums that a sum carries on, each with the way to it, if it adds what has come of products."""
+        """The earlier sums that a sum carries, each with the path to it. The values added must come from products, or be scaled."""
         plain, scaled = dict[str, _Way](), dict[str, _Way]()
         waiting = deque([(node, _Way())])
         for _ in range(FEW**2):
@@ -125,7 +125,7 @@ class _Sums:
                 yield name, replace(way, branch=branch)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
-        """Whether an op works element by element, moves values or chooses among them; what reads and writes low may add them up."""
+        """Whether an op works element by element, moves values or chooses among them, and so continues a sum."""
         if node.role != "op" or is_product(node) or node.op in LEVEL:
             return False
         return node.kind in (OpKind.CLEAR, OpKind.INFER) or (node.kind is OpKind.INTERNAL and node.numel == to.numel)

@@ -1,1 +1,1 @@
-"""The cast plan and its pads as frozen data, and how a plan that was made before fits a graph."""
+"""The cast plan and its pads as frozen data, and the check of a saved plan against a captured graph."""

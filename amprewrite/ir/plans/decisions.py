@@ -1,4 +1,4 @@
-"""A plan in the making: what the deciding passes have written so far, and how it is frozen into the plan of a region."""
+"""A plan in the making: the deciding passes write here, and `freeze` makes the plan of a region from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 @dataclass(frozen=True)
 class Painted:
-    """A colour with its reason, the node that caused it, and a word more."""
+    """A colour with its reason, the node that caused it, and a detail."""
 
     colour: Colour
     reason: Reason
@@ -24,13 +24,13 @@ class Painted:
 
 @dataclass
 class Decisions:
-    """What has been decided of one problem. Deciding passes add to it; applying passes never see it, but the plan it freezes to."""
+    """Decisions on one problem so far. Deciding passes add to it; applying passes see only the plan that `freeze` makes of it."""
 
     paints: dict[str, Painted] = field(default_factory=dict)
     casts: tuple[Cast, ...] = ()
     pads: PadPlan = field(default_factory=PadPlan)
     candidates: tuple[Candidate, ...] = ()
-    """What the plan was weighed against, itself first."""
+    """The plans that were compared by price, the chosen one first."""
     edits: list[NodeEdit] = field(default_factory=list)
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
@@ -40,7 +40,7 @@ class Decisions:
         self.paints[name] = Painted(colour, reason, because_of, detail)
 
     def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
-        """Paint an op high, unless it carries no fp32 value or is high already, a fact pins it, or an override asks for its colour."""
+        """Paint an op high. Nothing happens if it carries no fp32 value, is high already, is pinned, or has an override."""
         node, paint = problem.graph[name], self.paints.get(name)
         asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
         if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
@@ -51,13 +51,13 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Do something to one op beside its casts, unless a given plan switches it off."""
+        """Add an edit of one op. The edit is off if a given plan switches it off."""
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> bool:
-        """Do something to each of these ops that runs low; True if one does."""
+        """Add an edit of each of these ops that runs low. True if any does."""
         found = [name for name in nodes if self.paints[name].colour is Colour.LOW]
         for name in found:
             self.edit(problem, name, what)

@@ -1,4 +1,4 @@
-"""Choose the graphs that a plan of a whole model shows: each kind once."""
+"""Choose the graphs that the plan of a whole model shows: one of each kind."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from amprewrite.ir.plans.plan import RegionPlan
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """The plans, without those that are like an earlier one but for sizes or mode: the same values, colours, edits and padding.
+    """The plans without repetitions: two plans are alike if they differ in sizes or mode only, not in values, colours, edits or padding.
 
-    A rewrite that follows an earlier plan finds the graphs of the later one in it, too. The earlier one takes over its notes.
+    A rewrite that follows the first of such plans finds the graphs of the others in it, too. The first takes over their notes.
     """
     shown: dict[object, RegionPlan] = {}
     for plan in plans:
@@ -26,9 +26,9 @@ def _mode(plan: RegionPlan) -> str:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """All that a graph must share with another to be shown with it. Symbolic sizes, which have no dtype, come and go with the batch."""
+    """The parts in which plans must agree to be alike. Symbolic sizes have no dtype and depend on the batch, so they do not count."""
     if not plan.nodes:
-        return object()  # left in fp32, each for a reason of its own
+        return object()  # left in fp32: each graph has its own reason
     parts = plan.flat("")
     nodes = (node for part in parts for node in part.nodes if node.dtype or node.role == "output")
     padded = (value.value for part in parts for value in part.pads.values)

@@ -1,4 +1,4 @@
-"""Fit a plan that was made before to a graph captured now."""
+"""Find the region of a saved plan that fits a captured graph."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """The region of `plan` whose nodes are those of `problem`.
+    """The region of `plan` with the same nodes as `problem`.
 
-    Raises PlanError naming the first mismatch with the closest region, and for colours that the graph cannot have.
+    Raises PlanError that names the first mismatch with the closest region, or a colour that the graph cannot have.
     """
     if plan.low != problem.policy.low.name:
         raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {problem.policy.low.name}; pass dtype={plan.low!r}")
@@ -29,7 +29,7 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
-    here = [node for node in problem.graph if node.dtype or node.role == "output"]  # symbolic sizes come and go with the batch
+    here = [node for node in problem.graph if node.dtype or node.role == "output"]  # whether symbolic sizes occur depends on the batch
     there = [planned for planned in region.nodes if planned.dtype or planned.role == "output"]
     for planned, node in zip(there, here, strict=False):
         if planned.name != node.name:
@@ -55,7 +55,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if a plan lists casts that its colours do not give: casts follow from colours."""
+    """Raise PlanError if the casts listed in a plan are not the casts that follow from its colours."""
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:
         if region.casts and (key in planned) != (key in given):

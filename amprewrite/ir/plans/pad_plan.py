@@ -1,4 +1,4 @@
-"""What will be padded, and why: the part of a cast plan that speaks of pads. Frozen data linked by names."""
+"""The padding in a cast plan, with its reasons. Frozen data linked by names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 Factors = tuple[tuple[int, int], ...]
-"""What one dim is made of, outer to inner: (logical, physical) extent of each axis. ((3, 3), (100, 104)) are three chunks
+"""The axes of one dim, outer to inner, each as (logical, physical) extent. ((3, 3), (100, 104)) are three chunks
 of 100, each padded to 104."""
 Layout = tuple[tuple[int, Factors], ...]
 """The padded dims of one tensor: (dim, its factors), in order; () if it has its logical size."""
 
 KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
-"""Kinds of change of size."""
+"""Kinds of changes of size."""
 
 
 def extents(factors: Factors) -> tuple[int, int]:
@@ -22,7 +22,7 @@ def extents(factors: Factors) -> tuple[int, int]:
 
 
 def physical(shape: tuple[Any, ...], layout: Layout) -> tuple[Any, ...]:
-    """`shape` as it is in memory."""
+    """The shape in memory of a tensor with logical `shape`."""
     sizes = list(shape)
     for dim, factors in layout:
         sizes[dim] = extents(factors)[1]
@@ -31,31 +31,32 @@ def physical(shape: tuple[Any, ...], layout: Layout) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class PaddedValue:
-    """A result that comes out padded, at no cost of its own."""
+    """A result that an op returns padded, at no extra cost."""
 
     value: str
-    """Node, "node#1" for one of several results, or "node -> bf16" for its cast copy."""
+    """Name of the node, "node#1" for one of several results, or "node -> bf16" for its cast copy."""
     layout: Layout
 
 
 @dataclass(frozen=True)
 class PadCopy:
-    """One real change of size: a pad where a region is entered, a slice where it is left, or a weight padded in its cast."""
+    """One change of size: a pad at the entry of a region, a slice at its exit, or a weight padded in its cast."""
 
     value: str
     users: tuple[str, ...]
     layout: Layout
-    """What the users read."""
+    """Padded layout that the users read."""
     have: Layout = ()
-    """What the value comes in."""
+    """Padded layout of the value as it arrives."""
     refresh: bool = False
-    """Padding whose content cannot be used is cut off and replaced by zeros."""
+    """Whether padding with unusable content is cut off and replaced by zeros."""
     weight: bool = False
-    """Of a parameter: written by its cast, at no cost, or where no cast reads it a copy; without gradients kept by the weight cache."""
+    """Whether the value is a parameter. Its cast pads it at no cost; without a cast it is a copy, which the weight cache keeps if there
+    are no gradients."""
 
     @property
     def kind(self) -> str:
-        """pad, slice, re-pad; weight if a cast pads it, weight copy if none does."""
+        """One of `KINDS`. A parameter is a weight if its cast pads it, and a weight copy if it has no cast."""
         if self.weight:
             return "weight" if all(" -> " in user for user in self.users) else "weight copy"
         return "re-pad" if self.layout and self.have else "pad" if self.layout else "slice"
@@ -67,29 +68,29 @@ class PadCopy:
 
 @dataclass(frozen=True)
 class PadRegion:
-    """Dims that are one axis of the model, and share a padded extent."""
+    """Dims that are the same axis of the model, and so share a padded extent."""
 
     size: int
     padded: int
     dims: tuple[str, ...]
-    """"linear.1": dim 1 of the result of node linear; matrix products and other ops first, copies of weights last."""
+    """The dims; "linear.1" is dim 1 of the result of node linear. Ops come first, copies of weights last."""
     pads: tuple[str, ...] = ()
-    """Values really padded: where the region is entered."""
+    """Values that are padded by a kernel, at the entry of the region."""
     slices: tuple[str, ...] = ()
-    """Values really sliced: where it is left."""
+    """Values that are sliced, at the exit of the region."""
     weights: tuple[str, ...] = ()
     """Weights padded by their casts, at no cost."""
     weight_copies: tuple[str, ...] = ()
-    """Weights that are read in fp32: padded copies, one small kernel each in training."""
+    """Weights that are read in fp32: one padded copy each, by a small kernel in training."""
     bytes_added: int = 0
     """Bytes of padding that a forward writes."""
     gain: float | None = None
-    """Seconds that a call is predicted, or was measured, to save; None if it was not asked for."""
+    """Seconds that a call saves, predicted or measured; None if the gain was not computed."""
     measured: bool = False
     why: str = ""
-    """Why it is padded, or why not."""
+    """The reason why it is padded, or why not."""
     reasons: tuple[str, ...] = ()
-    """Where padding had to stop, and why."""
+    """Places where padding had to stop, with reasons."""
 
     @property
     def declined(self) -> bool:
@@ -121,11 +122,11 @@ class PadPlan:
 
     @property
     def real(self) -> tuple[PadCopy, ...]:
-        """Changes of size of activations: each costs a kernel, or a view and its backward."""
+        """Changes of size of activations. Each costs a kernel, or a view and its backward."""
         return tuple(copy for copy in self.copies if not copy.weight)
 
     def layout(self, value: str) -> Layout:
-        """The layout in which a value comes out."""
+        """The padded layout of a value; () if it is not padded."""
         return next((padded.layout for padded in self.values if padded.value == value), ())
 
     def about(self, name: str) -> list[str]:
@@ -142,7 +143,7 @@ class PadPlan:
 
 
 def pad_summary(plans: list[PadPlan]) -> list[str]:
-    """A line about padding for the summary of a plan; none if nothing was considered."""
+    """Lines about padding for the summary of a plan; none if no padding was considered."""
     regions = [region for plan in plans for region in plan.regions]
     if not regions:
         return []

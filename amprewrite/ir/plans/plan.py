@@ -1,4 +1,4 @@
-"""What will be done to a model, and why. Frozen data linked by names; the only thing that crosses the middle."""
+"""The plan of a model: colours, casts and edits, with reasons. Frozen data linked by names; applying passes read nothing but a plan."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What one op runs in, and why."""
+    """The format in which one op runs, and why."""
 
     name: str
-    """As `print(plan)` shows it; `explain`, `edit` and `node:` overrides take it."""
+    """The name that `print(plan)` shows. `explain`, `edit` and `node:` overrides take it."""
     op: str
     """ATen base name, such as "linear"; `amprewrite lists` prints all."""
     colour: Colour
     reason: Reason
     because_of: str = ""
-    """The other node, where one is the cause."""
+    """The node that caused the colour; "" if none did."""
     detail: str = ""
-    """What else is part of the reason, such as the override or the range that was seen."""
+    """A detail of the reason, such as the override or the range that was seen."""
     kind: OpKind | None = None
     """The list that the op is on; None if it is on none."""
     dtype: str = ""
-    """What its result is in after the rewrite, such as "bf16"; "" if it gives no tensor."""
+    """Dtype of its result after the rewrite, such as "bf16"; "" if it gives no tensor."""
     shape: tuple[int | str, ...] = ()
-    """Of its result, in elements; a size that varies is a name."""
+    """Shape of its result. A size that varies is a name."""
     flops: int = 0
-    """Of one forward pass, a multiply and an add counted as two; 0 if the op is no product of tensors."""
+    """FLOPs of one forward, a multiply and an add counted as two; 0 if the op is no product of tensors."""
     module: str = ""
     """Path of the module that calls it, "" for the root."""
     source: str = ""
     """The line of the model's code, as "file.py:12"."""
     role: str = "op"
-    """"op", or what carries a value in or out: "input", "parameter", "buffer", "constant", "output"."""
+    """"op", or for a value that enters or leaves the graph: "input", "parameter", "buffer", "constant", "output"."""
     inputs: tuple[str, ...] = ()
     """Names of the nodes whose fp32 values it reads."""
 
     def sentence(self) -> str:
-        """One sentence a person can read."""
+        """One sentence on the node's format and its reason."""
         where = f" in {self.module}" if self.module else ""
         at = f" ({self.source})" if self.source else ""
         if self.colour is Colour.PLAIN:
@@ -76,11 +76,11 @@ class Cast:
     users: tuple[str, ...]
     """Names of the nodes that read the copy; "output" for a result of the graph."""
     saturate: bool = False
-    """Clamp to the format's range first: the value holds a finite-minimum mask."""
+    """Whether the value is clamped to the format's range first, since it holds a mask of finite minimums."""
     weight: bool = False
-    """The value is a parameter: without gradients one launch copies it with the other weights of its graph."""
+    """Whether the value is a parameter. Without gradients one launch copies it with the other weights of its graph."""
     write_version: int = 0
-    """How many writes in place to the value's memory the copy comes after."""
+    """Number of in-place writes to the value's memory before the copy."""
 
     def __str__(self) -> str:
         users = ", ".join(self.users[:4]) + (f" and {len(self.users) - 4} more" if len(self.users) > 4 else "")
@@ -89,12 +89,12 @@ class Cast:
 
 @dataclass(frozen=True)
 class NodeEdit:
-    """Something done to one op beside its casts and pads."""
+    """One change of an op that is neither a cast nor a pad."""
 
     node: str
     what: Edit
     on: bool = True
-    """False: it could be done, and is switched off."""
+    """False if the edit is possible but switched off."""
 
     def __str__(self) -> str:
         return f"{self.node} {self.what.says}" if self.on else f"{self.node} stays as it is (switched off: {self.what.value})"
@@ -118,13 +118,13 @@ class Candidate:
 
     name: str
     seconds: float
-    """Modelled, or measured op by op."""
+    """Time of a pass, modelled or measured op by op."""
     casts: int
-    """Copies a forward pass makes."""
+    """Number of copies that a forward makes."""
 
 
 LEFT = "left in fp32: "
-"""How the note of a region begins that runs in fp32 whole."""
+"""Prefix of the note of a region that runs in fp32 as a whole."""
 FLUSHES = "computes in the low format itself, in a backward that the user wrote, on gradients that are not scaled: small ones become zero"
 """The note of a body that loss scaling cannot help."""
 
@@ -135,7 +135,7 @@ class RegionPlan:
 
     name: str
     nodes: tuple[NodePlan, ...]
-    """In canonical order: makers before readers."""
+    """All nodes in canonical order: makers before readers."""
     casts: tuple[Cast, ...]
     training: bool = False
     """Whether the graph was captured with gradients."""
@@ -148,38 +148,38 @@ class RegionPlan:
     """Plans of the graphs inside this one: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
     A ModelPlan lists them as regions of their own."""
     basis: Any = field(default=None, compare=False, repr=False)
-    """The Problem that this was decided from: what "what if" questions start from. It is no part of the JSON."""
+    """The Problem from which this was decided. `report/questions/what_if.py` decides it again. The JSON leaves it out."""
     candidates: tuple[Candidate, ...] = ()
-    """What was weighed, the plan itself first; empty if nothing was."""
+    """The plans that were compared by price, this one first; empty if none were."""
     priced_on: str = ""
-    """The device whose prices those are."""
+    """The device of these prices."""
     scales_loss: bool = False
     """Whether gradients are multiplied by the loss scale inside this region."""
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
-    """Weights that share an autograd node: one launch casts them, and their gradients come back together. If the graph may write a
-    weight, that is cast where it is read all the same."""
+    """Weights that share an autograd node: one launch casts them, and one node returns their gradients. A weight that the graph may
+    write is still cast at each read."""
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
-    """Products that read fp8 copies of their operands. The JSON has it only if there are such."""
+    """Products that read fp8 copies of their operands. The JSON leaves it out if there are none."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
-        """The ops to which one of these edits is done, and which; switched off ones are left out."""
+        """The ops that have one of these edits, with the edit. Edits that are switched off are left out."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
-        """This region under `name`, and its bodies after it."""
+        """This region under `name`, followed by its bodies."""
         bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
         return (replace(self, name=name, bodies=()), *bodies)
 
     @property
     def left(self) -> tuple[str, ...]:
-        """What was left in fp32 whole: this region or a body, and why."""
+        """A sentence for this region and each body that was left in fp32 as a whole, with the reason."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
 
     @property
     def flushes(self) -> tuple[str, ...]:
-        """The bodies that may lose small gradients, a sentence each."""
+        """A sentence for each body that may lose small gradients."""
         own = tuple(f"{body.name} of {self.name} {FLUSHES}" for body in self.bodies if FLUSHES in body.notes)
         return own + tuple(text for body in self.bodies for text in body.flushes)
 
@@ -189,14 +189,14 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The plan of a model: one region a captured graph.
+    """The plan of a model, with one region for each captured graph.
 
     `to_json()` and `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs. Users hold a
     `CastPlan`, which prints, explains and draws itself as well.
     """
 
     low: str
-    """Format name that low means here."""
+    """Name of the low format."""
     regions: tuple[RegionPlan, ...]
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
@@ -206,12 +206,12 @@ class ModelPlan:
     # -- reading ------------------------------------------------------------
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
-        """All nodes; names carry the region's if there are several."""
+        """All nodes. If there are several regions, names have the form "region/node"."""
         return tuple(node for _, node in self._named())
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All casts; names carry the region's if there are several."""
+        """All casts. If there are several regions, names have the form "region/node"."""
         if len(self.regions) == 1:
             return self.regions[0].casts
         return tuple(
@@ -227,7 +227,7 @@ class ModelPlan:
                 yield region, replace(node, name=f"{region.name}/{node.name}") if several else node
 
     def find(self, name: str) -> tuple[NodePlan, ...]:
-        """Nodes called `name`, or all nodes of the module path `name`. PlanError with near misses if there are none."""
+        """Nodes called `name`, or all nodes of the module path `name`. Raises PlanError with similar names if there are none."""
         named = list(self._named())
         hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
         hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]
@@ -249,7 +249,7 @@ class ModelPlan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote, edited or not. PlanError if the text is something else."""
+        """Read text that `to_json` wrote, edited or not. Raises PlanError for any other text."""
         try:
             data = read_json(text)
         except BadData as error:
@@ -270,9 +270,9 @@ class ModelPlan:
     def edit(self, colours: dict[str, str]) -> Self:
         """A copy with the named nodes or modules recoloured, e.g. `{"softmax_2": "high", "encoder.layer.0": "high"}`.
 
-        In a plan with fp8 products, "fp8" and "bf16" say what the products of a node or module read, and "linear_3.grad_weight" names a
-        single GEMM. Casts and copies follow when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32
-        value keep what they are. PlanError for an unknown name or colour.
+        In a plan with fp8 products, "fp8" and "bf16" set the format that the products of a node or module read, and
+        "linear_3.grad_weight" names a single GEMM. Casts and copies follow when the plan is applied:
+        `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32 value do not change. Raises PlanError for an unknown name or colour.
         """
         formats = {name: word for name, word in colours.items() if word in (FP8, BASE.name)}
         if formats:
@@ -307,7 +307,7 @@ class ModelPlan:
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
     def _edit_products(self, formats: dict[str, str]) -> Self:
-        """A copy in which the products of named nodes or modules, or single GEMMs of them, read fp8 copies or do not."""
+        """A copy with other formats ("fp8" or "bf16") for the products of named nodes or modules, or for single GEMMs."""
         regions = {region.name: region for region in self.regions}
         for name, word in formats.items():
             stem, _, last = name.rpartition(".")
@@ -322,9 +322,9 @@ class ModelPlan:
         return replace(self, regions=tuple(regions.values()))
 
     def switch_off(self, *names: str) -> Self:
-        """A copy without some of what is done beside casts and pads: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
+        """A copy with some edits switched off: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
 
-        A name is that of a node or module, or of a kind of edit (the values of `tables.vocabulary.Edit`). PlanError if a name has none.
+        A name is a node, a module, or a kind of edit (the values of `tables.vocabulary.Edit`). Raises PlanError for a name without edits.
         """
         regions = {region.name: region for region in self.regions}
         for name in names:
@@ -341,14 +341,14 @@ class ModelPlan:
         return replace(self, regions=tuple(regions.values()))
 
     def _nodes_of(self, region: RegionPlan, name: str) -> set[str]:
-        """Names of the region's nodes that `name` stands for; none if it is the name of a kind of edit."""
+        """Names of the region's nodes that `name` selects; none if it names a kind of edit."""
         if any(name == edit.value for edit in Edit):
             return set()
         prefix = f"{region.name}/" if len(self.regions) > 1 else ""
         return {node.name.removeprefix(prefix) for node in self.find(name) if node.name.startswith(prefix)}
 
     def diff(self, other: ModelPlan) -> str:
-        """What `other` does differently, a line each; empty if nothing does."""
+        """The differences of `other` from this plan, one a line; empty if there are none."""
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
         lines = [f"only here: {one}" for one in mine if one not in theirs] + [f"only there: {one}" for one in theirs if one not in mine]
         lines += [
@@ -387,12 +387,12 @@ class ModelPlan:
 
 
 def shape_of(node: NodePlan) -> str:
-    """ "4x32x128", "-" for no tensor or one without dims."""
+    """The shape as text, such as "4x32x128"; "-" without a tensor or for a 0-dim tensor."""
     return "x".join(map(str, node.shape)) or "-"
 
 
 def region_lines(region: RegionPlan) -> list[str]:
-    """Fixed-width listing of a region: name, shape, dtype, colour, reason; casts where they are read first."""
+    """Fixed-width listing of a region: name, shape, dtype, colour, reason. A cast stands before its first reader."""
     state = "training" if region.training else "inference"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
     shown = [node for node in region.nodes if node.role == "op"]
@@ -422,7 +422,7 @@ P = TypeVar("P", bound=ModelPlan)
 
 
 def _decode_plan(kind: type[P], data: dict[str, Any]) -> P:
-    """A plan from parsed JSON, every field checked. BadData names what is wrong."""
+    """A plan from parsed JSON, every field checked. Raises BadData that names the faulty field."""
     plan: P = build(kind, data, names=frozenset({Reason, ProductReason}))
     plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
     _no_twice("regions", [region.name for region in plan.regions])

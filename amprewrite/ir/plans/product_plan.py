@@ -1,4 +1,4 @@
-"""Which matrix products read fp8 copies of their operands, and those copies: a decision in addition to colours."""
+"""Matrix products that read fp8 copies of their operands, and these copies: a decision in addition to colours."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GemmPlan:
     gemm: str
     """"out", "grad_in" or "grad_weight"."""
     formats: str
-    """Those of its two operands, such as "e5m2 x e4m3"; "bf16" if both are read as they are."""
+    """Formats of its two operands, such as "e5m2 x e4m3"; "bf16" if it reads no fp8 copies."""
     reason: ProductReason
     detail: str = ""
     """The rule that asked, or the node that is the cause."""
@@ -53,7 +53,7 @@ class GemmPlan:
 
 
 def _joined(gemms: list[GemmPlan], reason: ProductReason) -> str:
-    """The reason that neighbours share, with the detail if they share that, too."""
+    """The reason that GEMMs share, with the detail if they share it, too."""
     return gemms[0].why() if len({each.detail for each in gemms}) == 1 else reason.value
 
 
@@ -63,7 +63,7 @@ class ProductPlan:
 
     node: str
     gemms: tuple[GemmPlan, ...]
-    """Those that a run of the graph has: without gradients there is "out" alone."""
+    """The GEMMs that a run of the graph has; without gradients "out" alone."""
 
     def takes(self, gemm: str) -> bool:
         """Whether this GEMM runs in fp8."""
@@ -71,7 +71,7 @@ class ProductPlan:
 
     @property
     def fp8(self) -> bool:
-        """Whether any of its GEMMs does."""
+        """Whether any of its GEMMs runs in fp8."""
         return any(each.fp8 for each in self.gemms)
 
     def __str__(self) -> str:
@@ -89,17 +89,17 @@ class QuantisedCopy:
     to: str
     """Format name: "e4m3" or "e5m2"."""
     scales: str
-    """"tensor": one scale; "rows", "columns": one for each row or column of the value as a matrix."""
+    """"tensor" for one scale; "rows" or "columns" for a scale for each row or column of the value as a matrix."""
     readers: tuple[str, ...]
     """GEMMs that read it, such as "linear_3.grad_weight"."""
     role: str
-    """"x", "w": the product's rows or its matrix; "g": not the value is copied, but its gradient."""
+    """"x" or "w" for the product's rows or its matrix; "g" for a copy of the value's gradient."""
     kept: bool = False
-    """Backward reads it: the copy is kept for that, and not the value."""
+    """Whether backward reads the copy, which is then kept in place of the value."""
     weight: bool = False
-    """The value is a parameter, or a view of one."""
+    """Whether the value is a parameter, or a view of a parameter."""
     write_version: int = 0
-    """How many writes in place to the value's memory the copy comes after."""
+    """Number of in-place writes to the value's memory before the copy."""
 
     def __str__(self) -> str:
         readers = ", ".join(self.readers[:4]) + (f" and {len(self.readers) - 4} more" if len(self.readers) > 4 else "")
@@ -110,7 +110,7 @@ class QuantisedCopy:
 
 @dataclass(frozen=True)
 class QuantisedProducts:
-    """All decisions on fp8 of one region. Empty: nothing was asked for, or there is nothing to decide."""
+    """All decisions on fp8 in one region. It is empty if fp8 was not asked for, or if no product can run in fp8."""
 
     recipe: str = ""
     """Name of a row of `tables/recipes.py`."""
@@ -122,7 +122,7 @@ class QuantisedProducts:
 
     @property
     def chosen(self) -> Iterator[ProductPlan]:
-        """The products of which a GEMM runs in fp8."""
+        """The products with a GEMM in fp8."""
         return (each for each in self.products if each.fp8)
 
     def of(self, node: str) -> ProductPlan | None:
@@ -130,9 +130,9 @@ class QuantisedProducts:
         return next((each for each in self.products if each.node == node), None)
 
     def edited(self, node: str, gemm: str, fp8: bool) -> Self:
-        """These decisions with a GEMM of one product in fp8 or not; all of its GEMMs if `gemm` is "". Copies follow when it is applied.
+        """A copy with a GEMM of one product in fp8 or not, or all of its GEMMs if `gemm` is "". Copies follow when the plan is applied.
 
-        PlanError if the recipe has no fp8 for it.
+        Raises PlanError if the recipe has no fp8 for the GEMM.
         """
         recipe, found = RECIPES[self.recipe], self.of(node)
         assert found is not None

@@ -1,7 +1,7 @@
-"""Versions of a plan's JSON form, and what brings an older one up to date.
+"""Versions of a plan's JSON form, and the migration of older versions.
 
-1. Each version but the latest has one step in MIGRATIONS, which edits a parsed plan in place.
-2. A plan goes up step by step. What is damaged is left for the reader to find, and a newer version is refused there.
+1. Each version except the latest has one step in MIGRATIONS, which edits a parsed plan in place.
+2. A plan is migrated step by step. Damage and newer versions are left for `from_json` to report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _epochs_are_write_versions(data: dict[str, Any]) -> None:
 
 
 def _reasons_are_fewer(data: dict[str, Any]) -> None:
-    """Version 2 had three reasons where there is one now: rounding the value would be magnified."""
+    """Version 2 had three reasons for "its rounding would be magnified"; there is one now."""
     for region in data["regions"] if isinstance(data["regions"], list) else ():
         nodes = region.get("nodes") if isinstance(region, dict) else None
         for node in nodes if isinstance(nodes, list) else ():
@@ -32,11 +32,11 @@ def _reasons_are_fewer(data: dict[str, Any]) -> None:
 
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions, 2: _reasons_are_fewer}
-"""What turns a parsed plan of each older version into one of the next, in place."""
+"""For each older version, a function that edits a parsed plan of it into the next version."""
 
 
 def migrate(data: dict[str, Any]) -> None:
-    """Bring a parsed plan of an older version up to date, step by step; what is damaged is left for the reader to find."""
+    """Migrate a parsed plan of an older version to the latest, in place. Damage is left for `from_json` to report."""
     while type(data.get("version")) is int and data["version"] in MIGRATIONS:
         MIGRATIONS[data["version"]](data)
         data["version"] += 1

@@ -1,1 +1,1 @@
-"""What the user asks for, checked when it is read: formats, lists, overrides, pads."""
+"""The user's options, checked when they are read: formats, lists, overrides, pads, fp8 products."""

@@ -1,4 +1,4 @@
-"""What the user asks for with `pad=`, checked when it is read."""
+"""The option `pad=`, checked when it is read."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from amprewrite.tables.errors import PolicyError
 
 MODES = ("auto", "always", "never", "measure")
 MOST = 4096
-"""A larger multiple is a mistake."""
+"""Largest multiple that is accepted; a larger one is a mistake."""
 
 
 @dataclass(frozen=True)
 class PadRule:
-    """What holds for the modules that a pattern names, or for all."""
+    """The rule for modules that match a pattern, or for all modules."""
 
     mode: str
     multiple: int | None = None
-    """None: that of the format."""
+    """None for the multiple of the format."""
     pattern: str = ""
 
     def matches(self, module: str) -> bool:
-        """Whether a module, or one of the modules around it, is meant."""
+        """Whether the pattern matches a module or one of the modules around it."""
         return names_module(self.pattern, module)
 
 
 @dataclass(frozen=True)
 class PadPolicy:
-    """`pad=` as `parse_pad` read it."""
+    """The parsed option `pad=`."""
 
     default: PadRule = PadRule("auto")
     modules: tuple[PadRule, ...] = ()
 
     def rule(self, module: str) -> PadRule:
-        """The rule for an op called in `module`: the longest pattern that matches."""
+        """The rule for an op called in `module`: that of the longest pattern that matches."""
         hits = [rule for rule in self.modules if rule.matches(module)]
         return max(hits, key=lambda rule: len(rule.pattern)) if hits else self.default
 
@@ -45,7 +45,7 @@ class PadPolicy:
         return self.default.mode == "never" and all(rule.mode == "never" for rule in self.modules)
 
     def check_modules(self, paths: Iterable[str]) -> None:
-        """Raise PolicyError, with near misses, if a pattern matches no module of the model."""
+        """Raise PolicyError, with similar names, if a pattern matches no module of the model."""
         known = [path for path in paths if path]
         for rule in self.modules:
             if not any(rule.matches(path) for path in known):

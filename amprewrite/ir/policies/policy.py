@@ -1,4 +1,4 @@
-"""What the user asks for: formats, lists, overrides. Frozen, checked when made."""
+"""The user's options on formats, lists and overrides. Frozen, and checked when they are made."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One line of `overrides=`: which nodes, and what they are told to be."""
+    """One line of `overrides=`: a pattern of nodes, and their colour or list."""
 
     key: str
     scope: Literal["op", "module", "node"]
     pattern: str
     word: str
-    """high, low, or for an op the name of a list."""
+    """"high", "low", or the name of a list if the scope is "op"."""
 
     def matches_node(self, name: str) -> bool:
         return self.scope == "node" and fnmatch.fnmatchcase(name, self.pattern)
 
     def matches_module(self, path: str) -> bool:
-        """Whether a module, or one of the modules around it, is meant."""
+        """Whether the pattern matches a module or one of the modules around it."""
         return self.scope == "module" and names_module(self.pattern, path)
 
 
 def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override, ...]:
     """Check and sort `{"softmax": "deny", "module:encoder.*": "fp32", "node:linear_3": "low"}`.
 
-    Raises PolicyError for unknown ops (with near misses), unknown words and contradictions between op entries.
+    Raises PolicyError for unknown ops (with similar names), unknown words and contradictions between op entries.
     """
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
         raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {shown(overrides)}")
@@ -73,25 +73,25 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
 
 @dataclass(frozen=True)
 class Policy:
-    """How a model is to be rewritten."""
+    """The options by which a model is rewritten."""
 
     low: Format
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
     cache_weights: bool | str = True
     device: str = ""
-    """The device to plan for, by a name of `amprewrite.tables.devices.NAMED`; "": the one at hand."""
+    """Name of the device to plan for, from `amprewrite.tables.devices.NAMED`; "" for the device at hand."""
     measure: bool = False
-    """Time ops and casts on the device at hand instead of taking the table's prices."""
+    """Whether to time ops and casts on the device at hand instead of using the table's prices."""
     memory: float = 0.0
-    """Seconds that a byte of activations kept for backward is worth."""
+    """Price of a byte of activations kept for backward, in seconds."""
     parity: float | None = None
-    """Prices that all graphs of a model share: how much a step of training counts in them, beside a pass without gradients.
-    None: each graph is read and priced by itself, as training if gradients are on."""
+    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share; the rest is a pass without gradients.
+    None if each graph has its own prices, for training if gradients are on."""
     products: ProductPolicy | None = None
-    """Which low products may read fp8 copies of their operands; None: none."""
+    """Rules for low products that may read fp8 copies of their operands; None if none may."""
     may_decline: bool = False
-    """The user did not name the format: a graph that would only lose by it may stay fp32."""
+    """Whether a graph that gains nothing may stay fp32, since the user did not name the format."""
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -103,14 +103,14 @@ class Policy:
         return self.lists if isinstance(self.lists, str) else self.lists.name
 
     def op_lists(self, base: OpLists) -> OpLists:
-        """`base` with the op overrides moved in."""
+        """A copy of `base` in which op overrides have moved their ops to other lists."""
         for override in self.overrides:
             if override.scope == "op":
                 base = base.moved(override.pattern, OpKind(override.word))
         return base
 
     def asked_for(self, name: str, module: str) -> Override | None:
-        """The node or module override that decides this node: nodes before modules, the longer module pattern first.
+        """The override that decides this node: a node override before a module override, then the longest module pattern.
 
         Raises PolicyError if two of the same rank contradict each other.
         """
@@ -133,7 +133,7 @@ class Policy:
         return None
 
     def check_modules(self, paths: Iterable[str]) -> None:
-        """Raise PolicyError, with near misses, if a module pattern matches no module of the model."""
+        """Raise PolicyError, with similar names, if a module pattern matches no module of the model."""
         known = [path for path in paths if path]
         for override in self.overrides:
             if override.scope == "module" and not any(override.matches_module(path) for path in known):
@@ -141,7 +141,7 @@ class Policy:
                 raise PolicyError(f"overrides[{shown(override.key)}] matches no module of the model{hint}")
 
     def check_nodes(self, names: Iterable[str]) -> None:
-        """Raise PolicyError, with near misses, if a node pattern matches no node of the captured graphs."""
+        """Raise PolicyError, with similar names, if a node pattern matches no node of the captured graphs."""
         known = sorted(set(names))
         for override in self.overrides:
             if override.scope == "node" and not any(override.matches_node(name) for name in known):

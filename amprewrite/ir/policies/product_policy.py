@@ -1,4 +1,4 @@
-"""What the user asks for with `products=`, checked when it is read."""
+"""The option `products=`, checked when it is read."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_wei
 
 @dataclass(frozen=True)
 class ProductRule:
-    """One line of `products=`: which GEMMs, and whether they run in fp8 whatever it costs, or in bf16."""
+    """One line of `products=`: a pattern of GEMMs, and whether they run in fp8 at any price, or in bf16."""
 
     key: str
     scope: str
     """"module" or "node"."""
     pattern: str
     gemm: str
-    """One of the three of a product; "": all of them."""
+    """One of the three GEMMs of a product; "" for all three."""
     fp8: bool
 
     def matches(self, name: str, module: str, gemm: str) -> bool:
-        """Whether a GEMM of the node `name`, which is called in `module`, is meant."""
+        """Whether the rule matches a GEMM of the node `name`, which is called in `module`."""
         here = fnmatch.fnmatchcase(name, self.pattern) if self.scope == "node" else names_module(self.pattern, module)
         return here and self.gemm in ("", gemm)
 
 
 @dataclass(frozen=True)
 class ProductPolicy:
-    """`products=` as `parse_products` read it."""
+    """The parsed option `products=`."""
 
     name: str
-    """The preset's."""
+    """Name of the preset."""
     rules: tuple[ProductRule, ...] = ()
     fused: bool = False
-    """A compiler runs the graphs: amaxes and casts are fused with the ops around them."""
+    """Whether a compiler runs the graphs and fuses amaxes and casts with the ops around them."""
 
     @property
     def preset(self) -> Preset:
         return PRESETS[self.name]
 
     def asked(self, name: str, module: str, gemm: str) -> ProductRule | None:
-        """The rule that decides a GEMM: nodes before modules, single GEMMs before whole products, the longer pattern first."""
+        """The rule that decides a GEMM. Nodes take precedence over modules, single GEMMs over whole products, longer patterns over
+        shorter ones."""
         hits = [rule for rule in self.rules if rule.matches(name, module, gemm)]
         return max(hits, key=lambda rule: (rule.scope == "node", bool(rule.gemm), len(rule.pattern)), default=None)
 
     def check_modules(self, paths: Iterable[str]) -> None:
-        """Raise PolicyError, with near misses, if a module pattern matches no module of the model."""
+        """Raise PolicyError, with similar names, if a module pattern matches no module of the model."""
         known = [path for path in paths if path]
         for rule in self.rules:
             if rule.scope == "module" and not any(rule.matches("", path, rule.gemm) for path in known):
@@ -61,7 +62,7 @@ class ProductPolicy:
                 raise PolicyError(f"products[{shown(rule.key)}] matches no module of the model{hint}")
 
     def check_nodes(self, names: Iterable[str]) -> None:
-        """Raise PolicyError, with near misses, if a node pattern matches no node of the captured graphs."""
+        """Raise PolicyError, with similar names, if a node pattern matches no node of the captured graphs."""
         known = sorted(set(names))
         for rule in self.rules:
             if rule.scope == "node" and not any(rule.matches(name, "", rule.gemm) for name in known):
@@ -70,7 +71,7 @@ class ProductPolicy:
 
 
 def parse_products(products: Any, fused: bool = False) -> ProductPolicy | None:
-    """Read the name of a preset, or a mapping of rules in which "preset" names one. None: all products run in the low format.
+    """Read the name of a preset, or a mapping of rules in which "preset" names the preset. With None no product runs in fp8.
 
     Raises PolicyError for anything else.
     """
