@@ -65,32 +65,32 @@ Normalising = Pass[Reading, EditedGraph]
 Lowering = Pass[Target, EditedGraph]
 
 CLEAN_EXPORTED: tuple[Normalising, ...] = (
-    StripChecks(),  # torch.export's dtype checks and guards go
-    OpenGradRegions(),  # no_grad sub-graphs are laid open
+    StripChecks(),  # remove torch.export's dtype checks and guards
+    OpenGradRegions(),  # inline no_grad sub-graphs
 )
 NORMALISE: tuple[Normalising, ...] = (
-    FreeBackwards(),  # backward code of the user has the grad mode of its caller, so that it can be differentiated
-    RestoreHooks(),  # hooks on tensors become calls that run on fake tensors, too
-    FollowWrites(),  # what reads a value after a write in place reads it by the name of that write
-    FusePatterns(),  # norms, softmax and GELU written out by hand become the one op that they are
-    MarkLeaving(),  # what leaves the graph as itself gets a place for its cast on everybody's path
+    FreeBackwards(),  # give backward code of the user the grad mode of its caller, so that it can be differentiated
+    RestoreHooks(),  # turn hooks on tensors into calls that run on fake tensors, too
+    FollowWrites(),  # rename values after a write in place to the result of that write
+    FusePatterns(),  # fuse norms, softmax and GELU written out by hand into one op each
+    MarkLeaving(),  # give each value that leaves the graph itself one place for its cast
 )
 EVIDENCE: tuple[Deciding, ...] = (
-    RepaintByRange(),  # fp16: what its range cannot hold stays high, by calibration and by weights
-    RepaintByError(),  # what a search for an accuracy keeps high
+    RepaintByRange(),  # fp16: keep high the values its range cannot hold, by calibration and by weights
+    RepaintByError(),  # keep high the ops that a search for an accuracy found
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # one cast wherever two colours meet, and several copies of what many read in training
-    PlanConstants(),  # constants of an ONNX file are stored in the format in which they are read
-    PlanPads(),  # which dims are rounded up for Tensor Cores, and where real pads and slices remain
-    PlanProducts(),  # which low products read fp8 copies of their operands, in which direction
-    PlanClamps(),  # constants beyond the low range become its ends
-    PlanKernelNeeds(),  # a CPU's norms without weights keep their statistics in fp32; its convolutions set all gradients
-    PlanGradientBlocks(),  # which weights share an autograd node in training
-    PlanMasks(),  # attention goes without a mask that says nothing, as it would uncaptured
+    PlanCasts(),  # one cast wherever two colours meet, and several copies of values with many readers in training
+    PlanConstants(),  # store constants of an ONNX file in the format in which they are read
+    PlanPads(),  # round dims up for Tensor Cores, and place the pads and slices that remain
+    PlanProducts(),  # choose the low products that read fp8 copies of their operands, in each direction
+    PlanClamps(),  # clamp constants beyond the low range
+    PlanKernelNeeds(),  # fp32 statistics for a CPU's norms without weights; separate pads for its convolutions
+    PlanGradientBlocks(),  # group weights that share an autograd node in training
+    PlanMasks(),  # drop masks that allow all positions or are plainly causal, as models do outside of capture
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
-"""What torch.autocast would not round, and a price would."""
+"""Passes that keep in fp32 values that torch.autocast would not round, whatever their price."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
 """The passes that choose colours by prices."""
@@ -101,36 +101,36 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
-"""The deciding passes by the rule of the op lists; "given" follows a plan that was made before."""
+"""The deciding passes by the rule of the op lists; "given" follows an existing plan."""
 WEIGH: tuple[Deciding, ...] = (
-    WeighPlans(BY_COST),  # once a plan has come through: price it beside those that painting rules would have made
+    WeighPlans(BY_COST),  # once a plan has passed its checks: price it against plans by painting rules
 )
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # edit the graph as the plan says
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
-    SpreadCopies(),  # several copies of what many read, padded or not
-    PadApart(),  # an op that pads for the convolutions that the plan names
+    SpreadCopies(),  # several copies of values with many readers, padded or not
+    PadApart(),  # a separate pad for the convolutions that the plan names
     InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it
-    FoldMasks(),  # take the masks from the attention calls that the plan names
+    FoldMasks(),  # remove the masks from the attention calls that the plan names
     InsertProducts(),  # products that the plan names read fp8 copies, one for all readers of a value
-    KeepViews(),  # a result that is a view in fp32 leaves as one
+    KeepViews(),  # a result that is a view in fp32 is returned as one
 )
 TIDY: tuple[Applying, ...] = (
-    Tidy(),  # conversions that the casts made idle go; it needs the facts that the dry run derives
+    Tidy(),  # erase conversions that the casts made idle; it needs the facts of the dry run
 )
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, activation checkpoints free memory by torch.utils.checkpoint
     HoistWeightCasts(),  # with a weight cache, one launch casts many weights
-    ReadFrozenWeights(),  # frozen weights come in as they are stored
-    SuitCompiler(),  # for a compiler, inputs say where they come from, and low values are kept and returned low
-    SplitLosses(),  # without a compiler, a loss of many low logits is taken in parts
-    KeepConstants(),  # without a compiler, integers and booleans that no input changes are computed once
+    ReadFrozenWeights(),  # frozen weights enter in the format in which they are stored
+    SuitCompiler(),  # for a compiler: sources of inputs, and low values that are kept and returned low
+    SplitLosses(),  # without a compiler, compute a loss of many low logits in parts
+    KeepConstants(),  # without a compiler, compute integers and booleans that depend on no input once
 )
 
 
 def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
-    """All passes by stage, in the order in which they run; each once, whatever pipelines it is in."""
+    """All passes by stage, in the order in which they run; each once, even if it is in several pipelines."""
     deciding = dict.fromkeys(each for passes in PIPELINES.values() for each in passes)
     by_name: dict[str, Deciding] = {}
     for each in deciding:

@@ -1,8 +1,8 @@
-"""One captured graph, from capture to edited graph: read → decide → apply → check. The whole story.
+"""One captured graph, from capture to edited graph: read → decide → apply → check.
 
-One file because graphs inside a graph are read and rewritten by the same steps, and tell each other how exact their values are.
+One file because graphs inside a graph are read and rewritten by the same steps, and exchange how exact their values are.
 
-`rewrite`, `export_program`, `verify`, calibration and the search for an accuracy read through `read_problem`, so they decide alike.
+`rewrite`, `export_program`, `verify`, calibration and the search for an accuracy all read through `read_problem`, so they decide alike.
 
 By name it knows `getitem`, which picks one result of a graph inside.
 """
@@ -56,9 +56,9 @@ from amprewrite.tables.vocabulary import Colour, Held, Reason
 
 T = TypeVar("T")
 CapturedGraph = torch.fx.GraphModule
-"""A graph as Dynamo or torch.export captured it."""
+"""A graph that Dynamo or torch.export captured."""
 MOST_REFUSALS = 200
-"""Ops that may refuse low inputs one after another before something must be wrong with the graph."""
+"""Number of ops that may refuse low inputs one after another before the graph itself must be wrong."""
 
 
 def read_problem(
@@ -78,12 +78,12 @@ def read_problem(
     agreed: Agreed = NOTHING_AGREED,
     given: ModelPlan | None = None,
 ) -> Captured:
-    """The problem of a captured graph, nothing decided yet.
+    """The problem of a captured graph, with nothing decided yet.
 
-    `inputs` are the real tensors that the graph takes, its weights among them; () if they are not at hand. `names` are those of the
-    model's positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
+    `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the model's
+    positional parameters. `given` is the plan to follow. The other arguments are fields of `Problem`.
 
-    With parity a graph without gradients is read as if it had some: it has the marks and pins that the one for training has.
+    With parity a graph without gradients is read as if it had some: it gets the same marks and pins as the graph for training.
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
@@ -127,17 +127,17 @@ def read_problem(
 
 
 def _may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
-    """Whether a product may read fp8 copies: a given plan says so itself."""
+    """True if a product may read fp8 copies. A given plan decides it by itself."""
     return policy.products is not None if given is None else any(region.quantised for region in given.regions)
 
 
 def clean_exported(module: torch.fx.GraphModule) -> None:
-    """Prepare a graph that torch.export made, in place, for `read_problem`."""
+    """Prepare a graph of torch.export, in place, for `read_problem`."""
     run_passes(CLEAN_EXPORTED, Reading(op_lists("default", FP32, "cpu"), FP32, False), EditedGraph(module, {}), "an exported graph")
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """What is known of attention calls, by their names: what may be done to their masks, and whether heads are repeated for them."""
+    """Facts about attention calls, by name: the edits that their masks allow, and the ops that repeat heads for them."""
     if not captured.problem.fold_masks:
         return {}
     names, graph = captured.names, captured.module.graph
@@ -150,8 +150,8 @@ def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.
 def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """Decide, edit a copy of the graph, and check it on fake tensors.
 
-    An op that refuses the low inputs it was planned to get is kept high and the plan made anew: unsure means high precision.
-    The captured graph itself is never edited.
+    An op that refuses its planned low inputs is kept high and the plan made anew: unsure means high precision. The captured graph itself is
+    never edited.
     """
     closed = _rewrite_inner_graphs(captured)
     bodies = _rewrite_bodies(captured)
@@ -183,7 +183,7 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
 def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
     """Rewrite the bodies of activation checkpoints, by the name of their attribute.
 
-    A body takes fp32 and gives its results in whatever colour they come; the graph around it reads them in that colour.
+    A body takes fp32 and returns its results in any colour. The graph around it reads them in that colour.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     pinned: dict[str, OpNode] = {}
@@ -204,9 +204,9 @@ def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule,
 
 
 def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
-    """Rewrite the bodies of loops, conditions and autograd Functions, by the name of their attribute: fp32 at their border.
+    """Rewrite the bodies of loops, conditions and autograd Functions, by the name of their attribute, with fp32 at their border.
 
-    One that stays as it is has a plan all the same, in which all is high.
+    A body that is not rewritten has a plan all the same, in which all nodes are high.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     for node, name in inner_graphs(captured.module):
@@ -233,7 +233,7 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Note how exact the results of a loop, a condition or a Function are; in turn all of them are read in fp32."""
+    """Record how exact the results of a loop, a condition or a Function are. The body in turn must return all of them in fp32."""
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
     _hear_of_inputs(captured, part)
@@ -245,7 +245,7 @@ def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured
 
 
 def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
-    """The plan of a graph that stays as it is. What was seen in a call binds other graphs; what shows in the graph they see themselves."""
+    """The plan of a graph that is not rewritten. A reason seen in a call binds other graphs; they see a reason in the graph themselves."""
     decisions = Decisions()
     for node in problem.graph:
         colour = Colour.HIGH if node.carries_fp32 and node.role != "output" else Colour.PLAIN
@@ -255,7 +255,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """Leave the graphs inside an op as they are if it failed with them rewritten. True if there are such graphs."""
+    """Do not rewrite the graphs inside an op that failed with them rewritten. True if there are such graphs."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -264,7 +264,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """The problem of the graph at attribute `name`, which `node` runs; it is a copy."""
+    """The problem of a copy of the graph at attribute `name`, which `node` runs."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:
@@ -295,7 +295,7 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Facts about what a graph hands to one inside it, by the vertices in there; `pairs` are the vertices inside and around."""
+    """Facts about the operands of an inner graph, by its own vertices. `pairs` are (vertex inside, vertex around)."""
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
 
@@ -310,7 +310,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Keep these ops of a graph high, and those that share memory with them."""
+    """Keep these ops of a graph high, and the ops that share memory with them."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -319,9 +319,9 @@ def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None
 
 
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
-    """The problem of the checkpoint body that `node` runs, as free as the graph around it to be decided; it is a copy.
+    """The problem of a copy of the checkpoint body that `node` runs, decided as freely as the graph around it.
 
-    If gradients are scaled and the checkpoint stands outside of that, its body is scaled by itself and gives fp32: a cast outside
+    If gradients are scaled and the checkpoint counts as outside of that, its body is scaled by itself and returns fp32: a cast outside
     would bring small gradients to a low format before they are scaled.
     """
     assert isinstance(node.args[0], torch.fx.Node)
@@ -345,14 +345,14 @@ def _results_of(captured: Captured, node: torch.fx.Node) -> list[OpNode]:
 
 
 def _results_inside(captured: Captured, node: torch.fx.Node, part: Captured) -> dict[str, str]:
-    """The vertices of the fp32 results of the body that `node` runs, with those that give them in the body."""
+    """The vertices of the fp32 results of the body that `node` runs, each with the vertex inside the body that makes it."""
     names = [vertex.name for vertex in _results_of(captured, node) if vertex.carries_fp32]
     places: dict[str, Any] = {name: captured.nodes[name].args[1] for name in names}
     return {name: part.results[place] for name, place in places.items() if place in part.results}
 
 
 def _tell_parts(captured: Captured) -> None:
-    """Tell the bodies of checkpoints which of their results need all bits around them, and the graph which values do inside them."""
+    """Tell each checkpoint body which of its results need all bits outside, and the graph which of its values need them inside."""
     for node, part in reversed(captured.parts.items()):
         around = Roundings(captured.problem).magnifies
         part.know(needs_bits=frozenset(inner for outer, inner in _results_inside(captured, node, part).items() if outer in around))
@@ -361,20 +361,20 @@ def _tell_parts(captured: Captured) -> None:
 
 
 def _hear_of_inputs(captured: Captured, part: Captured) -> None:
-    """Note which values the graph `part` inside this one reads with all their bits."""
+    """Record the values that the graph `part` inside this one reads with all their bits."""
     inside = Roundings(part.problem).magnifies
     needed = (outer for inner, outer in part.given.items() if inner in inside)
     captured.know(needs_bits=captured.problem.needs_bits.union(needed))
 
 
 def _written_outside(captured: Captured, results: list[OpNode]) -> bool:
-    """Whether the graph around a body writes its results in place: they leave it in fp32, as those writes find it."""
+    """True if the graph around a body writes to its results in place. The body then returns them in fp32, as these writes expect."""
     names, ties = {vertex.name for vertex in results}, {vertex.precision_group for vertex in results if vertex.precision_group}
     return any(other.precision_group in ties and other.name not in names for other in captured.problem.graph)
 
 
 def read_parts(captured: Captured) -> None:
-    """Read the checkpoint bodies of a graph into `captured.parts` while Dynamo's facts are at hand: names come from them."""
+    """Read the checkpoint bodies of a graph into `captured.parts` now, because names come from facts that Dynamo keeps only for a while."""
     for node in captured.module.graph.nodes:
         if is_checkpoint(node):
             read_parts(_part_of(captured, node))
@@ -389,7 +389,7 @@ def _part_of(captured: Captured, node: torch.fx.Node) -> Captured:
 
 
 def _free_outputs(part: Captured) -> None:
-    """Let the results of a body leave it in any colour."""
+    """Let a body return its results in any colour."""
     graph = part.problem.graph
     outputs = [node for node in graph if node.role == "output"]
     freed = {node.name: replace(node, operands=tuple(replace(o, demand=Demand.ANY) for o in node.operands)) for node in outputs}
@@ -397,7 +397,7 @@ def _free_outputs(part: Captured) -> None:
 
 
 def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
-    """Places among the results of a body that come out low."""
+    """Positions of the results that a body returns low."""
     if not any(o.demand is Demand.ANY for node in part.problem.graph if node.role == "output" for o in node.operands):
         return set()
     low = {node.name for node in plan.nodes if node.colour is Colour.LOW}
@@ -405,7 +405,7 @@ def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
 
 
 def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, decisions: Decisions) -> None:
-    """Raise Refused if a result of the edited graph has another shape than it had: padding must stay inside."""
+    """Raise Refused if a result of the edited graph has changed its shape: padding must stay inside."""
     if not decisions.pads:
         return
     before, after = (next(n for n in each.graph.nodes if n.op == "output") for each in (original, edited))
@@ -415,7 +415,7 @@ def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule,
 
 
 def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> bool:
-    """Blame pads for a failure: pad nothing through this op, or nothing at all if that was tried. False if nothing is padded."""
+    """Blame pads for a failure: stop padding through this op, or stop all padding if that was tried. False if nothing is padded."""
     problem = captured.problem
     if not decisions.pads or problem.given is not None:
         return False
@@ -429,7 +429,7 @@ def _keep_logical(captured: Captured, decisions: Decisions, edited: EditedGraph,
 
 
 def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
-    """Keep these ops high, which refused low operands in a call, with what they said; PlanError if a plan says low."""
+    """Keep ops high that refused low operands in a call, with their error texts; PlanError if a given plan says low."""
     for each in captured.with_parts():
         found = {node.name: refused[node.op] for node in each.problem.graph if node.op in refused}
         if found and each.problem.given is not None:
@@ -439,7 +439,7 @@ def refuse_ops(captured: Captured, refused: Mapping[str, str]) -> None:
 
 
 def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, refusal: Refused) -> None:
-    """Remember that a node must run high whatever the lists say. PassError if it ran high already, PlanError if a plan says low."""
+    """Remember that a node must run high whatever the lists say. PassError if it ran high already, PlanError if a given plan says low."""
     problem, names = captured.problem, edited.names
     name = names.get(refusal.node)
     if problem.given is not None:
@@ -451,7 +451,7 @@ def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, re
 
 
 def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> dict[torch.fx.Node, torch.dtype]:
-    """The dtype that each painted node must give, for the nodes that run low and the ones we aimed."""
+    """The dtype that each painted node must return, for the ops that run low or high."""
     low = problem.policy.low.dtype
     return {
         edited.nodes[name]: low if painted.colour is Colour.LOW else FP32.dtype
@@ -461,6 +461,6 @@ def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> di
 
 
 def graph_device(module: torch.fx.GraphModule) -> str:
-    """Where the graph runs: the first accelerator among its values, else the CPU."""
+    """Device of the graph: the first accelerator among its values, otherwise the CPU."""
     kinds = {t.device.type for node in module.graph.nodes for t in tensors(example_value(node))}
     return next(iter(sorted(kinds - {"cpu", "meta"})), "cpu")

@@ -1,18 +1,18 @@
-"""Which open ops run low so that a graph costs least: minimum cuts, and branch and bound for the one term that is no cut.
+"""Choose the open ops that run low so that a graph costs least: minimum cuts, with branch and bound for the one term that is no cut.
 
-With low on the source's side, every price but one is a cut arc (Kolmogorov and Zabih, "What energy functions can be minimized
-via graph cuts?", 2004: unary terms, and w·a·(1−b)):
+With low on the source's side, every price but one is a cut arc (Kolmogorov and Zabih, "What energy functions can be minimized via graph
+cuts?", 2004: unary terms, and w·a·(1−b)):
 
 1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ties share a vertex.
-2. A value that is read in the other format pays one copy, however many read it: an extra vertex "a low copy exists" or
-   "every reader is low" with infinite arcs from or to the readers, and one arc of the copy's price to or from the maker.
-   What it pays besides (`gradient_cast`, `mixed_read`) hangs on a vertex of its own where other readers cause it than the copy.
-3. The exception: a promoting op that runs high pays a copy of its anchor, but only where all its operands are low. That is
-   a product of three labels with a positive price, and no cut. Two lower bounds of it are cuts: nothing at all, exact but
-   where it has to be paid; and the anchor's copy for a high op, plus one for each other low operand, minus one for each
-   other operand, exact but where another operand is high and more than the anchor's copy was given back.
-4. Solve with the first bound; where it is wrong, take the second; where that is wrong too, branch on an operand's colour,
-   and prune by the bounds. A bound that is exact at its own minimum is the minimum.
+2. A value that is read in the other format pays one copy, however many readers it has: an extra vertex "a low copy exists" or "every reader
+   is low" with infinite arcs from or to the readers, and one arc of the copy's price to or from the maker. Its further prices
+   (`gradient_cast`, `mixed_read`) hang on a vertex of their own if other readers cause them than cause the copy.
+3. The exception: a promoting op that runs high pays a copy of its anchor, but only if all its operands are low. That is a product of three
+   labels with a positive price, and no cut. Two lower bounds of it are cuts. The first is nothing at all, exact unless the copy has to be
+   paid. The second is the anchor's copy for a high op, plus one for each other low operand, minus one for each other operand. It is exact
+   unless another operand is high and more than the anchor's copy was given back.
+4. Solve with the first bound. If it is wrong, take the second. If that is wrong too, branch on an operand's colour, and prune by the
+   bounds. A bound that is exact at its own minimum is the minimum.
 
 The cut nearest to the source is taken: of all cheapest plans the one with the fewest low ops.
 """
@@ -38,14 +38,14 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copies:
-    """Vertices of those who read a value, by what they need when they run low or high; some stand there twice."""
+    """Vertices of the readers of a value, by the copy they need when they run low or high. A vertex may be listed twice."""
 
     low: list[int] = field(default_factory=list)
     high: list[int] = field(default_factory=list)
     senders: list[int] = field(default_factory=list)
     """Readers whose gradients the value has to cast when they run high."""
     mixers: list[int] = field(default_factory=list)
-    """Readers that take the value as it is when they run high."""
+    """Readers that take the value without a cast when they run high."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ class _Mixer:
     op: int
     anchor: Key
     others: tuple[int, ...]
-    """Vertices of the other operands, those that may be high."""
+    """Vertices of the other operands that may be high."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the search found: names of the open ops that run low."""
+    """Result of the search: the open ops that run low."""
 
     low: frozenset[str]
     gap: int
-    """Ticks by which a cheaper assignment may still exist; 0: there is none."""
+    """Ticks by which a cheaper assignment may still exist; 0 if there is none."""
 
 
 def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> Assignment:
-    """The cheapest colours of `open_nodes` beside those in `colours`.
+    """The cheapest colours of `open_nodes`, given the fixed ones in `colours`.
 
-    The search takes at most 500 cuts, and fewer of a large graph; if that is not enough, the best assignment found so far is
-    returned with the gap that is left. Raises Contradiction if ties and colours cannot be kept.
+    The search takes at most 500 cuts, and fewer of a large graph. If that is not enough, the best assignment found so far is returned with
+    the gap that is left. Raises Contradiction if ties and colours cannot be kept.
     """
     search = _Search(graph, colours, open_nodes, model)
     try:
@@ -110,7 +110,7 @@ class _Search:
             self.vertices[node.name] = vertex
 
     def _end(self, name: str) -> int:
-        """The vertex of a node: its own, or the terminal of the colour it has already."""
+        """The vertex of a node: its own if the node is open, otherwise the terminal of its colour."""
         vertex = self.vertices.get(name)
         if vertex is not None:
             return vertex
@@ -124,7 +124,7 @@ class _Search:
             self.network.arc(SOURCE, self.vertices[node.name], max(-more, 0))
 
     def _read(self, node: OpNode) -> None:
-        """Note what a node needs of its operands."""
+        """Record the formats in which a node reads its operands."""
         own, mixing = self._end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
         for operand, want in wanted(node, Colour.LOW):
@@ -147,7 +147,7 @@ class _Search:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """The mixer of a promoting op; None if an operand is sure to be high when the op is, or the op never is."""
+        """The mixer of a promoting op; None if some operand is always high when the op is, or if the op is never high."""
         ends = [self._end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
             return None
@@ -183,7 +183,7 @@ class _Search:
         self.network.arc(copy, maker, cost)
 
     def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
-        """The vertex that stands for "every reader is low"; `named`: one of its own even for a single reader or none."""
+        """The vertex that stands for "every reader is low". With `named`, it is a new vertex even for a single reader or none."""
         if SINK in readers:
             self.network.arc(maker, SINK, cost)
             return SINK
@@ -215,7 +215,7 @@ class _Search:
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """Whether a high op has nothing but low operands here."""
+        """True if the mixer's op is high here with nothing but low operands."""
         return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:
@@ -234,7 +234,7 @@ class _Search:
 
     # -- search --------------------------------------------------------------------------
     def run(self, cuts: int) -> tuple[Side, int]:
-        """The best assignment, and how much cheaper another may be."""
+        """(best assignment, ticks by which another may be cheaper)."""
         self._columns = tuple(np.array(c, np.int64) for c in (self.network.tails, self.network.heads, self.network.capacities))
         members = np.zeros(self.network.size, np.int64)
         np.add.at(members, list(self.vertices.values()), 1)

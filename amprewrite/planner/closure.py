@@ -1,6 +1,6 @@
-"""Which projects to take when some share what they need: a maximum-weight closure, found by one minimum cut.
+"""Choose projects that share needs: a maximum-weight closure, found by one minimum cut.
 
-A project brings its gain, and takes whatever it needs with it, directly or through other needs; what several need is paid once (Picard,
+A project has a gain and requires its needs, directly or through other needs. A need that several projects share is paid once (Picard,
 "Maximal closure of a graph and applications to combinatorial problems", 1976):
 
     source → project   its gain, lost if it is not taken
@@ -21,9 +21,9 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, Item]]) -> frozenset[Item]:
-    """The items whose weights sum up to most, where an item comes only with all that it needs.
+    """The set of items with the largest sum of weights that contains all needs of its items.
 
-    `weights` are gains, and negative for costs; `needs` are pairs (item, what it needs).
+    `weights` are gains, and negative for costs. `needs` are pairs (item, item that it needs).
     """
     network = Network()
     vertices = {item: network.vertex() for item in weights}

@@ -1,12 +1,12 @@
 """Minimum s–t cuts over integer capacities of any size.
 
-The solver is Dinic's algorithm in scipy, whose capacities are int32. Larger ones are scaled, which is exact (capacity scaling:
-Edmonds and Karp 1972, Gabow 1985):
+The solver is Dinic's algorithm in scipy, whose capacities are int32. Larger ones are scaled, which is exact (capacity scaling: Edmonds and
+Karp 1972, Gabow 1985):
 
 1. No arc can carry more than the flow that is still missing, so capacities are clipped to an upper bound of it.
-2. A maximum flow of the capacities divided by 2^s, times 2^s, is a flow of the true network; what is missing after it
-   fits through the arcs that the scaled cut left over, a bound far smaller than before.
-3. Again, on the residual network, until s is 0: then the sum of the flows is maximum, and its residual network tells the cut.
+2. A maximum flow of the capacities divided by 2^s, times 2^s, is a flow of the true network. The rest of the flow fits through the arcs
+   that the scaled cut left over, a bound far smaller than before.
+3. Repeat on the residual network until s is 0. Then the sum of the flows is maximum, and its residual network gives the cut.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Contradiction(AmpRewriteError):
     """Constraints that no cut can keep; `chain` holds the vertices of a path of infinite arcs from source to sink."""
 
     def __init__(self, chain: list[int], names: Sequence[str] = ()) -> None:
-        """`names` are those of the nodes on the path, if they are known."""
+        """`names` are the nodes on the path, if they are known."""
         joined = ", ".join(names) or f"vertices {chain}"
         super().__init__(f"{joined} must share one precision, and what stands at the ends asks for both; remove an override of one of them")
         self.chain = chain
@@ -62,14 +62,14 @@ class Network:
 
 
 def min_cut(network: Network, extra: Iterable[tuple[int, int, int]] = ()) -> tuple[npt.NDArray[np.bool_], int]:
-    """Which vertices are on the source's side, the fewest possible, and the cost of the cut.
+    """(mask of the vertices on the source's side, the fewest possible; cost of the cut).
 
-    `extra` holds further arcs (tail, head, capacity). Raises Contradiction where only an infinite cut exists.
+    `extra` holds further arcs (tail, head, capacity). Raises Contradiction if only an infinite cut exists.
     """
     tails, heads, capacities = (np.fromiter(column, np.int64) for column in (network.tails, network.heads, network.capacities))
     more = np.array(list(extra), np.int64).reshape(-1, 3)
     tails, heads, capacities = (np.concatenate((a, b)) for a, b in zip((tails, heads, capacities), more.T, strict=True))
-    tails, heads = tails.astype(np.int32), heads.astype(np.int32)  # what csgraph takes; older scipy does not narrow indices by itself
+    tails, heads = tails.astype(np.int32), heads.astype(np.int32)  # the dtype of csgraph; older scipy does not narrow indices by itself
     endless = capacities == INFINITE
     _refuse_contradiction(network.size, tails[endless], heads[endless])
     bound = int(capacities[~endless].sum())
@@ -103,7 +103,7 @@ def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
-    """The capacity that is left on the arcs out of `side`: more than that is missing from no flow."""
+    """The capacity that is left on the arcs out of `side`: an upper bound of the flow that is missing."""
     arcs = residual.tocoo()
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 

@@ -1,1 +1,1 @@
-"""After the plan is applied: check the graph, tidy it, and make it the callable that runs."""
+"""After the plan is applied: check the graph, tidy it, and make it a callable."""

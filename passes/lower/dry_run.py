@@ -1,4 +1,4 @@
-"""Run an edited fx graph on fake tensors: re-derives the facts of every node, and finds the first op that refuses its dtypes."""
+"""Run an edited fx graph on fake tensors: recompute the facts of every node, and find the first op that refuses its dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 
 class Refused(Exception):
-    """An op did not take what it was given, or gave another dtype than planned."""
+    """An op failed on its inputs, or returned another dtype than planned."""
 
     def __init__(self, node: torch.fx.Node, why: str) -> None:
         super().__init__(f"{node.name}: {why}")
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 
 class _DryRun(torch.fx.Interpreter):
-    """Interpreter over fake tensors that keeps what each node gives as its new example value."""
+    """Interpreter over fake tensors that stores the result of each node as its new example value."""
 
     def __init__(self, module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dtype]) -> None:
         super().__init__(module, garbage_collect_values=True)
@@ -39,7 +39,7 @@ class _DryRun(torch.fx.Interpreter):
         self.repeated = RepeatedCalls(module.graph)
         self.touched: set[torch.fx.Node] = set()
         self.unknown: set[torch.fx.Node] = set()
-        """Inputs without an example value, as torch 2.11 leaves sizes that a backward of the user reads."""
+        """Inputs without an example value. torch 2.11 leaves sizes without one if a backward in user code reads them."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):
@@ -51,7 +51,7 @@ class _DryRun(torch.fx.Interpreter):
             return value
         if n.op == "output":
             return super().run_node(n)
-        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # nothing here has a gradient
+        if n in self.transformed or n.target is torch.autograd.grad or op_name(n.target) in GRAD_SWITCHES:  # no result has a gradient here
             return example_value(n)
         want = self.expected.get(n)
         changed = CAST in n.meta or PAD in n.meta or _always_run(n) or any(feeder in self.touched for feeder in n.all_input_nodes)
@@ -80,9 +80,9 @@ class _DryRun(torch.fx.Interpreter):
 def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dtype]) -> None:
     """Propagate fake tensors through `module`.
 
-    Raises Refused at the first node that fails or gives no `expected` dtype, PassError if the graph cannot be walked.
+    Raises Refused at the first node that fails or does not return its `expected` dtype, PassError if the graph cannot be walked.
 
-    Only nodes that read something changed are run; grad mode and autocast are left as they were.
+    Only nodes that read something changed are run. Grad mode and autocast are restored.
     """
     values = [t for node in module.graph.nodes for t in tensors(example_value(node))]
     fake_mode = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)
@@ -90,11 +90,11 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
     placeholders = [example_value(node) for node in module.graph.nodes if node.op == "placeholder"]
     grad = torch.is_grad_enabled()
     try:
-        with torch.no_grad(), Quiet():  # a refusal is kept in the plan
+        with torch.no_grad(), Quiet():  # the plan records a refusal
             if fake_mode is None:
                 run.run(*placeholders, enable_io_processing=False)
             else:
-                with fake_mode, enable_python_dispatcher():  # as Dynamo: some kernels, oneDNN's LSTM, know no symbolic sizes
+                with fake_mode, enable_python_dispatcher():  # as in Dynamo: some kernels, oneDNN's LSTM, do not take symbolic sizes
                     run.run(*placeholders, enable_io_processing=False)
     except Refused:
         raise
@@ -107,7 +107,7 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
 
 def _always_run(node: torch.fx.Node) -> bool:
-    """Whether a node is run though its operands have not changed: it switches global state, or calls a graph that may be rewritten."""
+    """True if a node must run even with unchanged operands: it switches global state, or calls a graph that may be rewritten."""
     return op_name(node.target) in (ENTER_AUTOCAST, EXIT_AUTOCAST) or isinstance(node.target, HigherOrderOperator)
 
 

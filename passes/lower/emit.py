@@ -42,15 +42,15 @@ CompiledFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Emitted:
-    """What Dynamo runs, and how it reads the inputs that were captured, by their places."""
+    """The callable for Dynamo, and how it reads each captured input, by position."""
 
     run: CompiledFn
     copies: Mapping[int, frozenset[Copy | None]]
-    """The low copies that are read of an input, and None if it is read as it is."""
+    """The low copies that are read of an input, and None if it is read without a cast."""
     low_alone: frozenset[int]
     """Inputs that are cast to the low format and read in no other way."""
     refused: Refusals
-    """Ops that refused low operands so far: the first run fills it."""
+    """Ops that have refused low operands. The first run fills it."""
 
 
 def emit(
@@ -63,11 +63,11 @@ def emit(
     blocks: Sequence[Sequence[str]] = (),
     outside: bool = True,
 ) -> Emitted:
-    """Make an edited graph callable: by its own generated code, or by what `backend` makes of it.
+    """Make an edited graph callable: by its own generated code, or by `backend`.
 
-    `example_inputs` are those of the captured graph and of what passes added to it. Copies from `cache` replace the weight casts, in
-    calls that keep copies if not `outside`, else in every call; `low` is the format of those casts, None if there are none; `training`
-    says that the graph was captured with gradients, `blocks` which weights share an autograd node then.
+    `example_inputs` are the inputs of the captured graph and the inputs that passes added. Copies from `cache` replace the weight casts: in
+    every call if `outside`, otherwise only in calls that keep copies. `low` is the format of these casts, None if there are none.
+    `training` says that the graph was captured with gradients; `blocks` lists the weights that share an autograd node then.
     """
     copies, low_alone = copies_read(module, training), frozenset[int]() if low is None else read_low_alone(module, low)
     refused: Refusals = {}
@@ -85,7 +85,7 @@ def _lower(
     outside: bool,
     refused: Refusals,
 ) -> CompiledFn:
-    """Run the lowering passes on `module`, in place, and wrap what it has become so that it takes the captured inputs."""
+    """Run the lowering passes on `module`, in place, and wrap the result so that it takes the captured inputs."""
     edited = EditedGraph(module, {})
     frozen = {place: each for place, each in enumerate(example_inputs) if isinstance(each, FrozenWeight)}
     target = Target(backend is None, training, cache if outside else None, blocks, frozen)
@@ -114,7 +114,7 @@ def _lower(
 
 
 def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a call of the graph may record gradients that something reads."""
+    """True if a call of the graph may record gradients that something reads."""
     if any(isinstance(each, torch.Tensor) and each.requires_grad for each in example_inputs):
         return True
     own = any(op_name(node.target) in ("requires_grad_", *GRAD_SWITCHES) for node in module.graph.nodes)
@@ -122,7 +122,7 @@ def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:
-    """Tell AOTAutograd that copies of weights have the sizes they have: dynamic ones would need a source to be guarded by."""
+    """Give copies of weights static sizes in AOTAutograd: dynamic ones would need a source to be guarded by."""
     tracing = tracing_context()
     for place, copy in enumerate(copies if tracing is not None else ()):
         tracing.tensor_to_context[copy] = StatefulSymbolicContext(  # type: ignore[union-attr]

@@ -1,11 +1,12 @@
-"""Weight casts are made many at once, by the weight cache.
+"""Make many weight casts at once, by the weight cache.
 
-1. A graph without gradients takes its copies as further inputs. On a CPU that holds for calls in a block that keeps copies, and the
-   graph casts each weight where it is read in any other call.
-2. A graph with gradients makes and links them itself, a block of weights by one autograd node (`graphs/fx/weights/linked_copies.py`):
-   gradients come back in fp32 and unscaled, in a few launches. So do those of weights that a graph with a loss scale reads in fp32.
+1. A graph without gradients takes its copies as further inputs. On a CPU that holds for calls in a block that keeps copies. In any other
+   call the graph casts each weight where it is read.
+2. A graph with gradients makes and links the copies itself, a block of weights by one autograd node (`graphs/fx/weights/linked_copies.py`):
+   gradients are returned in fp32 and unscaled, in a few launches. So are gradients of weights that a graph with a loss scale reads in fp32.
 
-Copies are made before the first of them is read. So the casts of a parameter that the graph itself writes, through whatever alias, stay.
+Copies are made before the first of them is read. So the casts of a parameter that the graph itself writes, through any alias, are not
+moved.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ CompiledFn = Callable[..., Any]
 Copy = tuple[torch.dtype, Layout]
 """The dtype of a copy of a weight, and its padded layout."""
 _STAYS = {"_dynamo_static_input_type": "unguarded"}
-"""What torch._dynamo.mark_static_address leaves on an input: CUDA graphs read a copy where it lies and do not copy it once more."""
+"""The mark of torch._dynamo.mark_static_address on an input: CUDA graphs read it at its address and do not copy it again."""
 _FOLDS = ("linear", "matmul")
-"""Products that fold the dims of a batch into one if the other operand takes gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
+"""Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions in a graph write no weight but those that they are seen to write."""
+"""Packages whose functions mutate only the arguments that the graph shows them to write."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):
@@ -67,14 +68,14 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
             return place not in target.frozen
 
         if target.training:
-            edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
+            edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its casts
             return cast_in_blocks(edited.module, cache, target.blocks, chosen)
         edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)
         return bool(edited.hoisted)
 
 
 def mark_copies(module: torch.fx.GraphModule) -> bool:
-    """Let a product of many dims see whether the weight behind a copy takes gradients, if it chooses its kernel by that (see `marked`)."""
+    """Mark copies of weights read by products that choose their kernel by whether the weight requires gradients (see `marked`)."""
     found = [
         (node, cast)
         for node, cast in weight_casts(module, training=False)
@@ -90,7 +91,7 @@ def mark_copies(module: torch.fx.GraphModule) -> bool:
 
 
 def _folds_perhaps(operand: Any) -> bool:
-    """Whether a product may, or may not, fold the first dims of this operand into one."""
+    """True if a product may fold the first dims of this operand into one, or may not, depending on its other operand."""
     value = example_value(operand) if isinstance(operand, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 2 and not value.is_contiguous()
 
@@ -98,9 +99,9 @@ def _folds_perhaps(operand: Any) -> bool:
 def weight_casts(
     module: torch.fx.GraphModule, training: bool, chosen: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[torch.fx.Node, Hoisted]]:
-    """The casts of weights that may be made elsewhere, in training what unscales a gradient as well, and the copy that each makes.
+    """Casts of weights that may be made elsewhere, each with its copy. In training, nodes that unscale a weight's gradient count too.
 
-    `chosen` says whether to look at the input at a place.
+    `chosen` is False for the positions of inputs to leave out.
     """
     inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     changing = written_storages(module)
@@ -113,7 +114,7 @@ def weight_casts(
 def hoist_weight_casts(
     module: torch.fx.GraphModule, training: bool = False, chosen: Callable[[int], bool] = lambda _: True
 ) -> list[Hoisted]:
-    """Turn casts of parameters into trailing inputs; in training what unscales the gradient of one goes with them."""
+    """Turn casts of parameters into trailing inputs. In training, nodes that unscale the gradient of one are replaced too."""
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
     last = inputs[-1] if inputs else None
@@ -138,10 +139,10 @@ def hoist_weight_casts(
 def cast_in_blocks(
     module: torch.fx.GraphModule, cache: WeightCache, blocks: Sequence[Sequence[str]], chosen: Callable[[int], bool] = lambda _: True
 ) -> bool:
-    """Let one node cast a block of weights, in front of the op that first reads one of them and of the transform that this is in.
+    """Let one node cast a block of weights, before the first op that reads one of them and outside any torch.func transform around that op.
 
-    `blocks` are the weights that share a node, by their names in the plan; any other weight has a node of its own, and so has each
-    device: autograd runs a node on one.
+    `blocks` are the weights that share a node, by their names in the plan. Any other weight has a node of its own. Weights on different
+    devices never share one: autograd runs a node on one device.
     """
     graph, openings = module.graph, transform_openings(module.graph)
     inputs = graph.find_nodes(op="placeholder")
@@ -180,15 +181,15 @@ def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
 
 
 def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
-    """Places of the inputs that an edited graph casts to `low` and reads in no other way.
+    """Positions of the inputs that an edited graph casts to `low` and reads in no other way.
 
-    So it is in the body of a checkpoint. What a view, an op or a function does with an input is not looked into: it counts as another way.
+    The bodies of checkpoints count as parts of the graph. A view, another op or a function of an input counts as another way.
     """
     return frozenset(place for place, source in enumerate(module.graph.find_nodes(op="placeholder")) if _reads_low(source, low.dtype))
 
 
 def _reads_low(source: torch.fx.Node, low: torch.dtype) -> bool:
-    """Whether all that is done with `source` is to cast it to `low`."""
+    """True if `source` is only cast to `low`."""
     return all(_casts(user, source, low) or _casts_in_body(user, source, low) for user in source.users)
 
 
@@ -197,7 +198,7 @@ def _casts(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool
 
 
 def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype) -> bool:
-    """Whether `user` is a checkpoint whose body reads `source` low alone."""
+    """True if `user` is a checkpoint whose body only casts `source` to `low`."""
     if not is_checkpoint(user):
         return False
     places = [place for place, operand in enumerate(user.args[1:]) if operand is source]
@@ -206,7 +207,7 @@ def _casts_in_body(user: torch.fx.Node, source: torch.fx.Node, low: torch.dtype)
 
 
 def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, frozenset[Copy | None]]:
-    """How an edited graph reads each input that it casts as a weight, or may: the copies of it, and None if it is read as it is."""
+    """For each input: the copies of it that an edited graph reads, and None if it also reads the input without a cast."""
     changing = written_storages(module)
     found: dict[int, frozenset[Copy | None]] = {}
     source: torch.fx.Node
@@ -217,7 +218,7 @@ def copies_read(module: torch.fx.GraphModule, training: bool) -> dict[int, froze
 
 
 def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
-    """The parameter that `node` casts, if it can be hoisted."""
+    """The parameter that `node` casts, if the cast can be hoisted; otherwise None."""
     crosses = training and node.target is unscale_gradient
     copies = CAST in node.meta and (node.target in ("to", pad_cast) or (training and node.target is cast_in))
     if not node.meta.get("weight") or not (crosses or copies):
@@ -227,7 +228,7 @@ def _cast_weight(node: torch.fx.Node, training: bool) -> torch.fx.Node | None:
 
 
 def written_storages(module: torch.fx.GraphModule) -> set[int]:
-    """The storages that a graph writes in place, in the bodies of its higher-order ops too."""
+    """The storages that a graph writes in place, including writes in the bodies of its higher-order ops."""
     found: set[int] = set()
     for node in module.graph.nodes:
         for target in (*written(node), *written_unsaid(node)):
@@ -239,17 +240,17 @@ def written_storages(module: torch.fx.GraphModule) -> set[int]:
 
 
 def _writes(body: torch.fx.GraphModule) -> bool:
-    """Whether a body writes anything in place, or calls one that does."""
+    """True if a body writes anything in place, or calls one with such writes."""
     return any(written(node) or any(map(_writes, bodies(node))) for node in body.graph.nodes)
 
 
 def _goes_elsewhere(source: torch.fx.Node) -> bool:
-    """Whether a weight is handed to a Python function that Dynamo was told not to read: it may write it unseen."""
+    """True if a weight is passed to a Python function that Dynamo does not trace, which may write it unseen."""
     return any(isinstance(user.target, FunctionType) and user.target.__module__.partition(".")[0] not in _READ for user in source.users)
 
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
-    """`run` with the copies that it takes beside its inputs, for calls without gradients."""
+    """`run` with cached copies after its inputs, for calls without gradients."""
     places, dtypes, layouts = zip(*hoisted, strict=True)
 
     def call(*inputs: Any) -> Any:
@@ -263,7 +264,7 @@ def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCa
 def with_kept_weights(
     module: torch.fx.GraphModule, cache: WeightCache, callable_of: Callable[[torch.fx.GraphModule], CompiledFn]
 ) -> CompiledFn:
-    """What calls a graph that casts its weights where it reads them; in a block that keeps copies, one that takes those."""
+    """A callable that casts weights where it reads them, and in a block that keeps copies takes these instead."""
     cast_where_read = callable_of(module)
     takes_kept: list[CompiledFn] = []
 

@@ -1,11 +1,11 @@
-"""Without a compiler, integers and booleans that no input changes are computed once and kept: positions, lengths, parts of masks.
+"""Without a compiler, compute integers and booleans that depend on no input once and keep them: positions, lengths, parts of masks.
 
-1. A constant is what ops that only compute make of sizes that are fixed, on a device that they name.
-2. Of each run of such ops the last values are kept, those that other ops read.
-3. A value stays if it, or a view of it, may leave the graph, if a function of the user's gets it, or above MOST_BYTES. A graph that
-   writes an integer in place keeps none. Floats stay: casts give them other memory, so that nobody knows any more who writes it.
+1. A constant is the result of pure ops on fixed sizes, on a device that they name.
+2. Of each run of such ops only the values that other ops read are kept.
+3. A value is not kept if it, or a view of it, may leave the graph, if a user's function reads it, or above MOST_BYTES. A graph that writes
+   an integer in place keeps none. Floats are not kept: casts move them to new memory, so that writes to them cannot be tracked.
 
-Uncaptured code computes them at every call; each is a launch.
+Outside of capture, code computes them at every call, each with a launch.
 
     before   positions = arange(128)          after   taken = take_constants(kept)
              later = positions + 1                    later = taken[0]
@@ -30,7 +30,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 
 READS_BITS = ops_with(Trait.READS_BITS)
 MOST_BYTES = 1 << 16
-"""Of one value: more memory is not worth a launch."""
+"""Largest size of one value: more memory is not worth a launch."""
 NAME = "amprewrite_constants"
 
 
@@ -40,13 +40,13 @@ class KeepConstants(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if not target.eager or not _results(edited.module):
             return False
-        edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps what its code says
+        edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its ops
         keep_constants(edited.module)
         return True
 
 
 def keep_constants(module: torch.fx.GraphModule) -> None:
-    """Take the constants of a graph from one that computes them once."""
+    """Replace the constants of a graph by a node that computes them once."""
     graph, results = module.graph, _results(module)
     needed = set(results)
     for node in reversed(graph.nodes):
@@ -68,7 +68,7 @@ def keep_constants(module: torch.fx.GraphModule) -> None:
 
 
 def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """The constants that something else reads and that can be kept, in order; none where the graph writes an integer in place."""
+    """Constants that other nodes read and that can be kept, in order; none if the graph writes an integer in place."""
     if any(_is_whole(target) for node in module.graph.nodes for target in written(node)):
         return []
     constant = _constants(module.graph)
@@ -89,13 +89,13 @@ def _constants(graph: torch.fx.Graph) -> dict[torch.fx.Node, None]:
 
 
 def _is_whole(node: torch.fx.Node) -> bool:
-    """Whether a node gives integers or booleans, and nothing else."""
+    """True if a node returns integers or booleans only."""
     made = tensors(example_value(node))
     return bool(made) and not any(value.is_floating_point() or value.is_complex() for value in made)
 
 
 def _names_device(node: torch.fx.Node) -> bool:
-    """Whether a node without operands says where its result lies, whatever the current device is."""
+    """True if a node without operands names the device of its result, so that the current device does not matter."""
     named = node.kwargs.get("device")
     device = torch.device(named) if isinstance(named, str | torch.device) else None
     return device is not None and (device.type == "cpu" or device.index is not None)
@@ -108,9 +108,9 @@ def _can_be_kept(node: torch.fx.Node) -> bool:
 
 
 def _stays_inside(node: torch.fx.Node) -> bool:
-    """Whether no more than ops read a value and what lies in its memory: it leaves the graph in no way, and no bits of it are read.
+    """True if only ops read a value and its memory: it does not leave the graph, and its bits are not read as another dtype.
 
-    Where integers lie is known as capture saw it: no pass gives them another dtype.
+    The memory of integers is known from capture, because no pass changes their dtype.
     """
     memory, waiting, seen = memory_of(node), [node], {node}
     while waiting:
@@ -124,7 +124,7 @@ def _stays_inside(node: torch.fx.Node) -> bool:
 
 
 def _is_foreign(user: torch.fx.Node) -> bool:
-    """Whether a function of the user's, or a graph inside this one, gets what `user` reads, or nobody knows what comes of it."""
+    """True if `user` is a user's function, a graph inside this one, or a node whose effect is unknown."""
     unread = isinstance(user.target, FunctionType) and not user.target.__module__.startswith(("torch.nn.", "torch.functional", "torch._"))
     return user.op not in ("call_function", "call_method") or unread or isinstance(user.target, HigherOrderOperator)
 

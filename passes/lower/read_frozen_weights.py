@@ -1,9 +1,9 @@
-"""Frozen weights come into a graph as they are stored.
+"""Frozen weights enter a graph in the format in which they are stored.
 
-1. A low copy of a frozen weight becomes a last input, whatever the weight cache does: what is stored is given there.
-2. A frozen weight that is read in fp32 comes in as its fp32 values, if they are kept. If not, its low values are cast up.
+1. A low copy of a frozen weight becomes a trailing input, whatever the weight cache does: the stored tensor is passed there.
+2. A frozen weight that is read in fp32 enters with its fp32 values, if they are kept. Otherwise its low values are cast up.
 3. A graph that writes a frozen weight is refused: the write would be lost.
-4. In an exported graph, whose weights are its own, those that are read low alone are stored low.
+4. In an exported graph, which holds its weights, weights that are only read low are stored low.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReadFrozenWeights(Pass[Target, EditedGraph]):
             return False
         _refuse_writes(edited.module, target.frozen)
         if target.training and target.weight_cache is None:
-            edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
+            edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its casts
         edited.stored = hoist_weight_casts(edited.module, target.training, target.frozen.__contains__)
         edited.cast_up = cast_up(edited.module, target.frozen)
         edited.module.recompile()
@@ -53,7 +53,7 @@ def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeig
 
 
 def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> list[int]:
-    """Cast the frozen weights up that the graph reads in fp32 and that have no fp32 values; their places."""
+    """Insert casts to fp32 for the frozen weights that the graph reads in fp32 and that have no fp32 values; returns their positions."""
     found: list[int] = []
     for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
         if place not in frozen or frozen[place].exact or not node.users:
@@ -70,7 +70,7 @@ def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) ->
 
 
 def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight], edited: EditedGraph) -> list[Any]:
-    """`inputs` as a compiled graph takes them: nothing in them is a frozen weight."""
+    """`inputs` in the form that a compiled graph takes, without FrozenWeight objects."""
     given = _given(inputs, frozen, edited, compiled=True)
     for place, node in enumerate(edited.module.graph.find_nodes(op="placeholder")):
         if place in frozen and not frozen[place].exact:
@@ -79,7 +79,10 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 
 
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
-    """The inputs of a graph with what is known of the frozen weights that it reads as they are; a compiler sees no frozen weight at all."""
+    """The inputs of a graph with fp32 or low values in place of the frozen weights that it reads directly.
+
+    A compiler gets no FrozenWeight.
+    """
     given = list(inputs)
     for place in frozen:
         weight: FrozenWeight = inputs[place]
@@ -93,7 +96,7 @@ def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, co
 
 
 def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: bool) -> Tensor:
-    """The low copy of a frozen weight that a graph reads; made for the call if another is stored. `grad`: gradients are recorded."""
+    """The low copy of a frozen weight that a graph reads, made for the call if another is stored. `grad`: gradients are recorded."""
     if not weight.holds(dtype, layout):
         return pad_cast(weight.low().float(), dtype, layout)
     return weight.detached if grad else weight.stored
@@ -102,10 +105,10 @@ def stored_copy(weight: FrozenWeight, dtype: torch.dtype, layout: Layout, grad: 
 def with_frozen_weights(
     run: CompiledFn, edited: EditedGraph, frozen: Mapping[int, FrozenWeight], compiled: bool, quiet: bool
 ) -> CompiledFn:
-    """`run`, given what is stored of the frozen weights among its inputs.
+    """`run` with the stored copies of the frozen weights among its inputs.
 
-    `quiet`: nothing else in the graph takes a gradient, so that none needs to be recorded: copies have the flag of the weights they
-    stand for, which chooses kernels (see WeightCache).
+    `quiet` says that nothing else in the graph takes a gradient, so that none needs to be recorded. Copies then have the requires_grad flag
+    of their weights, which chooses kernels (see WeightCache).
     """
     stored, places = list(edited.stored), list(frozen)
 
@@ -122,7 +125,7 @@ def with_frozen_weights(
 
 
 def store_low(edited: torch.fx.GraphModule) -> None:
-    """Store the parameters low that the edited graph reads only by casts to one low format, and take those casts out."""
+    """Store parameters low that the edited graph reads only by casts to one low format, and erase these casts."""
     readers: dict[Tensor, list[torch.fx.Node]] = defaultdict(list)
     for node in edited.graph.find_nodes(op="get_attr"):
         held = held_value(node)

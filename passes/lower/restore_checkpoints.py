@@ -1,7 +1,7 @@
-"""Activation checkpoints that really free memory when a graph runs without a compiler.
+"""Activation checkpoints that free memory when a graph runs without a compiler.
 
-Dynamo turns `torch.utils.checkpoint` into a higher-order op that only compilers honour; run eagerly it keeps every activation. What the
-model holds becomes an operand of it. A body may write that, so it goes in as it did in the model: as what its code closes over.
+Dynamo turns `torch.utils.checkpoint` into a higher-order op that only compilers honour. Run eagerly it keeps every activation. Tensors that
+the model holds become operands of it. A body may write to them, so they are passed to it as in the model: as closed-over variables.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RestoreCheckpoints(Pass[Target, EditedGraph]):
 
 
 def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) -> bool:
-    """Call `torch.utils.checkpoint.checkpoint` wherever the graph, or the body of a checkpoint in it, holds the higher-order op.
+    """Call `torch.utils.checkpoint.checkpoint` for each higher-order checkpoint op in the graph and in bodies. True if there was one.
 
-    `held` are the places of inputs that the model holds, for a body, where capture does not say it of all. True if there was one.
+    `held` are the positions of inputs that the model holds, for a body in which capture does not mark them all.
     """
     found = [node for node in module.graph.nodes if node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES]
     if not found:

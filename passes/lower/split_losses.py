@@ -1,8 +1,8 @@
-"""Without a compiler, the cross entropy of many low logits is taken in parts, which saves the memory of fp32 logits and their gradients.
+"""Without a compiler, compute the cross entropy of many low logits in parts. That saves the memory of fp32 logits and their gradients.
 
-A loss qualifies that reads an fp32 copy of low logits, a row for each target, through no other ops than views. There is no class weight
-and no label smoothing. In fp16 a loss of logits that are returned as well stays whole: the loss scale stands between. Numbers are the
-same (`graphs/fx/ops/cross_entropy.py`). A compiler fuses the loss itself.
+A loss qualifies if it reads an fp32 copy of low logits, one row for each target, through views alone, without class weights and without
+label smoothing. In fp16 a loss of logits that are returned as well stays whole, because the loss scale is applied between the two. Results
+are the same (`graphs/fx/ops/cross_entropy.py`). A compiler fuses the loss itself.
 
     before   wide = to(logits, float32)                            after   loss = cross_entropy_of_low(logits, labels, -100, "mean")
              loss = cross_entropy(wide, labels)
@@ -25,9 +25,9 @@ from amprewrite.passes.lower.suit_compiler import widens
 from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 VIEWS = ops_with(Trait.KEEPS_ORDER)
-"""Ops that may stand between the copy and the loss."""
+"""Ops that may be between the copy and the loss."""
 _PLAIN: dict[str, Any] = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
-"""Arguments of a loss that must have, or lack, these values."""
+"""Arguments of a loss that must have these values or be absent."""
 
 
 class SplitLosses(Pass[Target, EditedGraph]):
@@ -36,14 +36,14 @@ class SplitLosses(Pass[Target, EditedGraph]):
     def call(self, target: Target, edited: EditedGraph) -> bool:
         if not (target.eager and target.training) or not _large(edited.module.graph):
             return False
-        edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its losses
+        edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its losses
         found = [split_loss(edited.module, node) for node in _large(edited.module.graph)]
         edited.module.recompile()
         return any(found)
 
 
 def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The losses of many logits, a row for each target, outside of torch.func transforms."""
+    """Losses of many logits with one row for each target, outside of torch.func transforms."""
     losses = graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
     apart = transformed_nodes(graph) if losses else set()
     return [node for node in losses if node not in apart and _qualifies(named_arguments(node))]
@@ -59,7 +59,7 @@ def _qualifies(given: dict[str, Any]) -> bool:
 
 
 def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """Let a loss read the low logits behind its fp32 copy in parts; False if they are written, or there are none."""
+    """Let a loss read the low logits behind its fp32 copy in parts; False if they are written, or if there are none."""
     given = named_arguments(node)
     chain = [given["input"]]
     while chain[-1].op.startswith("call") and op_name(chain[-1].target) in VIEWS:
@@ -70,7 +70,7 @@ def split_loss(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     with module.graph.inserting_before(node):
         for view in reversed(chain[:-1]):
             low[view] = module.graph.node_copy(view, lambda each: low.get(each, each))
-            low[view].target = "reshape" if view.target == "view" else view.target  # low values may lie in wider rows
+            low[view].target = "reshape" if view.target == "view" else view.target  # rows of low values may be padded in memory
     own = {node, *chain}
     wide = given["input"] if any(user not in own for each in chain for user in each.users) else None
     chosen = [given["ignore_index"], given["reduction"]]

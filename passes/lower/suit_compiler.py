@@ -1,9 +1,9 @@
-"""Make a graph ready for AOTAutograd, which compilers are built on.
+"""Make a graph ready for AOTAutograd, the base of compilers.
 
-1. Inputs say where they come from, as Dynamo says it; a hoisted copy comes from nowhere.
-2. In training a result that is a cast of a low value leaves low and is cast behind the graph. AOTAutograd keeps results for backward, and
-   makes zeros in their dtype if no gradient comes: logits that are returned beside a loss took eight bytes an element, and take four.
-3. A cast up is marked to be computed again: AOTAutograd may keep the low value for backward, and not the copy, which is twice as large.
+1. Inputs get the source that Dynamo recorded. A hoisted copy has none.
+2. In training a result that is a cast of a low value is returned low, and cast after the graph. AOTAutograd keeps results for backward, and
+   makes zeros in their dtype if they get no gradient: logits returned with a loss took eight bytes an element, and now take four.
+3. A cast to fp32 is marked for recomputation: AOTAutograd may save the low value for backward instead of the copy, which is twice as large.
 
     before   return loss, to(logits, float32)          after   return loss, logits
 """
@@ -39,7 +39,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
         return True
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        edited.module, _ = copy_graph(edited.module)  # the graph that users look into keeps its casts
+        edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its casts
         edited.widened = return_low(edited.module.graph)
         for node in filter(widens, edited.module.graph.nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -69,7 +69,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
 
 
 def widens(node: torch.fx.Node) -> bool:
-    """Whether a conversion gives fp32 values of low ones."""
+    """True if a node converts low values to fp32."""
     source = node.args[0] if node.args and node.target in ("to", "float") else None
     values = [example_value(each) for each in (source, node) if isinstance(each, torch.fx.Node)]
     before, after = (getattr(value, "dtype", None) for value in values) if len(values) == 2 else (None, None)
@@ -77,7 +77,7 @@ def widens(node: torch.fx.Node) -> bool:
 
 
 def with_widened_results(run: CompiledFn, widened: list[Widened]) -> CompiledFn:
-    """`run`, with results that leave low cast behind it."""
+    """`run`, with results that it returns low cast afterwards."""
 
     def call(*inputs: Any) -> Any:
         results = list(run(*inputs))

@@ -1,9 +1,9 @@
-"""Remove what the rewrite left without effect: conversions to the dtype a value already has, and copies that nothing reads.
+"""Remove nodes that the rewrite made idle: conversions to the dtype a value already has, and copies that nothing reads.
 
-Zeros and ones, such as the first state of an LSTM, are made in the low format at once where nothing but copies reads them.
+Zeros and ones, such as the initial state of an LSTM, are made in the low format at once if only copies read them.
 
-Only nodes that carry no side effect and that capture or we put there for a dtype's sake are touched. A low copy of a high
-copy of a low value is folded (it gives back the same bits); a high copy of a low copy of a high value never is.
+Only nodes without side effects that capture or we inserted for a dtype are touched. A low copy of a high copy of a low value is folded (it
+has the same bits). A high copy of a low copy of a high value never is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tidy(Pass[RegionPlan, EditedGraph]):
 
 
 def remove_idle_conversions(graph: torch.fx.Graph) -> int:
-    """Drop `x.to(dtype)` if x has that dtype already; number of nodes removed. Needs example values."""
+    """Remove `x.to(dtype)` if x has that dtype already; returns the number of nodes removed. Needs example values."""
     removed = 0
     for node in list(graph.nodes):
         if node.op == "call_method" and op_name(node.target) in CONVERSIONS and _is_idle(node):
@@ -46,7 +46,7 @@ def remove_idle_conversions(graph: torch.fx.Graph) -> int:
 
 
 def make_in_format(graph: torch.fx.Graph) -> int:
-    """Make zeros and ones in the dtypes of their copies if those alone read them; number of tensors. A copy is a launch."""
+    """Make zeros and ones in the dtypes of their copies if only these read them, which saves launches; returns the number of tensors."""
     found = [node for node in graph.nodes if node.users and _is_made_of_sizes(node) and all(_copies(user, node) for user in node.users)]
     for node in found:
         for copy in list(node.users):
@@ -60,7 +60,7 @@ def make_in_format(graph: torch.fx.Graph) -> int:
 
 
 def _is_made_of_sizes(node: torch.fx.Node) -> bool:
-    """Whether a node makes zeros or ones, in memory of their own, of sizes alone."""
+    """True if a node makes zeros or ones in new memory, from sizes alone."""
     if node.op != "call_function" or op_name(node.target) not in _ZEROS_AND_ONES or node.kwargs.get("out") is not None:
         return False
     return not node.kwargs.get("requires_grad") and not any(tensors(example_value(given)) for given in node.all_input_nodes)
@@ -71,7 +71,7 @@ def _copies(user: torch.fx.Node, node: torch.fx.Node) -> bool:
 
 
 def _is_idle(node: torch.fx.Node) -> bool:
-    """Whether a conversion only asks for a dtype that is there already: PyTorch would hand back the same tensor."""
+    """True if a conversion asks for the dtype that its operand has: PyTorch would return the same tensor."""
     source = node.args[0]
     if node.kwargs or len(node.args) != 2 or not isinstance(node.args[1], torch.dtype) or not isinstance(source, torch.fx.Node):
         return False

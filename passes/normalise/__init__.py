@@ -1,1 +1,1 @@
-"""Before anything is decided: patterns written out by hand become the one op that they are."""
+"""Before anything is decided: replace patterns written out by hand by the one op that they compute."""

@@ -1,10 +1,10 @@
-"""Have those that read a value after an op wrote it in place read what that op gives: it is the same tensor.
+"""Rename a value after an in-place op to the result of that op, which is the same tensor, in all later readers.
 
     before   y = x @ w; add_ = y.add_(b); mul = y * 2
     after    y = x @ w; add_ = y.add_(b); mul = add_ * 2
 
-Then nobody reads the old name after the write, and the write may go to a copy: the product runs low and the sum in fp32, as in
-`y = y + b`. Where the grad mode changes in between, the old name stays: each has the history of its own mode.
+Then nothing reads the old name after the write, and the write may use a copy: the product runs low and the sum in fp32, as in `y = y + b`.
+If the grad mode changes in between, the old name is kept: each has the autograd history of its own mode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FollowWrites(Pass[Reading, EditedGraph]):
 
 
 def _follow(graph: torch.fx.Graph) -> int:
-    """Rename what later nodes read; gives the number of writes that are followed."""
+    """Rename the operands of later nodes; returns the number of writes that are followed."""
     places: dict[torch.fx.Node, int] = {}
     apart, switch, followed = transformed_nodes(graph), -1, 0
     for place, node in enumerate(graph.nodes):
@@ -44,7 +44,7 @@ def _follow(graph: torch.fx.Graph) -> int:
 
 
 def _gives(node: torch.fx.Node, operand: torch.fx.Node) -> bool:
-    """Whether a node writes an operand and gives the very tensor that it wrote."""
+    """True if a node writes to an operand and returns the very tensor that it wrote."""
     value = example_value(node)
     if not isinstance(value, torch.Tensor) or value is not example_value(operand) or is_opaque(node):
         return False

@@ -1,14 +1,14 @@
-"""Let the backward of an autograd Function run with gradients where its caller takes some of them, as it does uncaptured.
+"""Let the backward of an autograd Function record gradients if its caller differentiates it, as outside of capture.
 
-Dynamo captures such a backward without gradients throughout, so that a second derivative misses what was saved, without a word.
+Dynamo captures such a backward without gradients throughout, so that second derivatives silently lack the terms of saved tensors.
 
     before   _set_grad_enabled(False); mul = g * 3; pow = x ** 2; mul_1 = mul * pow; _set_grad_enabled(True)
     after    mul = g * 3; pow = x ** 2; mul_1 = mul * pow
 
-1. The switches that Dynamo put around the body go.
-2. Ops that its author runs without gradients, under `no_grad` or `once_differentiable`, go on doing so. The graph has lost which those are;
-   the source has them (`graphs/fx/read/source_text.py`). If all are of that kind the body stays as it is.
-3. Ops that its author runs with gradients, under `enable_grad`, go on doing so.
+1. Erase the switches that Dynamo put around the body.
+2. Ops that the author runs without gradients, under `no_grad` or `once_differentiable`, still run so. The graph does not say which these
+   are; the source does (`graphs/fx/read/source_text.py`). If all ops are of that kind the body is not changed.
+3. Ops that the author runs with gradients, under `enable_grad`, still run so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FreeBackwards(Pass[Reading, EditedGraph]):
 
 
 def _backwards(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, torch.fx.GraphModule]]:
-    """The calls of autograd Functions in a graph and in the bodies that it holds, each with its backward."""
+    """Calls of autograd Functions in a graph and in its bodies, each with its backward."""
     for node in module.graph.nodes:
         backward = backward_of(node)
         if backward is not None:
@@ -60,7 +60,7 @@ def _free(body: torch.fx.GraphModule, call: torch.fx.Node) -> bool:
 
 
 def _modes(ops: list[torch.fx.Node], call: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, bool | None]]:
-    """Whether each op runs with gradients, whoever calls; None: as the caller does."""
+    """Grad mode of each op: True or False if the author fixes it, None if it is the caller's."""
     enabled = False
     for node in ops:
         if op_name(node.target) in SET_GRAD:
@@ -70,7 +70,7 @@ def _modes(ops: list[torch.fx.Node], call: torch.fx.Node) -> Iterator[tuple[torc
 
 
 def _switch(graph: torch.fx.Graph, modes: dict[torch.fx.Node, bool | None]) -> None:
-    """Put switches between ops that run in different modes; afterwards the mode is the caller's."""
+    """Insert switches between ops that run in different modes, and restore the caller's mode at the end."""
     ops = list(modes)
     if set(modes.values()) == {None}:
         return

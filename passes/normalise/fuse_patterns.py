@@ -1,19 +1,19 @@
-"""Norms, softmax and GELU written out by hand, gathered into the one internal op that they are.
+"""Fuse norms, softmax and GELU that are written out by hand into one internal op each.
 
-Coloured op by op they round every intermediate result, or pay casts round each of them that must not be low. The kernel of
-the whole reads and writes low and computes in fp32 inside. Recognised are, with their usual variations:
+Coloured op by op they round every intermediate result, or pay casts around each value that must not be low. The kernel of the whole reads
+and writes low and computes in fp32 inside. Recognised patterns, with their usual variations:
 
 1. GELU's tanh form:  0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))                     gelu(approximate="tanh")
 2. softmax:           exp(x − max) / sum, with or without the maximum                   softmax
 3. layer norm:        (x − mean) / √(mean((x − mean)²) + ε), times weight, plus bias    layer_norm
 4. RMS norm:          x / √(mean(x²) + ε), times weight                                 rms_norm (fp32 on a CPU)
 
-A pattern is fused only if nothing outside reads what is inside it, nothing later writes what it reads or gives, which the kernel may keep
-for backward, and for lists by which its op may run low. Conversions inside are the kernel's business. A copy of the captured graph is
+A pattern is fused only if nothing outside reads its intermediate values, nothing later writes its operands or its result, which the kernel
+may keep for backward, and its op may run low by the lists. Conversions inside are left to the kernel. A copy of the captured graph is
 edited.
 
-By name it knows what such patterns are written with: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`,
-`amax`, `max`, `getitem`, `detach`.
+By name it knows the ops of such patterns: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `var`, `amax`, `max`,
+`getitem`, `detach`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FusePatterns(Pass[Reading, EditedGraph]):
 
 
 def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.GraphModule:
-    """`module`, or if it holds such patterns a copy with each of them as one call."""
+    """`module` if it holds no such patterns, otherwise a copy with each of them as one call."""
     names = {op_name(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")}
     if lists.rule != "cost" or any(name.endswith(FUNCTORCH) for name in names):
         return module
@@ -94,7 +94,7 @@ def fuse_patterns(module: torch.fx.GraphModule, lists: OpLists) -> torch.fx.Grap
 
 
 def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
-    """Units of a graph, none within another; from its end, so that a bias or weight is taken along."""
+    """Patterns of a graph, none within another. The search starts at the end, so that a bias or weight is included."""
     taken = _in_autocast(graph)
     last_write = {storage: node for node in graph.nodes for target in written(node) for storage in memory_of(target)}
     for node in reversed(graph.nodes):
@@ -109,7 +109,7 @@ def find_patterns(graph: torch.fx.Graph, lists: OpLists) -> Iterator[Pattern]:
 
 
 def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes in autocast regions of the model's own, which say what runs in what there."""
+    """Nodes in the model's own autocast regions, which fix the format of their ops."""
     found, depth = set[Node](), 0
     for node in graph.nodes:
         depth += {ENTER_AUTOCAST: 1, EXIT_AUTOCAST: -1}.get(op_name(node.target), 0)
@@ -119,7 +119,7 @@ def _in_autocast(graph: torch.fx.Graph) -> set[Node]:
 
 
 def _closed(unit: Pattern, last_write: Mapping[Any, Node]) -> bool:
-    """Whether nothing outside reads what is inside, nothing inside writes in place, and nothing later writes what goes in or comes out."""
+    """True if no node outside reads an intermediate value, no node inside writes in place, and no later node writes operands or result."""
     edge = [unit.end, *(leaf for leaf in tree_leaves((unit.args, unit.kwargs)) if isinstance(leaf, Node))]
     kept = example_value(unit.end).requires_grad
     if kept and any(unit.end < last_write[storage] for node in edge for storage in memory_of(node) if storage in last_write):
@@ -151,12 +151,12 @@ def _argument(node: Node, place: int, *names: str) -> Any:
 
 
 def _two(node: Any, op: str) -> tuple[Any, Any] | None:
-    """The operands of a plain binary op."""
+    """The operands of a binary op without further arguments; None for any other node."""
     return (node.args[0], node.args[1]) if _op(node) == op and len(node.args) == 2 and not node.kwargs else None
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """`node` without the conversions to fp32 round it."""
+    """`node` without the conversions to fp32 around it."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -164,7 +164,7 @@ def _bare(node: Any, inside: set[Node]) -> Any:
 
 
 def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
-    """A product taken apart: numbers and nodes; x³ is x three times, 1/√v is ("rsqrt", v)."""
+    """The factors of a product: numbers and nodes; x³ is x three times, 1/√v is ("rsqrt", v)."""
     node = _bare(node, inside)
     if not isinstance(node, Node) or (not top and len(node.users) > 1 and _op(node) in ("mul", "div")):
         return [node]
@@ -187,7 +187,7 @@ def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
 
 
 def _number(factors: list[Any], like: float) -> bool:
-    """Whether the numbers among the factors make `like`."""
+    """True if the product of the numbers among the factors is `like`."""
     return math.isclose(math.prod(f for f in factors if isinstance(f, int | float)), like, rel_tol=1e-5)
 
 
@@ -208,7 +208,7 @@ def _plus(node: Any, inside: set[Node]) -> tuple[float, Any] | None:
 
 
 def _over_last(node: Any, op: str, inside: set[Node]) -> Any:
-    """The operand of a mean or sum over the last dim that keeps it; None for any other node."""
+    """The operand of a mean or sum over the last dim with keepdim; None for any other node."""
     node = _bare(node, inside)
     if _op(node) != op or node.kwargs.get("dtype") is not None or _argument(node, 2, "keepdim") is not True:
         return None
@@ -242,7 +242,7 @@ def _gelu(end: Node) -> Pattern | None:
 
 
 def _is_tanh_argument(node: Any, x: Node, inside: set[Node]) -> bool:
-    """Whether `node` is √(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
+    """True if `node` is √(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
     factors = _factors(node, inside)
     nodes = _nodes(factors)
     if not _number(factors, math.sqrt(2 / math.pi)):
@@ -280,7 +280,7 @@ def _softmax(end: Node) -> Pattern | None:
 
 
 def _largest(node: Any, dim: int) -> list[Node] | None:
-    """The nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0], the one that reads x last."""
+    """The nodes of x.amax(dim, keepdim=True) or x.max(dim, keepdim=True)[0]; the node that reads x is last."""
     found = []
     while _op(node) == "detach" or (_op(node) == "getitem" and node.args[1] == 0):
         found.append(node)
@@ -293,7 +293,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """A product of a value, a ("rsqrt", v) and perhaps a weight as wide as the last dim: (value, v, weight)."""
+    """(value, v, weight) of a product of a value, a ("rsqrt", v) and perhaps a weight as wide as the last dim."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
@@ -341,7 +341,7 @@ def _is_variance(node: Any, x: Node, centred: Node, inside: set[Node]) -> bool:
 
 
 def _same_difference(a: Any, b: Node, inside: set[Node]) -> bool:
-    """Whether two differences are one, or have the same operands."""
+    """True if two differences are the same node, or have the same operands."""
     if _same(a, b, inside):
         return True
     one, other = _two(_bare(a, inside), "sub"), _two(_bare(b, inside), "sub")
@@ -366,7 +366,7 @@ def _rms_norm(end: Node) -> Pattern | None:
 
 
 def _is_row(node: Any, width: int) -> bool:
-    """Whether an operand is an fp32 tensor of one dim, of that many numbers."""
+    """True if an operand is an fp32 tensor of one dim with `width` numbers."""
     return _is_fp32(node) and tuple(map(comparable, example_value(node).shape)) == (width,)
 
 

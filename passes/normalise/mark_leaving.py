@@ -1,10 +1,10 @@
-"""Put an idle conversion behind each value that leaves the graph as itself, so that its cast stands on everybody's path.
+"""Insert an idle conversion after each value that is returned as it leaves its op, so that one cast serves all its readers.
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-`amprewrite.graphs.fx.read.leaving` has the rules: which values those are, and which memory they share. The pass first notes where
-each result really lies, for itself and for what is read after it.
+`amprewrite.graphs.fx.read.leaving` says which values these are, and which memory they share. The pass first records the real memory of each
+result, which later passes read too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lay `no_grad` sub-graphs open, as torch.export wraps them, so that the passes see every op.
+"""Inline the `no_grad` sub-graphs of torch.export, so that the passes see every op.
 
     before   y = wrap_with_set_grad_enabled(False, body, x)
     after    _set_grad_enabled(False); y = relu(x); _set_grad_enabled(True)
@@ -25,9 +25,9 @@ class OpenGradRegions(Pass[Reading, EditedGraph]):
 
 
 def open_grad_regions(module: torch.fx.GraphModule) -> int:
-    """Replace `wrap_with_set_grad_enabled` sub-graphs by their nodes between two switches of grad mode; number replaced.
+    """Replace `wrap_with_set_grad_enabled` sub-graphs by their nodes between two switches of grad mode; returns their number.
 
-    That is the form in which Dynamo gives such regions, and which export wraps again.
+    Dynamo captures such regions in this form, and export wraps them again.
     """
     opened = 0
     while node := next((n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled), None):
@@ -57,7 +57,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
             else:
                 inner[each] = graph.node_copy(each, inner.__getitem__)  # type: ignore[arg-type]
         graph.call_function(set_grad_enabled, (not enabled,))
-    for user in list(node.users):  # the region gives a tuple; each reader takes one item of it
+    for user in list(node.users):  # the region returns a tuple; each reader takes one item of it
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
@@ -66,7 +66,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 
 def _moved_attribute(module: torch.fx.GraphModule, body: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node:
-    """A read, in the outer graph, of what a sub-graph holds: another sub-graph or a constant."""
+    """A node in the outer graph that reads an attribute of a sub-graph: another sub-graph or a constant."""
     held: Any = body
     for part in str(node.target).split("."):
         held = getattr(held, part)

@@ -1,4 +1,4 @@
-"""Remove what torch.export records that holds for fp32 alone: dtype checks beside conversions, and guards.
+"""Remove checks of torch.export that hold for fp32 alone: dtype checks after conversions, and guards.
 
 The second export, of the edited graph, makes both anew.
 
@@ -15,7 +15,7 @@ from amprewrite.graphs.fx.captured import EditedGraph, Reading
 from amprewrite.ir.pass_base import Pass
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
-"""Recorded by export beside every conversion: they hold for fp32 alone."""
+"""Checks that export records with every conversion. They hold for fp32 alone."""
 GUARDS = "_guards_fn"
 
 
@@ -27,7 +27,7 @@ class StripChecks(Pass[Reading, EditedGraph]):
 
 
 def strip_checks(module: torch.fx.GraphModule) -> int:
-    """Remove recorded dtype checks and guards, in sub-graphs too, and mend the users of nodes. Gives the number of nodes removed."""
+    """Remove recorded dtype checks and guards, in sub-graphs too, and repair the users of nodes; returns the number of nodes removed."""
     removed = 0
     for graph_module in module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
@@ -44,9 +44,9 @@ def strip_checks(module: torch.fx.GraphModule) -> int:
 
 
 def _mend_users(graph: torch.fx.Graph) -> None:
-    """Have each node know all that read it.
+    """Record every reader of each node as its user.
 
-    torch.export inlines code beside a change of the grad mode, and forgets the readers in that code of the value that leaves it.
+    torch.export inlines code at a change of the grad mode, and loses the readers in that code of the value that leaves it.
     """
     for node in graph.nodes:
         for source in node.all_input_nodes:

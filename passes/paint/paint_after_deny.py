@@ -1,9 +1,9 @@
-"""Let high flow down from denied ops: step 2 of TensorFlow's auto_mixed_precision.cc.
+"""Let high spread down from denied ops: step 2 of TensorFlow's auto_mixed_precision.cc.
 
-1. Start at every denied op that runs high. In our own lists an op that is denied for its input's sake alone, with a result that
-   fits low, lets its readers be; by TensorFlow's rules it does not.
-2. Go down through infer, internal and clear ops, to the last infer or internal op that is reached. Stop at a cast to a dtype
-   taken from another tensor.
+1. Start at every denied op that runs high. In our own lists, an op that is denied only because of its input and whose result fits low does
+   not spread. By TensorFlow's rules it does.
+2. Go down through infer, internal and clear ops, to the last infer or internal op that is reached. Stop at a cast to a dtype taken from
+   another tensor.
 3. The cause of a node is the nearest denied op, the first in canonical order on a tie.
 """
 
@@ -25,7 +25,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
     name = "paint-after-deny"
 
     def __init__(self, past_bounded: bool = False) -> None:
-        """`past_bounded`: from denied ops whose results fit low, too."""
+        """`past_bounded`: start also from denied ops whose results fit low."""
         self.past_bounded = past_bounded
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
@@ -35,7 +35,7 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
 
 
 def paint_after_deny(problem: Problem, decisions: Decisions, past_bounded: bool) -> None:
-    """Paint what follows a denied op high, breadth first: its cause is the nearest denied op, the first by order on a tie."""
+    """Paint infer, internal and clear ops after a denied op high, breadth first. The cause is the nearest denied op, the first on a tie."""
     reaches = _clear_ops_before_infer(problem.graph)
     roots = [node.name for node in problem.graph if _denied(decisions, node) and (past_bounded or _spreads(node))]
     queue = deque((root, root) for root in roots)
@@ -49,7 +49,7 @@ def paint_after_deny(problem: Problem, decisions: Decisions, past_bounded: bool)
 
 
 def _denied(decisions: Decisions, node: OpNode) -> bool:
-    """Whether a denied op runs high, for whatever reason it does."""
+    """True if an op is denied and runs high, for any reason."""
     return node.kind is OpKind.DENY and node.name in decisions.paints and decisions.paints[node.name].colour is Colour.HIGH
 
 
@@ -63,7 +63,7 @@ def _takes_colour(reader: OpNode, value: str) -> bool:
 
 
 def _clear_ops_before_infer(graph: OpGraph) -> set[str]:
-    """Infer and internal ops, and the clear ops from which only clear ops lead to one of those or to a denied op."""
+    """Infer and internal ops, and the clear ops from which clear ops alone lead to one of these or to a denied op."""
     found = {node.name for node in graph if node.kind in SPREADS_DENY}
     queue = deque(node.name for node in graph if node.kind in (*SPREADS_DENY, OpKind.DENY))
     while queue:

@@ -1,8 +1,8 @@
 """Take over the colours that other graphs of the model have decided.
 
-1. An op that is known from another graph takes its colour there, whether the lists decide here or nothing has.
-2. High is always taken over. Low is taken over if no fact, override or list keeps the op high here: high then holds for all graphs,
-   and those that run the op low are captured anew.
+1. An op that is known from another graph takes its colour there if the lists decide here, or if nothing has decided yet.
+2. High is always taken over. Low is taken over if no fact, override or list keeps the op high here. If one does, high then holds for all
+   graphs, and graphs that run the op low are captured anew.
 
     exp gelu matmul, where another graph runs gelu low  →  H L L
 """

@@ -1,4 +1,4 @@
-"""Colour everything low that nothing keeps high: Apex's O2 and O3."""
+"""Colour every node low that nothing keeps high: Apex's O2 and O3."""
 
 from __future__ import annotations
 

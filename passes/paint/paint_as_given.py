@@ -1,8 +1,8 @@
-"""Take the colours from a plan that was made, and perhaps edited, before.
+"""Take the colours from an existing plan, which may have been edited.
 
 1. Every node takes the colour and the reason that the given plan has for it.
 2. Nodes that the plan does not know carry no fp32 value: they are plain.
-3. Tied nodes take one colour, whatever was edited.
+3. Tied nodes take one colour, even if an edit gave them two.
 """
 
 from __future__ import annotations

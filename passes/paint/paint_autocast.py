@@ -1,11 +1,11 @@
 """Colour op by op as torch.autocast does at run time, with no look-ahead.
 
 1. Ops on its lists are painted already.
-2. Any other op takes the widest of its fp32-or-low operands: high where one arrives high, low where all arrive low.
-   0-dim operands count only beside other 0-dim ones, as in PyTorch's type promotion.
-3. An op with no such operand stays as it is.
+2. Any other op takes the widest format of its fp32-or-low operands: high if one is high, low if all are low. 0-dim operands count only
+   among other 0-dim ones, as in PyTorch's type promotion.
+3. An op with no such operand is high.
 
-Inputs and parameters arrive high. In canonical order makers come before readers, so one sweep suffices; ties are mended last.
+Inputs and parameters are high. In canonical order makers precede readers, so one sweep suffices. Ties are repaired last.
 """
 
 from __future__ import annotations

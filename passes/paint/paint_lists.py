@@ -1,10 +1,10 @@
 """Colour every node that facts, overrides or lists decide.
 
-1. Facts first: what carries no fp32 is plain; inputs, parameters and explicit dtypes stay high.
+1. Facts first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay high.
 2. Overrides of nodes and modules come next.
 3. Then the lists: allowed ops are low, denied ops are high.
 
-What is left unpainted is for the passes after this one. Nothing here depends on the order of the nodes.
+The passes after this one paint the rest. Nothing here depends on the order of the nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from amprewrite.tables.errors import PassError
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
-"""Facts that an override of a node or a module sets aside: its op runs low, and its result is another's."""
+"""Facts that an override of a node or a module sets aside: its op runs low, with a less exact result."""
 
 
 class PaintLists(Pass[Problem, Decisions]):

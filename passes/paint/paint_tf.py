@@ -1,12 +1,12 @@
 """The rest of TensorFlow's auto_mixed_precision.cc, made independent of node order.
 
-Step numbers are TensorFlow's; 1 (allowed ops) and 2 (deny flows forward) are done by `paint-lists` and `paint-after-deny`.
+Step numbers are TensorFlow's; 1 (allowed ops) and 2 (deny spreads forward) are done by `paint-lists` and `paint-after-deny`.
 
 3. A clear or infer op on a path of such ops between two allowed ops is low.
-4. An infer op that directly follows a low op, with no denied op feeding it, is low. TensorFlow's result depends on the
-   order in which it visits nodes; here the step repeats until nothing changes. (New in 2025, PR 84874; a switch.)
+4. An infer op that directly follows a low op, with no denied op feeding it, is low. TensorFlow's result depends on the order in which it
+   visits nodes; here the step repeats until nothing changes. (New in 2025, PR 84874; a switch.)
 5. Clear ops that touch a low node, from either side, are low.
-6. What is left is high.
+6. All other nodes are high.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "returned-beside-path", "what is returned and read is an fp32 copy beside the path", ("programs",), (),
-        (("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves"),),
+        (("passes/__init__.py", "    MarkLeaving(),  #", "    #"),),
     ),
     Mutant(
         "results-lose-memory", "results that share memory leave by a cast each", ("programs",), (".view", "linear"),
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-result-written", "a write to a checkpoint's low result goes to a copy", ("programs",), ('checkpoint(', 'inplace'),
         (("passes/driver.py", "    if not apart and not _written_outside(captured, _results_of(captured, node)):\n", "    if not apart:\n"),
-         ("passes/__init__.py", "    MarkLeaving(),  # what leaves", "    # what leaves")),
+         ("passes/__init__.py", "    MarkLeaving(),  #", "    #")),
     ),
     Mutant(
         "number-clamped", "a number beyond fp16's range is taken for a mask: what it makes is clamped, and finite", ("programs",), ('large', "'fp16'"),

@@ -20,10 +20,9 @@ PLAIN = (
     "amprewrite/graphs/fx/flow",
     "amprewrite/graphs/fx/ops",
     "amprewrite/ir",
+    "amprewrite/planner",
     "amprewrite/torch_internals",
-    "passes/apply",
-    "passes/plan",
-    "passes/repaint",
+    "passes",
 )  # fmt: skip
 """Files and folders that are rewritten, as paths from the root."""
 BANNED = {

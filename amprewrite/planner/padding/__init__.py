@@ -1,1 +1,1 @@
-"""Which dims of a graph are one axis, what padding them does to every op, and what it costs."""
+"""Padding of dims: which dims of a graph are one axis, the effect of padding on every op, and its cost."""

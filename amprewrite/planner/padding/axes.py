@@ -1,9 +1,8 @@
-"""Axes: what a dim is made of, and which dims of a graph are the same.
+"""Axes: the parts of dims, and which dims of a graph are the same.
 
-A dim is an ordered list of axes, outer to inner: a view that splits 100 into (4, 25) says that the dim was made of two.
-Axes that must have one extent are joined, as in union-find; an axis found to be made of several is split, wherever it
-stands. So a suffix pad of a dim, a pad inside every head, and a pad inside every chunk of a fused weight are one thing: a
-pad of one axis.
+A dim is an ordered list of axes, outer to inner: a view that splits 100 into (4, 25) shows that the dim consists of two. Axes that must
+have one extent are joined, as in union-find. An axis found to consist of several is split wherever it is used. So a suffix pad of a dim, a
+pad inside every head, and a pad inside every chunk of a fused weight are one thing: a pad of one axis.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Axes:
         return self._size[self.find(axis)]
 
     def leaves(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """The unsplit axes that `axes` are made of now, outer to inner."""
+        """The unsplit axes of which `axes` now consist, outer to inner."""
         found: list[int] = []
         stack = list(reversed(axes))
         while stack:
@@ -49,14 +48,14 @@ class Axes:
         return tuple(found)
 
     def unify(self, one: Sequence[int], other: Sequence[int]) -> bool:
-        """Make two lists of axes the same, splitting if one is finer. False, and nothing changed, if that cannot be."""
+        """Make two lists of axes the same, splitting if one is finer. False, with nothing changed, if that is impossible."""
         left, right = list(self.leaves(one)), list(self.leaves(other))
         if not self._feasible([self.size(a) for a in left], [self.size(a) for a in right]):
             return False
         while left and right:
             a, b = self.find(left.pop()), self.find(right.pop())
             a_parts, b_parts = self._parts.get(a), self._parts.get(b)
-            if a_parts is not None or b_parts is not None:  # split meanwhile: the same axis stands twice in a list
+            if a_parts is not None or b_parts is not None:  # split meanwhile: the same axis is twice in a list
                 left += a_parts or (a,)
                 right += b_parts or (b,)
                 continue

@@ -1,9 +1,9 @@
-"""Seconds that unaligned sizes cost, and that pads cost: what `pad="auto"` weighs, and what `pad="measure"` times.
+"""Cost of unaligned sizes and of pads in seconds: `pad="auto"` compares them, `pad="measure"` times them.
 
-The model: a matrix product takes the longer of its arithmetic at the device row's rate, times an efficiency by alignment, and
-its bytes at the device's bandwidth. Efficiencies are for cuBLAS on Tensor Cores: rows of 16 bytes reach the peak, rows of 8,
-4 and 2 bytes need 2, 4 and 8 times the load instructions (NVIDIA, "Matrix Multiplication Background User's Guide", figure
-on alignment; GPT-2's head of 50257 against 50304 columns is worth a quarter of a step).
+The model: a matrix product takes the longer of two times, its arithmetic at the device row's rate times an efficiency by alignment, and its
+bytes at the device's bandwidth. Efficiencies are for cuBLAS on Tensor Cores: rows of 16 bytes reach the peak; rows of 8, 4 and 2 bytes need
+2, 4 and 8 times the load instructions (NVIDIA, "Matrix Multiplication Background User's Guide", figure on alignment; GPT-2's head of 50257
+against 50304 columns is worth a quarter of a step).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amprewrite.tables.formats import Format
 EFFICIENCY = ((16, 1.0), (8, 0.75), (4, 0.55), (2, 0.4))
 """Share of the peak by the largest power of two of bytes that divides the rows."""
 MARGIN = 1.05
-"""An unaligned product must be predicted this much slower before padding it is considered."""
+"""Ratio by which an unaligned product must be predicted slower before padding it is considered."""
 
 
 def efficiency(size: int, itemsize: int) -> float:
@@ -37,9 +37,9 @@ class PadCost:
     measure: Callable[[Product, Product], tuple[float, float] | None] | None = None
     measured: dict[Product, float] = field(default_factory=dict)
     cached_weights: bool = True
-    """Whether copies of parameters outlive a call without gradients."""
+    """True if copies of parameters outlive a call without gradients."""
     together: bool = False
-    """Whether one launch makes all of them, where they do not."""
+    """True if one launch makes all copies of parameters, where they do not outlive a call."""
 
     @property
     def itemsize(self) -> int:
@@ -47,32 +47,32 @@ class PadCost:
 
     @property
     def passes(self) -> int:
-        """Products a step runs for one of the forward: its own, and the gradients of both operands."""
+        """Products that a step runs for each one of the forward: itself, and the gradients of both operands."""
         return 3 if self.training else 1
 
     @property
     def gains(self) -> bool:
-        """Whether aligned sizes gain anything here."""
+        """True if aligned sizes are faster on this device."""
         return self.device.type != "cpu" and self.low.name in self.device.low_formats
 
     def pad(self, numel: int) -> float:
-        """Seconds of one real pad of `numel` elements: forward, and what its gradient costs."""
+        """Seconds of one real pad of `numel` elements: forward, and the cost of its gradient."""
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """A padded copy of an fp32 parameter that no cast reads: made at every call, or once if copies are kept."""
+        """Seconds of a padded copy of an fp32 parameter that no cast reads: made at every call, or once if copies are kept."""
         moved = 8 * numel / self.device.bandwidth
         if self.training or not (self.cached_weights or self.together):
             return self.device.launch + moved
         return 0.01 * self.device.launch + (0.0 if self.cached_weights else moved)
 
     def slice(self, numel: int) -> float:
-        """One slice forward, which may need a dense copy, and in training the pad of its gradient."""
+        """Seconds of one slice forward, which may need a dense copy, and in training of the pad of its gradient."""
         seconds = self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
         return seconds + (self.pad(numel) if self.training else 0)
 
     def inside(self, added: float) -> float:
-        """`added` elements of padding written and read once more, forward and backward."""
+        """Seconds to write and read `added` elements of padding once more, forward and backward."""
         return 2 * added * self.itemsize / self.device.bandwidth * self.passes
 
     def product(self, product: Product) -> float:
@@ -104,11 +104,11 @@ class Product:
 
 
 _TIMES: dict[tuple[Any, ...], tuple[float, float]] = {}
-"""Measured seconds by (device name, dtype, sizes, padded sizes): what a GPU takes does not depend on the model."""
+"""Measured seconds by (device name, dtype, sizes, padded sizes). A GPU's time does not depend on the model."""
 
 
 def stopwatch(device: str, dtype: Any) -> Callable[[Product, Product], tuple[float, float] | None]:
-    """Times products on a CUDA device, padded and not, one after the other several times; answers are kept in memory."""
+    """A function that times products on a CUDA device, padded and not, in turn several times. Results are cached in memory."""
     import torch
 
     name = torch.cuda.get_device_name(device)

@@ -1,10 +1,10 @@
-"""Which dims of a graph are one axis, which of them are padded at least cost, and what their padding holds.
+"""Find the dims of a graph that are one axis, choose at least cost which of them to pad, and follow the content of the padding.
 
-1. Axes: every dim gets axes of its own; the rules tie dims inside each op, and views split them (`axes`).
+1. Axes: every dim gets axes of its own. The rules tie dims inside each op, and views split them (`axes`).
 2. Wants: an axis that makes an operand of a low matrix product unaligned gets a padded extent.
-3. Cut: each op is padded along an axis or not. A product pays where it stays unaligned, an edge where its ends differ: a
-   pad or a slice, once for all readers. Which ops are padded is an s–t minimum cut, as for colours; padded is the source side.
-4. Content: walk the graph; where padding would hold what the next op cannot bear, cut it off there and start again.
+3. Cut: each op is padded along an axis or not. A product pays if it stays unaligned. An edge pays if its ends differ: a pad or a slice,
+   once for all readers. Which ops are padded is an s–t minimum cut, as for colours; padded is the source side.
+4. Content: walk the graph. If padding would hold content that the next op cannot take, cut it off there and start again.
 
 One file because axes, wants, cut and content work on one state until they agree.
 """
@@ -24,15 +24,15 @@ from amprewrite.planner.padding.rule import BROADCAST, MIXED, Content, Hazard, R
 from amprewrite.planner.padding.rules.table import rule_of
 
 COPY = 100
-"""How much dearer a second size of a weight's cast copy is made: readers should agree on one."""
+"""Factor on the price of a second size of a weight's cast copy, so that readers agree on one size."""
 ROUNDS = 60
-"""How often content may send us back before what is left stays unpadded."""
+"""Number of times that content may force a new choice before the rest stays unpadded."""
 
 
 Place = tuple[str, Slot, int]
 """(call, slot, dim)."""
 Variable = tuple[Place, int]
-"""What the cut decides: whether the dims that `Place` stands for are padded along an axis."""
+"""A decision of the cut: True if the dims that `Place` stands for are padded along an axis."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Want:
     why_not: str = ""
 
     def padded(self, regions: Regions) -> int:
-        """Its extent once its axes are padded."""
+        """Extent of the dim once its axes are padded."""
         grown = self.size
         for leaf in self.leaves:
             grown = grown // regions.size_of(leaf) * regions.extent[leaf]
@@ -58,28 +58,28 @@ class Want:
 
 @dataclass
 class PadPrices:
-    """What the cut weighs, in seconds."""
+    """Prices for the cut, in seconds."""
 
     pad: Callable[[int], float]
     slice: Callable[[int], float]
     inside: Callable[[float], float]
     weight: Callable[[int], float]
-    """A parameter that is read as it is, without a cast that could pad it for nothing."""
+    """Price of padding a parameter that is read without a cast that could pad it for nothing."""
 
 
 @dataclass
 class Regions:
-    """The graph, and what was found so far. Names of values: "node", and "node#1" for one of several results."""
+    """The graph, and the results so far. Names of values: "node", and "node#1" for one of several results."""
 
     calls: dict[str, Call]
-    """In the order of the graph, cast copies among them."""
+    """In graph order, cast copies among them."""
     numel: Callable[[str], int]
     is_weight: Callable[[str], bool]
-    """Whether a value is a parameter, or a buffer that nothing writes."""
+    """True if a value is a parameter, or a buffer that nothing writes."""
     barriers: set[tuple[str, str]] = field(default_factory=set)
     """(value, reader): padding is cut off here, and made anew if the reader wants some."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Calls that nothing is padded through, with the reason."""
+    """Calls through which nothing is padded, with the reason."""
     reasons: dict[str, str] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
     axes: Axes = field(default_factory=Axes)
@@ -88,11 +88,11 @@ class Regions:
     group: dict[Place, Place] = field(default_factory=dict)
     """The representative of the dims of one call that are padded together."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Axes by call that its rule counts by: three chunks, four gates."""
+    """By call: axes that its rule counts by, for example three chunks or four gates."""
     extent: dict[int, int] = field(default_factory=dict)
     """Padded extent of every axis that an op wants padded."""
     padded: set[Variable] = field(default_factory=set)
-    """(group, axis) that the cut chose."""
+    """(group, axis) pairs that the cut chose."""
     content: dict[str, Content] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,11 +124,11 @@ class Regions:
             return Rule(why_opaque=self.refused[call.name])
         makers = (self.calls[name] for name in call.refs() if name in self.calls)
         if not any(shape for each in (call, *makers) for shape in each.shapes):
-            return Rule()  # numbers: `sum(0)` of one names a dim that is not there
+            return Rule()  # numbers: `sum(0)` of a 0-dim tensor names a dim that does not exist
         return rule_of(call, self.calls)
 
     def reads(self, call: Call) -> list[str]:
-        """Values that a call reads; all results of an op that it reads whole."""
+        """Values that a call reads. If it reads all results of an op as one tuple, each of them."""
         found: list[str] = []
         for name in call.refs():
             maker = self.calls.get(name)
@@ -162,7 +162,7 @@ class Regions:
                 self._join(slot, slots[0])
 
     def _fixed(self, call: Call, size: int) -> int:
-        """A new axis that stands for a number: of chunks, of gates. This call may not have it padded."""
+        """A new axis for a number, of chunks or of gates. This call may not have it padded."""
         axis = self.axes.new(size)
         self.fixed[call.name].append(axis)
         return axis
@@ -178,7 +178,7 @@ class Regions:
         self.group[self._root(one)] = self._root(other)
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """(group, axis) of the cut's decision about this dim; None if it stays logical."""
+        """(group, axis) of the cut's decision about this dim; None if it keeps its logical size."""
         if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -187,7 +187,7 @@ class Regions:
 
     # -- 2. wants ----------------------------------------------------------------------
     def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
-        """Whether no matrix product can want anything, which its shapes tell without the axes. For `multiple_of` see `wants`."""
+        """True if no matrix product has an unaligned dim, as far as shapes show without axes. For `multiple_of` see `wants`."""
         for call in self.calls.values():
             multiple = multiple_of(call.name)
             if multiple is None:
@@ -200,7 +200,7 @@ class Regions:
         return True
 
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
-        """Unaligned dims of the matrix products; `multiple_of` a call's name is None if it should be left alone."""
+        """Unaligned dims of the matrix products. `multiple_of` a call's name is None if the call must not be padded."""
         found: list[Want] = []
         for call in self.calls.values():
             multiple = multiple_of(call.name) if self.rules[call.name].wants else None
@@ -235,7 +235,7 @@ class Regions:
         return found
 
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
-        """Which axis of a composed dim to pad: those that are padded anyway if that is enough, else what grows least."""
+        """Choose the axes of a composed dim to pad: axes that are padded anyway if that is enough, otherwise the axis that grows least."""
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
         marked = tuple(leaf for leaf in leaves if leaf in units)
@@ -256,14 +256,14 @@ class Regions:
         want.leaves = tuple(leaf for leaf in marked if units[leaf] > 1)
 
     def size_of(self, axis: int) -> int:
-        """Logical extent of an axis that is no symbol."""
+        """Logical extent of an axis whose size is a number."""
         size = self.axes.size(axis)
         assert isinstance(size, int)
         return size
 
     # -- 3. cut ---------------------------------------------------------------------------
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadPrices) -> None:
-        """Choose what is padded: all of `asked`, and of `weighed` what gains more seconds, by call, than it costs."""
+        """Choose what to pad: all of `asked`, and the calls of `weighed` that gain more seconds than their pads cost."""
         network = Network()
         vertices: dict[Variable, int] = {}
 
@@ -286,7 +286,7 @@ class Regions:
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
-            if "#" in value:  # one of several results is taken as it comes
+            if "#" in value:  # one of several results is read in the size that it has
                 for end in ends:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)
@@ -309,7 +309,7 @@ class Regions:
         return [variable for variable in found if variable is not None]
 
     def met(self, want: Want) -> bool:
-        """Whether the cut gave a want all it asks for."""
+        """True if the cut pads all axes of a want."""
         needs = self._needs(want)
         return bool(needs) and all(variable in self.padded for variable in needs)
 
@@ -330,12 +330,12 @@ class Regions:
                         ends = [
                             (reader, None if (value, reader) in self.barriers else self.variable(reader, value, dim, leaf))
                             for reader in readers[value]
-                        ]  # behind a barrier stands, for the maker, a reader of the logical value
+                        ]  # for the maker, a barrier counts as a reader of the logical value
                         found[dim, value, leaf] = (self.variable(call.name, i, dim, leaf), ends)
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Variables of the uses that lie behind a barrier, with the value that is used."""
+        """Variables of the uses behind a barrier, with the value that is used."""
         return [
             (value, variable)
             for value, reader in sorted(self.barriers)
@@ -351,7 +351,7 @@ class Regions:
         return size if isinstance(size, int) else 64
 
     def dims_by_axis(self) -> dict[int, tuple[tuple[str, ...], int]]:
-        """For each axis that is padded somewhere the dims of results along it, and the elements this adds to all of them."""
+        """For each axis that is padded somewhere: the dims of results along it, and the number of elements this adds to all of them."""
         dims: dict[int, list[str]] = defaultdict(list)
         added: dict[int, float] = defaultdict(float)
         for call in self.calls.values() if self.padded else ():
@@ -365,7 +365,7 @@ class Regions:
         return {axis: (tuple(sorted(found, key=lambda dim: " -> " in dim)), round(added[axis])) for axis, found in dims.items()}
 
     def touches(self, copy: PadCopy, axis: int) -> bool:
-        """Whether a change of size changes this axis."""
+        """True if a change of size changes this axis."""
         lists = [self.of_value[copy.value], *(self.of_use[copy.value, user] for user in copy.users[:1])]
         return any(
             axis in self.axes.leaves([axes[dim]])
@@ -376,7 +376,7 @@ class Regions:
 
     # -- layouts ---------------------------------------------------------------------------
     def value_layout(self, call: Call, i: int) -> Layout:
-        """The padded layout in which a result comes out of its op; () if it is not padded."""
+        """The padded layout of a result as its op returns it; () if it is not padded."""
         return self._layout(call.name, i, self.of_value[value_name(call, i)])
 
     def use_layout(self, value: str, reader: str) -> Layout:
@@ -429,12 +429,12 @@ class Regions:
         return sound
 
     def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
-        """Whether an operand is padded wherever the result it is broadcast into is."""
+        """True if an operand is padded wherever the result is."""
         shift = len(call.shapes[0]) - len(self.of_use[value, call.name])
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Content of what a reader gets: its own zeros if padding is made for it."""
+        """Content of the padding that a reader gets: zeros if the padding is made for this reader."""
         if not have or (value, reader) in self.barriers:
             return 0.0
         kept = [dim for dim, factors in use if (dim, factors) in have]
@@ -452,7 +452,7 @@ def value_name(call: Call, i: int) -> str:
 
 
 def _merged(factors: Factors) -> Factors:
-    """Neighbouring axes without padding as one, and a last padded one with those unpadded inside it."""
+    """Join neighbouring axes without padding, and join unpadded axes to the padded one outside them."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and found[-1][0] == found[-1][1] and n == m:
@@ -467,12 +467,12 @@ def _merged(factors: Factors) -> Factors:
 
 
 def _ticks(seconds: float) -> int:
-    """Seconds as a capacity: picoseconds, so that no price above zero is none."""
+    """Seconds as a capacity: picoseconds, so that no price above zero becomes zero."""
     return round(seconds * 1e12)
 
 
 def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
-    """Add a gain to the network that comes only if all of `ends` are padded."""
+    """Add to the network a gain that counts only if all of `ends` are padded."""
     if not ends:
         return
     wish = network.vertex()
@@ -482,7 +482,7 @@ def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
 
 
 def _once(network: Network, readers: list[int], maker: int, cost: float, into: bool) -> None:
-    """Add the cost of one change of size, however many read it. `into`: pads for padded readers; else slices for logical ones."""
+    """Add the cost of one change of size, shared by its readers: with `into` a pad for padded ones, otherwise a slice for logical ones."""
     ends = list(dict.fromkeys(v for v in readers if v != maker))
     if not ends:
         return

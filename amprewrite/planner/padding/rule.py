@@ -1,18 +1,18 @@
-"""What every op does with a padded dim: one row an op.
+"""The effect of every op on a padded dim: one row an op.
 
-A rule says three things of a call. *Ties*: which dims of its operands and results are the same dim, so that they are padded
-together or not at all; a dim that stands in no tie must arrive and leave in its logical size. *Wants*: which dims its
-Tensor Core kernel wants to be a multiple. *Content*: what the padding of the result holds, given that of the operands.
+A rule has three parts. *Ties*: dims of operands and results that are the same dim, so that they are padded together or not at all. A dim
+without a tie keeps its logical size. *Wants*: dims that the op's Tensor Core kernel wants to be a multiple. *Content*: the numbers in the
+padding of the result, given the content of the operands.
 
-Content is a number where all padding holds that number (0.0 from weights, pads and all that keeps zero; 0.5 after a sigmoid),
-or MIXED: finite and small, but not one number. Whatever would make it infinite, NaN, or large, or would give its gradient
-one of those (the square root of zero), raises Hazard, and the padding is sliced off first. Gradients of padding are always
-zero: a slice gives zeros, a product with zero weights gives zeros, and products of two activations ask zero of both.
-So a matmul may contract padding if its weight is zero there and the other side finite, or if both sides are zero.
+Content is a number if all padding holds that number (0.0 from weights, pads and ops that keep zero; 0.5 after a sigmoid), or MIXED: finite
+and small, but not one number. An op that would make it infinite, NaN or large, or would give such a gradient (the square root of zero),
+raises Hazard, and the padding is sliced off first. Gradients of padding are always zero: a slice gives zeros, a product with zero weights
+gives zeros, and products of two activations require zero in both. So a matmul may contract padding if its weight is zero there and the
+other side finite, or if both sides are zero.
 
-An infinity in real data (an overflow) may put NaN into the padding of the same row; that row holds no finite result then.
+An infinity in real data (an overflow) may put NaN into the padding of the same row. That row then has no finite result anyway.
 
-The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) where that has one; hazards were measured one by one.
+The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) where it has one. Hazards were measured one by one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from amprewrite.ir.op_calls import Call, Ref, Shape
 MIXED = "mixed"
 Content = float | str
 Slot = str | int
-"""An operand by the name of its value, or a result by its place."""
+"""An operand by the name of its value, or a result by its index."""
 Part = tuple[Slot, int] | int
-"""One dim of a slot, or an extent that stands for itself: (4, H) is what the weights of an LSTM are made of."""
+"""One dim of a slot, or a fixed extent: (4, H) for the weights of an LSTM."""
 Leg = tuple[Part, ...]
 BROADCAST = "broadcast"
-"""Stands for an operand that is not padded where the result is: it has one row for all columns."""
+"""Content of an operand that is not padded where the result is: it has one row for all columns."""
 LARGEST = 1e4
 """Content beyond this may overflow fp16 in the next op."""
 
 
 class Hazard(Exception):
-    """Padding cannot pass. `refs`: the operands to blame, whose padding is replaced by zeros; none: it is sliced off."""
+    """Padding cannot pass. The padding of the operands in `refs` is replaced by zeros; without `refs` it is sliced off."""
 
     def __init__(self, why: str, refs: Sequence[str] = ()) -> None:
         super().__init__(why)
@@ -45,28 +45,28 @@ class Hazard(Exception):
 
 
 Contents = Mapping[str, Content]
-"""Content of every operand that has padding; BROADCAST for tensors without, where the result has some."""
+"""Content of every operand that has padding; BROADCAST for an unpadded tensor where the result has some."""
 
 
 @dataclass
 class Rule:
-    """What one call does with padded dims."""
+    """Rule of one call for padded dims."""
 
     ties: list[tuple[Leg, ...]] = field(default_factory=list)
     wants: list[tuple[Slot, int]] = field(default_factory=list)
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
     ignored: set[str] = field(default_factory=set)
-    """Operands that are read for their dtype alone, or that the op pads itself: any size will do."""
+    """Operands that are read for their dtype alone, or that the op pads itself: they may have any size."""
     why_opaque: str = ""
     pointwise: bool = False
-    """Operands without a dim of the result are broadcast along it."""
+    """True if operands without a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
         self.ties.append(legs)
 
 
 class View:
-    """A call with the shapes of what it reads."""
+    """A call with the shapes of its operands."""
 
     def __init__(self, call: Call, calls: Mapping[str, Call]) -> None:
         self.call, self.calls = call, calls
@@ -87,19 +87,19 @@ class View:
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """What padding holds behind an op that only moves numbers."""
+    """Content of the padding after an op that only moves numbers."""
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 
 
 def zero_keeping(contents: Contents) -> Content:
-    """What padding holds behind an op that gives zero for zeros: sums and averages of padding alone, weights of zero."""
+    """Content of the padding after an op that maps zeros to zero: sums and averages of padding alone, weights of zero."""
     found = [c for c in contents.values() if c != BROADCAST]
     return 0.0 if all(c == 0 for c in found) else MIXED
 
 
 def all_zero(why: str) -> Callable[[Contents], Content]:
-    """A rule of content: every padded operand must be zero in its padding, else it is blamed with `why`."""
+    """A content rule: every padded operand must be zero in its padding, otherwise Hazard blames it with `why`."""
 
     def content(contents: Contents) -> Content:
         blamed = [name for name, c in contents.items() if c not in (0, BROADCAST)]
@@ -123,7 +123,7 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
             if not view.is_tensor(ref) or ref.name in rule.ignored:
                 continue
             shape = view.shape(ref)
-            if shape is None:  # a mask: where it has this dim in full, it would have to be padded too
+            if shape is None:  # a mask: if it has this dim in full, it would have to be padded too
                 masks = view.calls[ref.name].shapes
                 if any(len(s) >= back and s[-back] != 1 for s in masks):
                     legs = []

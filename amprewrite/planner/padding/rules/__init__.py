@@ -1,1 +1,1 @@
-"""What every op does with a padded dim: one row an op."""
+"""Padding rules of ops: one row an op."""

@@ -1,6 +1,6 @@
-"""Rules of ops that work number by number: what they make of padding decides how far it may go.
+"""Rules of element-wise ops: the content they make of padding decides how far it may go.
 
-By name it knows `where`, which has its condition first, and arithmetic, which it does on what the padding holds: `rsub`, `mul`, `div`,
+By name it knows `where`, which has its condition first, and arithmetic, which it does on the content of the padding: `rsub`, `mul`, `div`,
 `maximum`, and `minimum`.
 """
 
@@ -39,7 +39,7 @@ ALWAYS: dict[str, Callable[[float], float]] = {
     "asinh": math.asinh, "tanhshrink": lambda x: x - math.tanh(x), "round": round, "floor": math.floor, "ceil": math.ceil,
     "trunc": math.trunc, "sign": lambda x: float((x > 0) - (x < 0)), "positive": lambda x: x,
 }  # fmt: skip
-"""Ops whose value and slope are finite at every finite number, as called with nothing but their input."""
+"""Ops whose value and slope are finite at every finite number, if called with their input alone."""
 ABOVE_ZERO: dict[str, Callable[[float], float]] = {
     "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x), "log": math.log, "log2": math.log2, "log10": math.log10,
     "reciprocal": lambda x: 1 / x, "log1p": math.log1p,
@@ -69,7 +69,7 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """add, sub, mul, div and their like over tensors and numbers, on constants."""
+    """Content after add, sub, mul, div and similar ops over tensors and numbers."""
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
     alpha = call.kwargs.get("alpha", 1)
@@ -104,7 +104,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 
 # -- pointwise ------------------------------------------------------------------------------
 def pointwise(view: View) -> Rule:
-    """Rule of ops of one input: all dims pass, and the padding holds what the op makes of it; further arguments are numbers."""
+    """Rule of ops of one input: all dims pass, and the op is applied to the content. Further arguments are numbers."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))
@@ -130,7 +130,7 @@ def prelu(view: View) -> Rule:
 
 
 def binary(view: View) -> Rule:
-    """Rule of arithmetic of two operands: dims pass that both have in full, or one alone."""
+    """Rule of arithmetic of two operands: a dim passes if both have it in full, or if one alone has it."""
     call = view.call
     rule = Rule(content=_arithmetic(view, call.op))
     if call.kwargs.get("rounding_mode") is not None or call.kwargs.get("out") is not None:
@@ -176,7 +176,7 @@ def power(view: View) -> Rule:
 
 
 def where(view: View) -> Rule:
-    """Rule of a choice: dims pass if both sides are zero in the padding; the condition may have one row for all columns."""
+    """Rule of a choice: dims pass if both sides are zero in the padding. The condition may have one row for all columns."""
     call = view.call
     if call.op == "where":
         condition, sides = call.get(0, "condition"), call.args[1:3]

@@ -14,7 +14,10 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 
 # -- sums and norms ---------------------------------------------------------------------------------
 def reduction(view: View) -> Rule:
-    """Rule of sums and means: dims that are not summed pass. The others arrive in logical size: the slice is a view, and no kernel."""
+    """Rule of sums and means: dims that are not summed pass.
+
+    Summed dims keep their logical size: their slice is a view, without a kernel.
+    """
     call = view.call
     source, dims = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
     shape = view.shape(source)
@@ -67,7 +70,7 @@ def channels(view: View) -> Rule:
 
 # -- matrix products ----------------------------------------------------------------------------------
 def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
-    """A product with a weight: its padding and its bias's are zero; the other side may hold anything finite."""
+    """Content after a product with a weight: the padding of weight and bias must be zero; the other side may hold any finite number."""
 
     def content(contents: Contents) -> Content:
         blamed = [ref.name for ref in (weight, bias) if isinstance(ref, Ref) and contents.get(ref.name, 0) not in (0, BROADCAST)]
@@ -96,7 +99,7 @@ _BOTH_ZERO = "a product of two activations needs zero padding on both sides"
 
 
 def matmul(view: View, first: int = 0) -> Rule:
-    """Rule of a product of two activations: `first` is the place of its first operand; both sides must be zero in the padding."""
+    """Rule of a product of two activations: both sides must be zero in the padding. `first` is the position of its first operand."""
     names = ("input", "mat2") if view.call.op in ("mm", "bmm") else ("input", "other")
     names = ("mat1", "mat2") if view.call.op == "addmm" else ("batch1", "batch2") if view.call.op == "baddbmm" else names
     a, b = view.call.get(first, names[0]), view.call.get(first + 1, names[1])
@@ -127,7 +130,7 @@ def with_addend(view: View) -> Rule:
 
 
 def conv(view: View) -> Rule:
-    """Rule of convolutions: channels pass, those of a depthwise one together; groups do not."""
+    """Rule of convolutions: channels pass, and those of a depthwise one pass together. Groups do not."""
     call = view.call
     transposed = "transpose" in call.op
     nd = int(call.op[-2])
@@ -151,7 +154,7 @@ def conv(view: View) -> Rule:
 
 
 def attention(view: View) -> Rule:
-    """Rule of attention: the head size passes, one for queries, keys and values; the scale is that of the logical size."""
+    """Rule of attention: the head size passes, as one size for queries, keys and values. The scale is that of the logical size."""
     call = view.call
     q, k, v = (call.get(i, name) for i, name in enumerate(("query", "key", "value")))
     shapes = [view.shape(x) for x in (q, k, v)]
@@ -170,7 +173,7 @@ def attention(view: View) -> Rule:
 
 
 def einsum(view: View) -> Rule:
-    """Rule of an einsum of two operands, letters once each, no ellipsis: every letter is a dim that passes."""
+    """Rule of an einsum of two operands in which each letter occurs once, without ellipsis: every letter is a dim that passes."""
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]
     equation = call.args[0].replace(" ", "") if call.args and isinstance(call.args[0], str) else ""
@@ -196,7 +199,7 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Rule of an embedding: columns are features and pass; further rows are never looked up."""
+    """Rule of an embedding: columns are features and pass. Further rows are never looked up."""
     call = view.call
     weight = call.get(1, "weight")
     shape = view.shape(weight)
@@ -211,7 +214,7 @@ def embedding(view: View) -> Rule:
 
 
 def recurrent(view: View, gates: int) -> Rule:
-    """Rule of a recurrent layer of so many `gates`: each is padded by itself; zero weights and first states keep its states zero."""
+    """Rule of a recurrent layer with `gates` gates: each is padded by itself. Zero weights and initial states keep its states zero."""
     call = view.call
     refuse = Rule(why_opaque=f"{call.op} in a form whose weights the rule does not know")
     if len(call.args) < 9 or not view.shape(call.args[0]) or not isinstance(call.args[3], bool):

@@ -1,6 +1,6 @@
-"""Rules of ops that give the same numbers in another shape, pieces of them, or several joined.
+"""Rules of ops that return the same numbers in another shape, pieces of them, or several joined.
 
-By name it knows how `t`, `permute` and `transpose` say the order of dims, and that `unbind` has no dim where it cuts.
+By name it knows how `t`, `permute` and `transpose` give the order of dims, and that `unbind` has no dim where it cuts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_kee
 
 # -- the same numbers in another shape ----------------------------------------------------------
 def _others(view: View, source: Any) -> set[str]:
-    """Names of what is read beside `source`: for its dtype or sizes alone."""
+    """Names of operands other than `source`: they are read for their dtype or sizes alone."""
     found = {ref.name for ref in (*view.call.args[1:], *view.call.kwargs.values()) if isinstance(ref, Ref)}
     return found - {getattr(source, "name", "")}
 
@@ -34,7 +34,7 @@ def like(view: View) -> Rule:
 
 
 def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Which runs of dims of a reshape hold the same numbers; dims of 1 are left out. Symbolic sizes match themselves only."""
+    """Runs of dims before and after a reshape that hold the same numbers, without dims of 1. Symbolic sizes match themselves only."""
     left = [d for d, s in enumerate(before) if s != 1]
     right = [d for d, s in enumerate(after) if s != 1]
     found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -94,7 +94,7 @@ def permuted(view: View) -> Rule:
 
 
 def permutation(call: Call, rank: int) -> list[int] | None:
-    """Where every dim of the result comes from; None if the arguments do not say."""
+    """For every dim of the result the dim of the operand; None if the arguments do not say."""
     order = list(range(rank))
     if call.op == "t":
         return order[::-1] if rank <= 2 else [*order[:-2], order[-1], order[-2]]
@@ -126,7 +126,7 @@ def expand(view: View) -> Rule:
 
 
 def zeros(view: View) -> Rule:
-    """Rule of zeros, as first states of recurrent layers are: zeros of any size are zeros."""
+    """Rule of zeros, for example initial states of recurrent layers: they are zero in any size."""
     rule = Rule(content=lambda contents: 0.0)
     rule.ignored = {ref.name for ref in view.call.args if isinstance(ref, Ref)}
     for dim, size in enumerate(view.out):
@@ -137,14 +137,14 @@ def zeros(view: View) -> Rule:
 
 # -- pieces ------------------------------------------------------------------------------------
 def piece(start: int, stop: int, size: Any) -> tuple[int, int] | None:
-    """(how many pieces, which one) if [start, stop) is one of several equal pieces of a dim of `size`."""
+    """(number of pieces, index of this one) if [start, stop) is one of several equal pieces of a dim of `size`; otherwise None."""
     if not isinstance(size, int) or stop <= start or size % (stop - start) or start % (stop - start):
         return None
     return size // (stop - start), start // (stop - start)
 
 
 def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
-    """For a plain index: (dim, int or slice) of every dim it touches, and None for what inserts a dim; None if it is not plain."""
+    """(dim, int or slice) for every dim of a plain index, (-1, None) for a new dim; None if the index is not plain."""
     index = call.args[1]
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) is int or isinstance(i, slice)) for i in index):
@@ -170,7 +170,7 @@ def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
 
 
 def getitem(view: View) -> Rule:
-    """Rule of plain indices: whole dims pass, and a slice that is one of several equal pieces."""
+    """Rule of plain indices: whole dims pass, and so does a slice that is one of several equal pieces."""
     call = view.call
     if call.item is not None and isinstance(call.args[0], Ref):
         rule, source = Rule(), call.args[0]
@@ -236,7 +236,7 @@ def select(view: View) -> Rule:
 
 
 def chunks(view: View) -> Rule:
-    """Rule of chunk, split and unbind: the other dims pass, and the one that is cut if the pieces are equal."""
+    """Rule of chunk, split and unbind: the other dims pass, and the cut one if the pieces are equal."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
     shape = view.shape(source)
@@ -259,7 +259,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # unequal, but whole multiples of the smallest: queries beside shared keys and values
+        if first is not None:  # unequal, but whole multiples of the smallest: queries with shared keys and values
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:
@@ -268,7 +268,7 @@ def chunks(view: View) -> Rule:
 
 
 def cat(view: View) -> Rule:
-    """Rule of a concatenation: the other dims pass, and the joined one if all parts are as long."""
+    """Rule of a concatenation: the other dims pass, and the joined one if all parts are equally long."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]
@@ -299,7 +299,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Rule of the pads that a model makes: dims that are left as they are pass; zeros keep zero."""
+    """Rule of pads in the model: dims that it does not pad pass; zeros keep zero."""
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:

@@ -1,4 +1,4 @@
-"""The table: what every op does with a padded dim. One row an op; `padding/rule.py` says what a rule is."""
+"""The table of padding rules. One row an op; `padding/rule.py` says how a rule works."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ RULES: dict[str, Callable[[View], Rule]] = {
     **_rows(partial(recurrent, gates=3), "gru"),
     **_rows(partial(recurrent, gates=1), "rnn_tanh", "rnn_relu"),
 }  # fmt: skip
-"""The table: ATen base name → rule. An op without a row reads and gives logical sizes."""
+"""The table: ATen base name → rule. An op without a row reads and returns logical sizes."""
 
 
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:
-    """The rule of `call`; one without ties if nothing is known, so that padding stops in front of it."""
+    """The rule of `call`. If nothing is known it has no ties, so that padding stops before the call."""
     if call.opaque:
         return Rule(why_opaque=call.opaque)
     maker = RULES.get(call.op)
