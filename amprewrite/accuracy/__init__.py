@@ -1,1 +1,1 @@
-"""How good a plan's numbers are: calibration, verification, sensitivity, the search for an accuracy, the debugger."""
+"""Measure the numbers of a plan: calibration, verification, sensitivity, the search for an accuracy, the debugger."""

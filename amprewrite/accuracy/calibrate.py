@@ -1,8 +1,8 @@
-"""Watch a model's values on sample batches: the ranges that say where fp16 would overflow or underflow.
+"""Record the ranges of a model's values on sample batches. They show where fp16 would overflow or underflow.
 
-1. Capture the model as `rewrite` does, so that graphs and nodes bear the names that they have in the plan.
-2. Run every batch in fp32, op by op; of every fp32 result add what `ValueRange.of` sees, and forget the result.
-3. Where a loss is given, run backward too, and look at the gradient of every result.
+1. Capture the model as `rewrite` does, so that graphs and nodes have the names of the plan.
+2. Run every batch in fp32, op by op. Add the range of every fp32 result (`ValueRange.of`), and drop the result.
+3. If a loss is given, run backward too, and record the gradient of every result.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def calibrate(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Ranges of every fp32 value of `model` on `batches`, for `rewrite(model, calibration=...)`.
+    """Record the range of every fp32 value of `model` on `batches`, for `rewrite(model, calibration=...)`.
 
-    The model runs in fp32 in its present mode; its parameters, gradients, buffers and random state stay as they were. Memory
-    does not grow with the number of batches.
+    The model runs in fp32 in its present mode. Its parameters, gradients, buffers and random state do not change. Memory does not
+    grow with the number of batches.
 
     Args:
-        batches: an iterable such as a DataLoader. A tensor is the model's one argument, a tuple or list its positional
-            arguments, a mapping its keyword arguments. Sizes may differ between batches, structure and dtypes may not.
-        loss: from the model's result a scalar tensor, e.g. `lambda out: out.loss`. Given, backward runs too and the
-            calibration has the ranges of all gradients.
-        forward: how to call the model on a batch, where that is not the above: `lambda model, batch: model(batch[0])`.
+        batches: an iterable such as a DataLoader. A tensor is passed as the one argument, a tuple or list as positional
+            arguments, a mapping as keyword arguments. Sizes may differ between batches; structure and dtypes must not.
+        loss: a function that makes a scalar tensor of the model's result, e.g. `lambda out: out.loss`. If given, backward runs too,
+            and the calibration has the ranges of all gradients.
+        forward: a function that calls the model on a batch, if that differs from the above: `lambda model, batch: model(batch[0])`.
         progress: show a progress bar on a terminal or in a notebook.
 
     Raises:
-        CalibrationError: no batch, batches of differing structure or that the model cannot be called on, NaN or infinities in a
-            batch, a model of which nothing can be captured, a loss that is no scalar.
+        CalibrationError: there is no batch; batches differ in structure, hold NaN or infinities, or do not fit the model; nothing of the
+            model can be captured; the loss is no scalar.
     """
     module = module_of(model)
     trial = Trial(module, Options(LOW_FORMATS[0]), forward)
@@ -73,7 +73,7 @@ def calibrate(
 
 
 def _backward(loss: Loss, result: Any, module: nn.Module) -> None:
-    """Run backward for the sake of the hooks alone: no gradient is kept."""
+    """Run backward to trigger the hooks. No gradient is kept."""
     value = loss(result)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,16 +1,16 @@
-"""The numerics debugger: low and fp32 side by side, where it goes wrong, and the fewest nodes to keep in fp32.
+"""The numerics debugger: compare low with fp32 op by op, find the faults, and suggest the fewest nodes to keep in fp32.
 
-Every op's error is split in what it inherits from its operands and what its own rounding introduces. Rounding once introduces
-at most half an eps, so what is worth a word is one of three things:
+Every op's error is split into a part inherited from its operands and a part introduced by its own rounding. One rounding introduces
+at most half an eps, so only three kinds of errors are reported:
 
 1. *overflow*: finite values that leave the format's range;
 2. *underflow*: values that the rounding flushes to zero, or to subnormals with few bits;
-3. *cancellation*: an op that hands on a far larger error than its operands had, since it takes large values away from each
-   other. It is seen there, but lost where the largest operand was rounded: both nodes are named.
+3. *cancellation*: an op with a far larger relative error than its operands, since it subtracts large values from each other. It shows
+   there, but the bits were lost where the largest operand was rounded, so both nodes are named.
 
-`suggest_overrides` keeps every low node in fp32 and gives back as many as it can, in halves, quarters and so on (Zeller and
-Hildebrandt, "Simplifying and isolating failure-inducing input", 2002), while the output error stays within the target; what is
-left is 1-minimal. The answer is then tried for real.
+`suggest_overrides` starts with every low node in fp32 and returns as many as it can to low, in halves, quarters and so on (Zeller and
+Hildebrandt, "Simplifying and isolating failure-inducing input", 2002), while the output error stays within the target. The rest is
+1-minimal. The result is then checked with a real rewrite.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour
 
 GROWTH = 8.0
-"""How many times larger than its operands' an error must come out for an op to be named; an op on k roundings gives about √k."""
+"""An op cancels if its error is this many times its operands' error. A sum over k roundings gives about √k."""
 NOISE = 16.0
-"""Errors below so many eps are rounding as usual."""
+"""Errors below this many eps are normal rounding."""
 FLUSHED = 0.1
-"""Share of an op's values that must vanish to be named."""
+"""Least share of an op's values that must become zero to be reported."""
 TOLERANCE = 8.0
-"""Output error that `suggest_overrides` aims at by default, in eps of the low format."""
+"""Default target of `suggest_overrides` for the output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""Suggested nodes that are tried without, one by one, for real: each takes a capture."""
+"""Most suggested nodes that are left out one by one in a real rewrite, each of which takes a capture."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that goes wrong, where it is seen, and which node to keep high."""
+    """One fault: where it shows, and where the bits were lost."""
 
     kind: str
     """overflow, underflow or cancellation."""
     row: Row
-    """Where it is seen."""
+    """The row in which it shows."""
     lost_at: Row
-    """Where the bits were lost: the same row, or the operand whose rounding does it."""
+    """The row that lost the bits: the same row, or an operand that was rounded."""
     detail: str
     backward: bool = False
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes concerned, the one to blame first."""
+        """Names of the nodes involved, the cause first."""
         return tuple(dict.fromkeys(_node(row) for row in (self.lost_at, self.row)))
 
     def __str__(self) -> str:
@@ -75,34 +75,34 @@ class Finding:
 
 @dataclass(frozen=True)
 class DebugReport:
-    """Low against fp32, node by node. `print(report)` shows what goes wrong first."""
+    """Comparison of low with fp32, node by node. `print(report)` shows the faults first."""
 
     low: str
     plan: CastPlan
     rows: tuple[Row, ...]
-    """Forward, in the order in which they ran."""
+    """Results and casts of the forward, in running order."""
     gradient_rows: tuple[Row, ...]
-    """Backward: gradients that were rounded, in the order in which they came by; magnitudes include the loss scale."""
+    """Rounded gradients of the backward, in running order. Magnitudes include the loss scale."""
     gradients: Mapping[str, float]
     """Relative L2 error of each parameter's gradient."""
     output_error: float
     findings: tuple[Finding, ...]
-    """In the order in which they happen; forward before backward."""
+    """Faults in the order in which they occur, forward before backward."""
     notes: tuple[str, ...] = ()
     run: StrictRun | None = field(default=None, repr=False, compare=False)
     amp: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @property
     def first_bad(self) -> Finding | None:
-        """What goes wrong first, None if nothing does."""
+        """The first fault; None if there is none."""
         return self.findings[0] if self.findings else None
 
     def op_table(self) -> str:
-        """How often each op runs low and high, and with how many FLOPs."""
+        """A table with the number of calls and the FLOPs of each op, low and high."""
         return op_table(self.plan)
 
     def table(self, n: int = 20, backward: bool = False) -> str:
-        """The `n` rows with the largest errors: inherited, their own, in total; range of the values; over- and underflow."""
+        """The `n` rows with the largest errors: inherited, own and total error, range of the values, overflow and underflow."""
         rows = self.gradient_rows if backward else self.rows
         shown = [row for row in rows if row.introduced or row.overflow or row.colour is Colour.HIGH]
         shown.sort(key=lambda row: -(math.inf if row.overflow else 0.0 if math.isnan(row.accumulated) else row.accumulated))
@@ -115,11 +115,11 @@ class DebugReport:
         return table_of("gradient" if backward else "node", columns, shown, n, figures)
 
     def suggest_overrides(self, max_rel_err: float | None = None, most_runs: int = 300) -> dict[str, str]:
-        """The smallest set of nodes found that, kept in fp32, brings the output error to `max_rel_err`: for `overrides=`.
+        """Overrides that keep as few nodes as possible in fp32 and bring the output error to `max_rel_err`.
 
-        None aims at 8 eps of the low format (0.06 in bf16, 0.008 in fp16). Overrides that the model has already are in the
-        result. `most_runs` bounds the runs of the model. An AmpRewriteWarning says so where the target is not reached.
-        PolicyError if `max_rel_err` is no positive number.
+        None means 8 eps of the low format (0.06 in bf16, 0.008 in fp16). The result includes the overrides that the model has already;
+        pass it to `rewrite` as `overrides=`. `most_runs` bounds the runs of the model. Warns with AmpRewriteWarning if the target is not
+        reached. Raises PolicyError if `max_rel_err` is no positive number.
         """
         assert self.run is not None and self.amp is not None
         target = TOLERANCE * FORMATS[self.low].eps if max_rel_err is None else max_rel_err
@@ -149,13 +149,13 @@ def debug(
     backward: bool | None = None,
     loss: Loss | None = None,
 ) -> DebugReport:
-    """Run the rewritten model `amp` rounded and unrounded on these inputs, and say where the numbers part.
+    """Run the rewritten model `amp` rounded and unrounded on these inputs, and report where the numbers differ.
 
-    `backward`: run backward from `loss(output)`, too; None: where gradients are on, the model trains, and a loss can be had.
-    `loss` makes a 0-dim tensor of the output; without it the output's own loss or its mean squares are taken.
+    `backward` also runs backward from `loss(output)`. With None it does if gradients are on, and `loss` is given or the model trains.
+    `loss` makes a 0-dim tensor of the output. Without it, the output's own loss or its mean squares are taken.
 
-    The model is captured anew in its present mode; parameters, `.grad`, buffers, random state and inputs are left as they
-    were. Raises PolicyError if `amp` is not rewritten or no loss can be had, CaptureError if nothing can be captured.
+    The model is captured anew in its present mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
+    PolicyError if `amp` is not rewritten or there is no loss, CaptureError if nothing can be captured.
     """
     if backward is None:
         backward = torch.is_grad_enabled() and (loss is not None or (isinstance(amp, nn.Module) and amp.training))
@@ -183,7 +183,7 @@ def op_table(plan: CastPlan) -> str:
     )
 
 
-# -- what goes wrong -----------------------------------------------------------------------
+# -- faults --------------------------------------------------------------------------------
 def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
     fmt = FORMATS[low]
     by_name: dict[str, Row] = {}
@@ -204,7 +204,7 @@ def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
             yield Finding("underflow", row, row, f"its values, from {row.smallest:.2g} up, lie where {low} keeps few bits")
         elif _cancels(row, by_name, fmt.eps):
             before, lost = max(_errors(row, by_name), default=0.0), _lost_at(row, by_name)
-            if lost.largest > fmt.max:  # the cast clamped it, as it clamps masks
+            if lost.largest > fmt.max:  # its cast clamped it, as casts clamp masks
                 yield Finding("overflow", lost, lost, f"the largest reaches {lost.largest:.3g} and is clamped to {fmt.max:.4g}")
                 continue
             yield Finding("cancellation", row, lost, f"the relative error grows from {before:.2g} to {row.inherited:.2g}")
@@ -215,7 +215,7 @@ def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
 
 
 def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
-    """Whether an op makes much more of its operands' errors."""
+    """Whether an op's relative error is far larger than its operands' errors."""
     errors = _errors(row, by_name)
     if row.op == "cast" or not errors or not all(map(math.isfinite, (*errors, row.inherited))):
         return False
@@ -223,7 +223,7 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 
 
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
-    """The rounding that brought the largest absolute error: from operand to operand while those only hand it on."""
+    """The rounding that caused the largest absolute error. The search goes upstream while operands only pass the error on."""
     here, seen = row, {row.name}
     while True:
         fed = [by_name[name] for name in here.inputs if name in by_name and name not in seen]
@@ -236,7 +236,7 @@ def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
 
 
 def _gradient_findings(found: Outcome) -> Iterator[Finding]:
-    """The first overflow on the way back, and ops whose gradients vanish."""
+    """The first overflow in the backward, and ops whose gradients become zero."""
     overflowed = False
     for row in found.gradient_rows:
         if row.overflow and not overflowed:
@@ -260,7 +260,7 @@ def _figure(value: float) -> str:
     return "-" if math.isnan(value) else "inf" if math.isinf(value) else f"{value:.1e}" if value else "0"
 
 
-# -- what to do about it ---------------------------------------------------------------------
+# -- suggested overrides ---------------------------------------------------------------------
 def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> dict[str, str]:
     own = {override.key: override.word for override in session_of(amp).options.overrides}
     low = dict.fromkeys(_bare(node.name) for node in run.plan.nodes if node.role == "op" and node.colour is Colour.LOW)
@@ -273,9 +273,9 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
         error = _real_error(amp, run, asked)
         if error <= target or set(kept) >= set(low):
             break
-        kept = _with_neighbours(run.plan, kept, set(low))  # the planner puts casts where the trial had none: a wider island
+        kept = _with_neighbours(run.plan, kept, set(low))  # the planner adds casts that the trial did not have: keep a wider island
     if error <= target and len(kept) <= MOST_CHECKED:
-        for name in kept:  # what the planner does by itself along with the rest need not be told
+        for name in kept:  # with the other overrides the planner may keep this node high by itself
             fewer = {key: word for key, word in asked.items() if key != f"node:{glob.escape(name)}"}
             asked = fewer if _real_error(amp, run, fewer) <= target else asked
     if not error <= target:
@@ -288,14 +288,14 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 class _Trials:
-    """Runs with some nodes kept high, each set once."""
+    """Runs with some nodes kept high. Each set of nodes runs once."""
 
     def __init__(self, run: StrictRun, target: float, most: int) -> None:
         self.run, self.target, self.left = run, target, most
         self.known: dict[frozenset[str], bool] = {}
 
     def holds(self, kept: Iterable[str]) -> bool:
-        """Whether the output error is within the target with `kept` high; False once the runs are used up."""
+        """Whether the output error is within the target if `kept` runs high. False if no runs are left."""
         asked = frozenset(kept)
         if asked not in self.known:
             if not self.left:
@@ -305,7 +305,7 @@ class _Trials:
         return self.known[asked]
 
     def fewest(self, kept: list[str]) -> list[str]:
-        """Delta debugging: leave out chunks, halves first, while the target holds."""
+        """Delta debugging: leave out chunks, halves first, as long as the target holds."""
         size = max(len(kept) // 2, 1)
         while kept:
             start, dropped = 0, False
@@ -338,7 +338,7 @@ def _with_neighbours(plan: CastPlan, kept: list[str], low: set[str]) -> list[str
 
 
 def _real_error(amp: nn.Module, run: StrictRun, overrides: Mapping[str, str]) -> float:
-    """Output error of the model rewritten anew with these overrides."""
+    """Output error of the model if it is rewritten with these overrides."""
     assert isinstance(amp, RewrittenBase)
     options = session_of(amp).options
     scopes = tuple(_override(key, word) for key, word in overrides.items())

@@ -1,19 +1,19 @@
-"""Nested plans between the planner's own and fp32: minimum cuts of time plus a price on error.
+"""Find nested plans between the planner's own and fp32, as minimum cuts of time plus a price on error.
 
-With low on the source's side, time and error are both cuts (Kolmogorov and Zabih 2004), so for every price λ the plan of least
-time + λ·error² is found exactly, under the additive error of `sensitivity`:
+If low ops are on the source's side, time and error are both cuts (Kolmogorov and Zabih 2004). So for every price λ the plan with the
+least time + λ·error² is found exactly, under the additive error of `sensitivity`:
 
-1. An op pays its low time on an arc to the sink, its high time on an arc from the source; a copy of a value in the other
-   format is paid once, however many read it. Ties share a vertex.
-2. An edge (value, reader) is rounded if the value is low or the reader is: w·max(v, r) = w·v + w·r·(1 − v), an arc to the
-   sink and one from reader to value. Clear ops only hand roundings on: what they give is weighed at its readers.
-3. The error grows with the set of low ops. So as λ grows the low sets of least size only shrink: for λ < μ and their least
-   minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (For linear errors this is Gallo,
-   Grigoriadis and Tarjan 1989; monotone submodular ones need no more.)
-4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity; then those are raised too, by a cut of the FLOPs that
-   they have in fp32 + λ·error², whatever the device makes of them. Matmuls that pay only together are raised together.
-5. Equal layers change colour at the same λ. Between two such plans, off the convex hull, stand those that keep high the
-   first layers only: prefixes of the difference in the order of the graph.
+1. An op pays its low time on an arc to the sink, its high time on an arc from the source. A copy of a value in the other format is
+   paid once for all readers. The ops of a precision group share a vertex.
+2. An edge (value, reader) is rounded if the value or the reader is low: w·max(v, r) = w·v + w·r·(1 − v), which is an arc to the sink
+   and an arc from reader to value. Clear ops only pass roundings on, so their results are weighed at the readers.
+3. The error grows with the set of low ops. So the smallest optimal low sets only shrink as λ grows: for λ < μ and their smallest
+   minimisers A, B, submodularity makes A ∩ B a minimiser at μ too, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
+   linear errors; the argument holds for monotone submodular errors.)
+4. First the ops that Tensor Cores speed up stay low, and λ grows to infinity. Then these ops are raised too, by a cut of their FLOPs
+   in fp32 + λ·error², independent of the device. Matmuls that help only together are raised together.
+5. Equal layers change colour at the same λ. Plans that keep only the first layers high lie between two such plans, off the convex
+   hull: prefixes of the difference, in the order of the graph.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 STEP = 2**0.5
 """Ratio of one λ to the next."""
 SLICES, LEAST_SLICE = 16, 4
-"""Plans between two neighbouring cuts at most, and nodes by which they differ at least; one if they are matmuls."""
+"""Most plans between two neighbouring cuts, and the fewest nodes by which they differ (one for matmuls)."""
 HALVINGS = 3
-"""How often the step between two λ is halved where more than one matmul is raised at once."""
+"""Number of times that the step between two λ is halved if several matmuls are raised at once."""
 Kept = frozenset[tuple[str, str]]
-"""Nodes to keep high: the fingerprint of a graph, and a name in it."""
+"""Nodes to keep high, each as the fingerprint of a graph and a name in it."""
 
 
 def movable(node: OpNode) -> bool:
-    """Whether a plan may choose the format of this node at all."""
+    """Whether a plan may choose the format of this node."""
     return node.role == "op" and node.carries_fp32
 
 
 class GraphErrors:
-    """One graph with its edges' errors, ready to be cut at any price."""
+    """One graph with the errors of its edges, which can be cut at any price."""
 
     def __init__(self, problem: Problem, edges: Edges, metric: Metric) -> None:
         self.graph, self.edges, self.metric = problem.graph, edges, metric
@@ -72,12 +72,13 @@ class GraphErrors:
         self.typical = sum(self._copy(node) for node in self.graph if movable(node))
         times = ((self.model.op(node, fmt, elements_read(self.graph, node)) for fmt in (self.model.low, FP32)) for node in self.graph)
         self.dearest = sum(map(max, times)) + 2 * sum(map(self._copy, self.graph)) + 1
-        """More than any plan takes: an error that costs as much is kept out whatever it takes."""
+        """A price above the time of any plan. An error that costs this much is always avoided."""
         self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
-        """Open ops that the cheapest plan at this price a unit of squared error runs high; `heavies`: those of the allowlist too,
-        beside all others."""
+        """Open ops that are high in the cheapest plan at this price of a unit of squared error.
+
+        With `heavies`, ops on the allowlist may be high, and all other open ops are."""
         network = Network()
         by_tie: dict[str, int] = {}
         vertices: dict[str, int] = {}
@@ -141,7 +142,7 @@ class GraphErrors:
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            cost = min(round(price * min(squared, 1e6)), dearest)  # a rounding out of range is bad enough
+            cost = min(round(price * min(squared, 1e6)), dearest)  # a rounding out of range needs no larger price
             if _hands_on(reader):
                 network.arc(end(value), end(name), cost)
                 continue
@@ -150,7 +151,7 @@ class GraphErrors:
                 network.arc(end(name), end(value), cost)
 
     def why(self, name: str) -> str:
-        """The edge of this node that costs most, in words."""
+        """The edge of this node with the largest error, in words."""
         touching = {edge: squared for edge, squared in self.edges.items() if name in edge}
         if not touching:
             return "its neighbours are kept"
@@ -166,7 +167,7 @@ def _reads(graph: OpGraph, node: OpNode) -> Iterator[tuple[OpNode, Operand]]:
 
 
 def _rounds(operand: Operand) -> bool:
-    """Whether a reader that runs low reads this operand rounded."""
+    """Whether this operand is rounded if its reader runs low."""
     return operand.demand is Demand.COLOUR or (operand.demand is Demand.PROMOTE and not operand.scalar)
 
 
@@ -175,10 +176,10 @@ def _hands_on(node: OpNode) -> bool:
 
 
 class Chain:
-    """Nested sets of nodes to keep high: the first is empty, the last holds every node."""
+    """Nested sets of nodes to keep high. The first is empty, the last holds every node."""
 
     def __init__(self, edges: Sequence[tuple[Captured, Edges]], own: Callable[[Captured], set[str]], metric: Metric) -> None:
-        """`own` gives the names that the planner itself runs low in a graph, `metric` is what the errors of the edges are."""
+        """`own` gives the names of the nodes of a graph that the planner runs low. `metric` defines the errors of the edges."""
         self.lows = {fingerprint(captured.problem.graph): own(captured) for captured, _ in edges}
         self.graphs = [GraphErrors(captured.problem, found, metric) for captured, found in edges]
         ranks = ((g, name, rank) for g in self.graphs for name, rank in g.graph.rank.items())
@@ -199,7 +200,7 @@ class Chain:
         return frozenset((g.fingerprint, name) for g in self.graphs for name in g.kept(price, heavies))
 
     def _raised(self, prices: Sequence[float], heavy: Set[tuple[str, str]]) -> Iterator[Kept]:
-        """Cuts that raise matmuls, at these prices and between them."""
+        """Cuts that keep matmuls high, at these prices and between them."""
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
             if left and len((last - first) & heavy) > 1:
@@ -218,7 +219,7 @@ class Chain:
             before = price, kept
 
     def _prices(self, typical: int) -> list[float]:
-        """Prices a unit of squared error to try, from one at which no error is worth `typical` to one at which every error is."""
+        """Prices of a unit of squared error to try: at the first all errors cost less than `typical`, at the last every error more."""
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:
             return []
@@ -226,7 +227,7 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Add a set of nodes to the chain, without those that the planner keeps high anyway. A set like the one before is left out."""
+        """Add a set of nodes to the chain, without nodes that the planner keeps high anyway. A set equal to the last is left out."""
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
         fresh = sorted(kept - last, key=lambda each: self._rank[each])
@@ -240,7 +241,7 @@ class Chain:
         return len(self._sets)
 
     def words(self, index: int) -> str:
-        """What the plan at `index` of the chain is, in words."""
+        """The plan at `index` of the chain, in words."""
         kept, raised = len(self._sets[index][0]), self.raised[index]
         if index == 0:
             return "the planner's own choice"
@@ -248,7 +249,7 @@ class Chain:
         return f"{kept} nodes kept high{matmuls}"
 
     def keep_high(self, index: int) -> KeepHigh:
-        """The set at a place of the chain, with reasons."""
+        """The set at `index` of the chain, with reasons."""
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
         return KeepHigh(graphs)

@@ -1,12 +1,12 @@
-"""The cheapest plan that keeps an accuracy: a bisection over nested plans, scored by the strict interpreter.
+"""Find the cheapest plan within an error target: a bisection over nested plans, scored by the strict interpreter.
 
 1. Measure the error of every edge (`sensitivity`): (value, reader) → squared error of rounding the value for this reader.
-2. Cut time + λ·error² for growing λ (`error_cut`): nested sets of nodes to keep high, from none to all.
-3. What a set leaves open, the planner of the lists places as it always does.
-4. The planner's own choice may do. Else bisect: the error of a plan falls along the chain, nearly monotonically; so look at
-   the neighbours of what was found. At most ceil(log2(plans)) + 3 evaluations.
-5. Where only plans with raised matmuls are as good as torch.autocast, keep high what its rules keep high: its error, its
-   matmuls, and casts that are shared.
+2. Cut time + λ·error² for growing λ (`error_cut`). The cuts give nested sets of nodes to keep high, from none to all.
+3. The planner decides all other nodes, as usual.
+4. If the planner's own choice is within the target, take it. If not, bisect. The error falls nearly monotonically along the chain, so
+   the neighbours of the plan found are tried too. At most ceil(log2(plans)) + 3 evaluations.
+5. If only plans with matmuls in fp32 are as good as torch.autocast, keep the same nodes high as torch.autocast. The error and the
+   matmuls are then torch.autocast's, and casts are shared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from amprewrite.tables.formats import Format
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
-"""Cheaper plans that are tried beside the one found, for the error is only nearly monotone."""
+"""Number of cheaper neighbours of the plan found that are tried as well, since the error is only nearly monotone."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class TriedPlan:
 
     name: str
     error: float
-    """Strict: what the metric says over all batches."""
+    """The metric over all batches, under the strict interpreter."""
     seconds: float
-    """Of ops that the planner prices and of casts, in one pass, by the cost model: compare, do not add up."""
+    """Modelled time of one pass: ops that the planner prices, and casts. It serves to compare plans, and is no run time."""
     activation_casts: int
     low_ops: int
     chosen: bool = False
@@ -61,26 +61,26 @@ class TriedPlan:
 
 @dataclass(frozen=True)
 class Frontier:
-    """What a search tried, and found. `print(frontier)` shows it as a table, `plot(path)` draws it."""
+    """The plans that a search tried, and its result. `print(frontier)` shows a table, `plot(path)` a picture."""
 
     keep_high: KeepHigh
     target: float
     candidates: tuple[TriedPlan, ...]
-    """By error, worst first."""
+    """The plans by error, worst first."""
     plans: int
     """Length of the chain that was searched."""
     evaluations: int
-    """Plans of the chain that were run."""
+    """Number of plans of the chain that were run."""
     unit: str = "relative L2"
-    """What the errors are."""
+    """The unit of the errors."""
 
     @property
     def chosen(self) -> TriedPlan:
-        """The plan that was taken."""
+        """The plan that the search chose."""
         return next(candidate for candidate in self.candidates if candidate.chosen)
 
     def table(self) -> Table:
-        """The plans that were tried, as a rich table."""
+        """A rich table of the plans that were tried."""
         title = f"{self.evaluations} of {self.plans} nested plans tried for an error of at most {self.target:.3g} ({self.unit})"
         table = Table(title=title, caption="* the plan that was taken")
         for column in ("plan", "error", "predicted time", "activation casts", "low ops"):
@@ -96,7 +96,7 @@ class Frontier:
         return as_text(self.table())
 
     def plot(self, path: str | Path) -> None:
-        """Draw predicted time against error, to a file that matplotlib can write; AccuracyError if that is not installed."""
+        """Plot predicted time against error into a file, with matplotlib. Raises AccuracyError if that is not installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -120,12 +120,12 @@ def search(
     accuracy: str | None = None,
     metric: Any = None,
 ) -> Frontier:
-    """The cheapest plan of the chain whose strict error is within the target, as `rewrite` takes it.
+    """Find the cheapest plan of the chain with a strict error within the target. The arguments are those of `rewrite`.
 
-    `metric` says what the error is: None, "logprob" or a function, as in `rewrite`.
+    `metric` defines the error: None, "logprob" or a function.
 
-    Raises PolicyError for a target that makes no sense, AccuracyError for one that fp32 itself or the chain's last plan
-    misses, and where there are no batches.
+    Raises PolicyError for an invalid target. Raises AccuracyError if there are no batches, or if fp32 itself or the last plan of the
+    chain misses the target.
     """
     measure = parse_metric(metric)
     check_target(tolerance, accuracy, measure)
@@ -182,7 +182,7 @@ _THEIRS = "what torch.autocast keeps high, casts shared"
 
 
 def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
-    """Of what the planner would run low, the nodes that torch.autocast's rules run high."""
+    """Nodes that the planner would run low and torch.autocast's rules run high."""
     graphs: dict[str, dict[str, str]] = {}
     for captured in trial.graphs.values():
         graph, theirs = captured.problem.graph, autocast_rules(captured).problem
@@ -193,7 +193,7 @@ def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:
 
 
 def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) -> None:
-    """Raise PolicyError if what is asked for makes no sense."""
+    """Raise PolicyError if the target is invalid."""
     if tolerance is not None and accuracy is not None:
         raise PolicyError("tolerance= and accuracy= both say how accurate the plan must be: pass one of them")
     if accuracy is not None and not is_word(accuracy, "autocast"):
@@ -205,18 +205,18 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 
 
 def _most(metric: Metric) -> float:
-    """The error that no tolerance reaches."""
+    """The upper limit of a tolerance, exclusive."""
     return math.inf if isinstance(metric, Judged) else 1
 
 
 def _low_of(trial: Trial) -> Format:
-    """The format that `dtype=None` stands for on the model's device."""
+    """The low format for `dtype=None` on the model's device."""
     session = session_of(trial.amp)
     return session.policy_for(session._device()).low
 
 
 def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tolerance: float, metric: Metric) -> None:
-    """Raise AccuracyError for a tolerance below the error that a last-bit change of weights and inputs makes in fp32 itself."""
+    """Raise AccuracyError for a tolerance below the error of fp32 itself, if the last bits of weights and inputs change."""
     generator = torch.Generator().manual_seed(0)
 
     def nudged(value: Any) -> Any:
@@ -238,13 +238,13 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """The same graph, to be decided by torch.autocast's lists alone."""
+    """The same graph with torch.autocast's lists."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
 
 def _own_choice(captured: Captured) -> set[str]:
-    """Ops that the planner of the lists runs low by itself."""
+    """Ops that the planner runs low without a search."""
     captured.know(keep_high=None)
     return {node.name for node in planned(captured).nodes if node.colour is Colour.LOW}
 
@@ -262,15 +262,15 @@ def _candidate(name: str, error: float, runner: RoundedRunner) -> TriedPlan:
 
 
 def predicted_seconds(problem: Problem, plan: RegionPlan) -> float:
-    """What the cost model says that a graph takes in one pass by this plan, ops and casts."""
+    """Modelled time of one pass of a graph with this plan, ops and casts."""
     return price(problem.graph, {node.name: node.colour for node in plan.nodes}, problem.costs.time).total * TICK
 
 
 def bisect(error_of: Callable[[int], float], plans: int, target: float) -> dict[int, float]:
-    """Errors of the plans looked at, by index in 0 … plans - 1: at most ceil(log2(plans)) + 3 of them.
+    """Bisect for the first plan within the target. Returns the errors of all plans that were tried, by index in 0 … plans - 1.
 
-    The first is looked at first, and may do. The errors are taken to fall, and since they only nearly do, the NEIGHBOURS
-    before the index found are looked at too.
+    Plan 0 is tried first. Errors are assumed to fall with the index. Since they only nearly do, the NEIGHBOURS before the index found
+    are tried too. At most ceil(log2(plans)) + 3 plans are tried.
     """
     errors: dict[int, float] = {}
 

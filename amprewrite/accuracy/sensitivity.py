@@ -1,14 +1,14 @@
-"""How much of a model's output error each rounding causes, for all roundings at once, from a few backward passes.
+"""Estimate the output error that each rounding causes, for all roundings at once, from a few backward passes.
 
-1. Run the model in fp32, op by op, each op reading every operand through an alias of its own: an *edge* of the graph.
-2. Multiply the outputs by random signs z and run backward: for an edge with gradient g and rounding error d of its value,
-   sum(d**2 * g**2) is, over the draws of z, the squared output error that rounding the value for this reader causes
-   (Hutchinson's estimator; roundings count as independent of one another).
-3. Divide by the squared norm of the outputs: the unit is the square of a relative L2 error, and edges add up. For the divergence of
-   probabilities the draws are of Fisher's information (`amprewrite.accuracy.strict.metric`), and edges add up in nats.
+1. Run the model in fp32, op by op. Each op reads every operand through its own alias: an *edge* of the graph.
+2. Multiply the outputs by random signs z and run backward. For an edge with gradient g and rounding error d of its value, the mean of
+   sum(d**2 * g**2) over draws of z is the squared output error that rounding the value for this reader causes
+   (Hutchinson's estimator; roundings count as independent).
+3. Divide by the squared norm of the outputs. The unit is then the square of a relative L2 error, and edges add up. For the divergence
+   of probabilities the draws have Fisher's information as covariance (`amprewrite.accuracy.strict.metric`), and edges add up in nats.
 
-First order, as the sensitivities of mixed-precision planners are (Gaudi's AMP by IP, arXiv 2505.13060; HAWQ-V3): a rounding
-that sends a value out of range counts with the whole value.
+The estimate is of first order, as in other mixed-precision planners (Gaudi's AMP by IP, arXiv 2505.13060; HAWQ-V3). A rounding that
+sends a value out of range counts with the whole value.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
 PROBES = 4
-"""Draws of z a batch. An edge sums over many elements, so few draws do."""
+"""Draws of z per batch. An edge sums over many elements, so a few draws are enough."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The error that running one node low causes, all else in fp32."""
+    """The output error if one node runs low and all others run in fp32."""
 
     name: str
     op: str
     error: float
     result: float
-    """Of rounding its result."""
+    """Error from rounding its result."""
     operands: float
-    """Of rounding what it reads, weights among it."""
+    """Error from rounding its operands, weights included."""
     module: str = ""
     source: str = ""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Nodes by the error that each causes when it runs low, worst first."""
+    """Nodes by the error that each causes alone if it runs low, worst first."""
 
     low: str
     causes: tuple[Cause, ...]
     unit: str = "relative L2"
-    """What the errors are."""
+    """The unit of the errors."""
 
     def table(self, n: int = 20) -> Table:
-        """The `n` worst nodes as a rich table."""
+        """A rich table of the `n` worst nodes."""
         table = Table(title=f"output error ({self.unit}) that each node causes alone in {self.low}: the {min(n, len(self.causes))} worst")
         for title in ("node", "module", "error", "by its result", "by its operands"):
             table.add_column(title, justify="left" if title in ("node", "module") else "right")
@@ -84,11 +84,11 @@ def sensitivity(
     forward: Forward | None = None,
     metric: Any = None,
 ) -> Sensitivity:
-    """Rank the nodes of `model` by the error that each causes alone when it runs in `dtype`, on at most 8 batches.
+    """Rank the nodes of `model` by the error that each causes alone if it runs in `dtype`, on at most 8 batches.
 
-    Batches, and `forward`, which calls the model on one, are as `amprewrite.calibrate` takes them. `metric="logprob"` ranks by the
-    divergence of the next token's probabilities, in nats; None by the relative L2 error of all outputs. Raises CalibrationError for
-    batches that do not fit, and where no output depends on a floating value; PolicyError for an unknown dtype or metric.
+    `batches` and `forward` are the same as for `amprewrite.calibrate`. `metric="logprob"` ranks by the divergence of the next token's
+    probabilities, in nats; None ranks by the relative L2 error of all outputs. Raises CalibrationError for batches that do not fit, and
+    if no output depends on a floating value; PolicyError for an unknown dtype or metric.
     """
     module, low = module_of(model), parse_format(dtype)
     trial, asked = Trial(module, Options(low), forward), parse_metric(metric)
@@ -111,7 +111,7 @@ def sensitivity(
 
 
 def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Metric) -> list[tuple[Captured, Edges]]:
-    """The output error of every edge, as its share of a sum of squares, of every graph that runs, averaged over the batches."""
+    """Measure the squared output error of every edge of every graph that runs, as the mean over the batches."""
     probe = EdgeProbe(low)
     generator = torch.Generator().manual_seed(0)
     with bar("batches weighed", len(batches)) as advance:

@@ -1,6 +1,6 @@
-"""A model captured as `rewrite` captures it, whose graphs are then run by any runner: watched, rounded, with gradients taken.
+"""Capture a model as `rewrite` does, and run its graphs with any runner: observed, rounded, or with gradients.
 
-Calibration, the search for an accuracy and the sensitivity report all stand on this: graphs and nodes are those of the plan.
+Calibration, the search for an accuracy and the sensitivity report use it, so that graphs and nodes have the names of the plan.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from amprewrite.tables.errors import CalibrationError
 from amprewrite.torch_internals.trees import TreeSpec, tree_flatten
 
 GraphRunner = Callable[[Captured, tuple[Any, ...]], Any]
-"""Runs a captured graph on real inputs, and gives its results."""
+"""Runs a captured graph on real inputs, and returns its results."""
 Forward = Callable[[nn.Module, Any], Any]
 """Calls the model on a batch."""
 
 
 class _TrialSession(Session):
-    """Captures as any rewritten model does, and has each graph run by the trial's runner of the moment."""
+    """Captures graphs like any rewritten model, and runs each with the trial's current runner."""
 
     runner: GraphRunner | None = None
 
@@ -52,22 +52,22 @@ class _TrialSession(Session):
         return Region(graphs.entry, plan, run)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Warn of nothing: what is left out is told when the model is rewritten."""
+        """Do nothing: `rewrite` warns of parts that are left out."""
 
     def _check_products(self) -> None:
-        """Ask nothing of plans: the regions of a trial have none."""
+        """Do nothing: the regions of a trial have no plans."""
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A batch given as the arguments of one call."""
+    """A batch in the form of the arguments of one call."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Trial:
-    """A model on trial. Its mode (train or eval) is the model's; parameters, buffers and random state stay as they were."""
+    """A captured model for trials, in the model's mode (train or eval). Parameters, buffers and random state do not change."""
 
     def __init__(self, model: nn.Module, options: Options, forward: Forward | None = None) -> None:
         refuse_ambient_autocast()
@@ -77,10 +77,10 @@ class Trial:
         self.name = type(plain).__name__
         self.forward = forward or call_on
         self.graphs: dict[int, Captured] = {}
-        """Every graph that has run so far, in order."""
+        """All graphs that have run so far, in order."""
 
     def run(self, batch: Any, runner: GraphRunner) -> Any:
-        """The model's result on one batch, its graphs run by `runner`."""
+        """Run the model on one batch, with `runner` for its graphs, and return its result."""
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
 
@@ -103,13 +103,13 @@ class Trial:
 
 
 def _is_no_list(batches: Any) -> bool:
-    """Whether this is one batch, or nothing that batches can be taken from."""
+    """Whether this is a single batch, or no iterable."""
     return isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__") or not isinstance(batches, Iterable)
 
 
 # -- batches --------------------------------------------------------------------------------
 def call_on(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch: a mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument."""
+    """Call the model on a batch: a mapping as keyword arguments, a tuple or list as positional ones, anything else as the one argument."""
     if isinstance(batch, CallArguments):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):
@@ -120,7 +120,7 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 
 
 class Batches:
-    """Batches as a DataLoader gives them, each checked before it is handed on. CalibrationError says which is wrong, and how."""
+    """Iterate over batches and check each. Raises CalibrationError that names the faulty batch and the fault."""
 
     def __init__(self, batches: Any, model: nn.Module, own_forward: bool) -> None:
         if _is_no_list(batches):
@@ -133,10 +133,10 @@ class Batches:
         self.kinds: list[str] = []
 
     def __len__(self) -> int:
-        """0 if it is unknown."""
+        """Number of batches; 0 if it is unknown."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else 0
-        except TypeError:  # a DataLoader over a stream has a length in name only
+        except TypeError:  # a DataLoader over a stream has `__len__`, which raises
             return 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -178,13 +178,13 @@ class Batches:
 
 
 MOST_KEPT = 8
-"""Batches that are kept to measure errors on: of more the first are taken."""
+"""Most batches that are kept to measure errors. The first ones are kept."""
 
 
 def tee(batches: Any, into: list[Any]) -> Any:
-    """`batches` as they are, of which the first MOST_KEPT end up in `into` too once they are gone through."""
+    """An iterable of the same batches that also appends the first MOST_KEPT to `into`."""
     if _is_no_list(batches):
-        return batches  # iterating over them says what is wrong
+        return batches  # `Batches` raises the error
 
     def each() -> Iterator[Any]:
         for batch in batches:

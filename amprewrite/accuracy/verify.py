@@ -1,8 +1,8 @@
-"""What a plan does to a model's numbers, op by op, whatever the kernels of this machine do.
+"""Measure the effect of a plan on a model's numbers, op by op, independent of this machine's kernels.
 
-CPU kernels hide low precision (they may compute fp16 in fp32 throughout), so a claim about a plan is checked under the strict
-interpreter: every op runs in fp32, and its result is rounded to nearest even where the plan says low and where a cast to low
-stands. Each op's result before rounding gives the error that the op itself introduces, an unrounded run that accumulated so far.
+CPU kernels hide low precision, since they may compute fp16 in fp32. So a plan is checked under the strict interpreter. Every op runs in
+fp32; results of low ops and of casts to low are rounded to nearest even. Comparison with the op's result before rounding gives the
+error that the op introduces; comparison with an unrounded run gives the error accumulated so far.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from amprewrite.tables.vocabulary import Colour
 
 Measure = Literal["accumulated", "introduced", "overflow", "underflow", "largest"]
 WIDTH = 80
-"""Columns that a printed report takes at most."""
+"""Most columns of a printed report."""
 _COLUMNS = {"colour": 6, "own": 8, "total": 8, "largest": 8, "over": 6, "under": 6}
 """Titles and widths of the figures of a row."""
 LOST = 0.1
-"""Relative error from which on a value is shown though its op rounded nothing itself."""
+"""Relative error from which a value is shown even if its op rounded nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ class Report:
 
     low: str
     rows: tuple[Row, ...]
-    """In the order in which they ran."""
+    """Results and casts in running order."""
     output_error: float
-    """Relative L2 error of the model's floating outputs together, against fp32: what rounding did to what was captured."""
+    """Relative L2 error of all floating outputs of the captured graphs, rounded against fp32."""
     notes: tuple[str, ...] = ()
     capture_error: float | None = 0.0
-    """Relative L2 error of the captured fp32 graphs against the model as it is written: what capture did, before any rounding.
+    """Relative L2 error of the captured fp32 graphs against the eager model: the effect of capture alone, without rounding.
 
-    0 if it is no more than fp32 rounds; None if the model does not give the same twice.
+    0 if it is within fp32's rounding; None if two runs of the model differ.
     """
     parted: str = ""
-    """The first captured op whose values the model as it is written does not have."""
+    """The first captured op with a value that the eager model does not compute."""
 
     @property
     def overflows(self) -> tuple[Row, ...]:
-        """Where values left the range of the low format, in the order in which they ran: the first is the cause."""
+        """Rows with values beyond the range of the low format, in running order. The first is the cause."""
         return tuple(row for row in self.rows if row.overflow > 0)
 
     def worst(self, n: int = 10, by: Measure = "accumulated") -> tuple[Row, ...]:
-        """The `n` worst rows: those that overflow as they ran, then the others by the measure asked for."""
+        """The `n` worst rows: first overflows in running order, then the other rows by the measure `by`."""
 
         def badness(row: Row) -> float:
             value: float = getattr(row, by)
@@ -62,8 +62,9 @@ class Report:
         return (*self.overflows, *others)[:n]
 
     def table(self, n: int = 20, by: Measure = "accumulated") -> str:
-        """The `n` worst rows as text, at most 80 columns wide: each row's own error, that in total, the largest value,
-        over- and underflow; low ops that only hand values on are left out, but not a difference that magnifies what was lost before."""
+        """The `n` worst rows as text, at most 80 columns wide: own error, total error, largest value, overflow and underflow.
+
+        Low ops that only pass values on are left out, unless their total error is `LOST` or more."""
         return table_of("node", _COLUMNS, self._telling(by), n, _figures)
 
     def _telling(self, by: Measure = "accumulated") -> list[Row]:
@@ -78,7 +79,7 @@ class Report:
         return "\n".join([*self._head(), "", self.table()])
 
     def _repr_html_(self) -> str:
-        """The report as a notebook shows it."""
+        """An HTML fragment for notebooks."""
         rows = ((place_of(row, len(row.name) + len(row.module) + 4).rstrip(), *_figures(row)) for row in self._telling()[:20])
         return fragment(self._head(), ("node", *_COLUMNS), rows)
 
@@ -99,11 +100,11 @@ class Report:
 
 
 def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Report:
-    """What the plan of the rewritten model `amp` does to its numbers on these inputs, with true rounding.
+    """Measure the errors of the rewritten model `amp` on these inputs, op by op, with every low result truly rounded.
 
-    The model is captured anew in its present mode (train or eval, with or without gradients), and run as it is written beside that: the
-    report tells what capture changed from what rounding did. Buffers, random state and the inputs are left as they were. All results of
-    one fp32 run are held in memory meanwhile.
+    The model is captured anew in its present mode (train or eval, with or without gradients). It also runs eagerly, so that the report
+    separates effects of capture from effects of rounding. Buffers, random state and inputs do not change. All results of one fp32 run
+    are held in memory during the call.
 
     Raises PolicyError if `amp` is not rewritten, CaptureError if nothing of it can be captured.
     """
@@ -119,7 +120,7 @@ def _figures(row: Row) -> Sequence[str]:
 
 
 def table_of(first: str, columns: Mapping[str, int], rows: Sequence[Row], most: int, figures: Callable[[Row], Sequence[str]]) -> str:
-    """A text table of `most` of the rows: where each is, under the title `first`, and its figures in `columns` of so many characters."""
+    """A text table of the first `most` rows. The column `first` has the row's place; `columns` has titles and widths of the figures."""
     left = WIDTH - sum(columns.values()) - len(columns)
     lines = [f"{first:{left}}" + "".join(f" {title:>{width}}" for title, width in columns.items())]
     for row in rows[:most]:
@@ -133,7 +134,7 @@ def percentage(share: float) -> str:
 
 
 def place_of(row: Row, width: int) -> str:
-    """Name and module in `width` columns; a long module path loses its front."""
+    """Name and module in `width` columns. A long module path is cut at the front."""
     name = row.name if len(row.name) <= width else "…" + row.name[1 - width :]
     room = width - len(name) - len(" in ")
     if not row.module or room < 6:

@@ -1,6 +1,6 @@
-"""The plan that users hold: it prints, counts, explains and draws itself.
+"""The plan class for users: it prints, counts, explains and draws itself.
 
-What prints is imported when it is asked: naming the class alone imports none of it.
+Each view is imported on first use, so that importing the class stays cheap.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 @dataclass(frozen=True)
 class CastPlan(ModelPlan):
-    """The plan of a model: one region a captured graph.
+    """The plan of a model, with one region for each captured graph.
 
-    `print(plan)` lists every node; `summary()` counts; `explain(name)` answers about a node or a module; `to_json()` and
+    `print(plan)` lists every node; `summary()` counts; `explain(name)` explains a node or a module; `to_json()` and
     `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs.
     """
 
@@ -33,18 +33,18 @@ class CastPlan(ModelPlan):
         return cls(**{each.name: getattr(plan, each.name) for each in fields(ModelPlan)})
 
     def explain(self, name: str = "") -> str:
-        """Sentences about a node ("linear_3"), a module ("encoder.layer.0") or, with no name, the whole plan.
+        """Explain a node ("linear_3"), a module ("encoder.layer.0") or, without a name, the whole plan.
 
-        What runs in what, which rule decided, caused by whom, what would change it, and what that would cost in casts. What
-        would change a node is tried out on the op graph, so only a plan that was just decided can tell; one read from JSON
-        gives what it recorded. Heavy ops left high come first. PlanError with near misses for an unknown name.
+        The sentences give the format, the rule that decided, the node that caused it, a change that would alter it, and the price of
+        that change in casts. Changes are tried on the op graph. A plan read from JSON has no op graph, so it gives the recorded
+        reasons only. Heavy ops left high come first. Raises PlanError with similar names for an unknown name.
         """
         from amprewrite.report.questions.explain import explain
 
         return explain(self, name)
 
     def summary(self) -> str:
-        """Heavy ops left high, counts, and what the plan and the plans it was weighed against would take."""
+        """Heavy ops left high, counts, and the predicted times of this plan and of the plans that it was compared with."""
         return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
 
     def _weighed(self) -> list[str]:
@@ -66,8 +66,8 @@ class CastPlan(ModelPlan):
         return lines
 
     def counts(self) -> str:
-        """Counts on a few lines: heavy ops left high first, nodes by colour, casts by kind, share of FLOPs that run low, ops of
-        other libraries that no list has."""
+        """Counts on a few lines: heavy ops left high, nodes by colour, casts by kind, share of FLOPs that run low, ops of other
+        libraries on no list."""
         from amprewrite.report.questions.explain import heavy
 
         ops = [node for node in self.nodes if node.role == "op"]
@@ -92,9 +92,9 @@ class CastPlan(ModelPlan):
         return "\n".join(map(printable, lines))
 
     def listing(self, fold: bool = False, width: int = 0) -> str:
-        """The code that the plan makes, a line an op: dtype, colour, shape, source line and reason, grouped by module.
+        """The planned graph as code, one op a line, with dtype, colour, shape, source line and reason, grouped by module.
 
-        `fold=True` gives a table with a row a module that fits one screen instead. Lines are cut at `width`; 0 cuts nothing.
+        `fold=True` gives a table with one module a row, which fits one screen. Lines are cut at `width`; 0 cuts none.
         """
         from amprewrite.report.listing import listing
 
@@ -103,39 +103,39 @@ class CastPlan(ModelPlan):
     def to_html(self, path: Any, title: str = "", report: Any = None) -> Path:
         """Write a report as one self-contained HTML file: the graph, charts, and an answer for every node.
 
-        `report` is what `verify` or `debug` gave for the same model: it adds ranges and errors. EmitError if `path` cannot
-        be written.
+        `report` is the result of `verify` or `debug` for the same model; it adds ranges and errors. Raises EmitError if `path`
+        cannot be written.
         """
         from amprewrite.report.html.page import to_html
 
         return to_html(self, path, title, report)
 
     def to_svg(self, path: Any = None, depth: int | None = None) -> str:
-        """The graph as SVG text, written to `path` if there is one; modules below `depth` are drawn as one box."""
+        """The graph as SVG text, written to `path` if given. Modules below `depth` are drawn as one box."""
         from amprewrite.report.pictures.svg import to_svg
 
         return to_svg(self, path, depth)
 
     def to_png(self, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-        """Draw the plan as `to_svg` does, into a PNG file. EmitError if the png extra is not installed."""
+        """Write the drawing of `to_svg` as a PNG file. Raises EmitError if the png extra is not installed."""
         from amprewrite.report.pictures.svg import to_png
 
         return to_png(self, path, depth, scale)
 
     def to_dot(self, path: Any = None) -> str:
-        """The graph as DOT text for Graphviz, modules as clusters; written to `path` if there is one."""
+        """The graph as DOT text for Graphviz, with modules as clusters, written to `path` if given."""
         from amprewrite.report.pictures.dot import to_dot
 
         return to_dot(self, path)
 
     def to_model_explorer(self, path: Any, graph: str = "main") -> Path:
-        """Write node data for Google's Model Explorer: colours and casts over the graph called `graph` there."""
+        """Write node data for Google's Model Explorer, which shows formats and colours on its graph called `graph`."""
         from amprewrite.report.pictures.model_explorer import to_model_explorer
 
         return to_model_explorer(self, path, graph)
 
     def _repr_html_(self) -> str:
-        """The plan as a notebook shows it: an HTML fragment."""
+        """An HTML fragment for notebooks."""
         from amprewrite.report.html.notebook import to_notebook
 
         return to_notebook(self, self.summary())
@@ -148,15 +148,15 @@ class CastPlan(ModelPlan):
 
     @staticmethod
     def schema() -> dict[str, dict[str, str]]:
-        """What each key of the JSON form means, by kind of object: plan, region, node, cast, skipped.
+        """The meaning of each key of the JSON form, by kind of object: plan, region, node, cast, skipped and others.
 
-        The version is one number: it rises whenever a file of before cannot be read any more. Keys that are added have defaults.
+        The version is one number. It rises when older files can no longer be read without migration. New keys have defaults.
         """
         return schema()
 
 
 class PendingPlan:
-    """What `amp.plan` is before capture: nothing has been left out yet, and asking it for anything else is a PlanError."""
+    """The value of `amp.plan` before capture. `skipped` is empty; any other attribute raises PlanError."""
 
     skipped: tuple[Skipped, ...] = ()
 

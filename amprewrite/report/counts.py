@@ -1,4 +1,4 @@
-"""What all views of a plan count: bytes of a result, rows by module, casts by kind, ops by dtype."""
+"""Counts for all views of a plan: bytes of a result, rows by module, casts by kind, ops by dtype."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 _OTHERS = {"fp64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 BYTES = {row.name: row.bytes for row in FORMATS.values()} | _OTHERS
-"""Bytes of an element; dtypes that are not here count as nothing."""
+"""Bytes of an element by dtype. Other dtypes count as 0 bytes."""
 
 
 def node_bytes(node: NodePlan) -> int:
-    """Bytes of a node's result after the rewrite; symbolic dims count as 1."""
+    """Bytes of a node's result after the rewrite. Symbolic dims count as 1."""
     return math.prod(size for size in node.shape if isinstance(size, int)) * BYTES.get(node.dtype, 0) if node.shape else 0
 
 
 def by_region(plan: ModelPlan) -> Iterator[tuple[tuple[NodePlan, ...], tuple[Cast, ...]]]:
-    """Nodes and casts of each region, with the names that `plan.nodes` and `plan.casts` give them."""
+    """Nodes and casts of each region, with their names in `plan.nodes` and `plan.casts`."""
     nodes, casts = iter(plan.nodes), iter(plan.casts)
     for region in plan.regions:
         yield tuple(next(nodes) for _ in region.nodes), tuple(next(casts) for _ in region.casts)
 
 
 def cast_kind(cast: Cast) -> str:
-    """What a cast copies, in words."""
+    """The kind of a cast in words: "weights to low", "activations to low" or "activations to fp32"."""
     if cast.weight:
         return "weights to low"
     return "activations to fp32" if cast.to == "fp32" else "activations to low"
@@ -43,7 +43,7 @@ def casts_by_kind(casts: Iterable[Cast]) -> dict[str, int]:
 
 
 def fp8_counts(plan: ModelPlan) -> list[str]:
-    """A line on how much runs in fp8, if that was asked for."""
+    """One line on the share of GEMMs in fp8; none if fp8 was not asked for."""
     if not any(region.quantised for region in plan.regions):
         return []
     weighed = [each for region in plan.regions for each in region.quantised.products]
@@ -59,34 +59,34 @@ def fp8_counts(plan: ModelPlan) -> list[str]:
 
 
 def is_heavy_high(node: NodePlan) -> bool:
-    """A matmul or convolution that was left in fp32; one that the model computes in half precision itself was not."""
+    """Whether a matmul or convolution was left in fp32. Half precision in the model's own code does not count."""
     return node.role == "op" and node.flops > 0 and node.colour is not Colour.LOW and node.reason is not Reason.HALF
 
 
 def by_impact(nodes: Iterable[NodePlan]) -> list[NodePlan]:
-    """Heavy ops left high, the most FLOPs first."""
+    """Heavy ops left high, most FLOPs first."""
     return sorted(filter(is_heavy_high, nodes), key=lambda node: -node.flops)
 
 
 @dataclass
 class ModuleRow:
-    """Counts over the ops of one module and everything below it."""
+    """Counts over the ops of one module and its submodules."""
 
     path: str
     ops: int = 0
     low: int = 0
     high: int = 0
     casts: int = 0
-    """Casts of activations whose first reader stands here."""
+    """Casts of activations whose first reader is in this module."""
     weight_casts: int = 0
     flops: int = 0
     low_flops: int = 0
     bytes: int = 0
-    """Of all results, after the rewrite."""
+    """Bytes of all results after the rewrite."""
     times: int = 1
-    """Siblings with the very same counts that this row stands for."""
+    """Number of siblings with the same counts that share this row."""
     name: str = ""
-    """Last part of the path; several where a module holds nothing but one other, a span where siblings are merged."""
+    """Last part of the path; several parts if a module holds one submodule only, a span if siblings share the row."""
     parts: dict[str, ModuleRow] = field(default_factory=dict)
 
     def counts(self) -> tuple[int, ...]:
@@ -105,12 +105,12 @@ class ModuleRow:
 
 
 def module_tree(plan: ModelPlan) -> ModuleRow:
-    """The root's row, with one below it for every module."""
+    """The row of the root module, with a row below it for every module."""
     root = ModuleRow("")
     for nodes, casts in by_region(plan):
         first = Counter((cast.users[0], cast.weight) for cast in casts if cast.users)
         for node in nodes:
-            if node.role != "op":  # a result that is handed back in its promised format
+            if node.role != "op":  # a result of the graph, which is returned in its original format
                 root.casts += first[node.name, False]
                 root.weight_casts += first[node.name, True]
                 continue
@@ -125,7 +125,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
 
 
 def _joined(row: ModuleRow) -> ModuleRow:
-    """Modules that hold nothing but one other share a row with it."""
+    """Merge each module that holds one submodule only with that submodule."""
     row.parts = {name: _joined(part) for name, part in row.parts.items()}
     if len(row.parts) == 1 and row.name:
         (part,) = row.parts.values()
@@ -135,7 +135,7 @@ def _joined(row: ModuleRow) -> ModuleRow:
 
 
 def folded(root: ModuleRow, most: int = 40) -> list[tuple[int, ModuleRow]]:
-    """(depth, row) of modules, opened from the root on while everything fits `most` rows; like siblings share a row."""
+    """Rows of modules as (depth, row), opened from the root on while all fit in `most` rows. Equal siblings share a row."""
     opened: set[str] = set()
     rows = [(0, root)]
     while True:
@@ -165,7 +165,7 @@ def _shown(root: ModuleRow, opened: set[str]) -> list[tuple[int, ModuleRow]]:
 
 
 def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
-    """Neighbouring siblings that count the same as one row, such as layers 0 to 11."""
+    """Merge neighbouring numbered siblings with equal counts into one row, such as layers 0 to 11."""
     rows: list[ModuleRow] = []
     for (numbered, _), group in groupby(parts.values(), key=lambda row: (row.name.isdigit(), row.counts())):
         alike = list(group)
@@ -191,7 +191,7 @@ def op_dtypes(plan: ModelPlan) -> list[tuple[str, int, int, int, int]]:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """A count in few characters: 1.2 G, 34 k."""
+    """A number in few characters: 1.2 G, 34 k."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g} {prefix}{unit}"
@@ -199,5 +199,5 @@ def amount(number: float, unit: str = "") -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A share in per cent, "-" of nothing."""
+    """A share in per cent; "-" if `whole` is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"

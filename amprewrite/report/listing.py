@@ -1,4 +1,4 @@
-"""The listing: the code that a plan makes, annotated line by line, or folded to a row a module."""
+"""The listing of a plan: its graph as code, one annotated op a line, or a table with one module a row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from amprewrite.tables.recipes import OUT
 from amprewrite.tables.vocabulary import Colour
 
 SCREEN = 40
-"""Rows of a folded listing at most."""
+"""Most rows of a folded listing."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a listing, before it is laid out."""
+    """One line of a listing, before columns are aligned."""
 
     kind: str
     """graph, module, cast, note, or the colour of an op."""
@@ -31,13 +31,13 @@ class Line:
 
 
 def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
-    """The plan as code, or folded to a table of modules: text whose lines are cut to `width` if one is given."""
+    """The plan as code, or as a table of modules if `fold`. Lines are cut to `width` unless it is 0."""
     found = fold_table(plan) if fold else laid_out(list(code_lines(plan)))
     return "\n".join(line if not width or len(line) <= width else f"{line[: width - 1]}…" for _, line in found)
 
 
 def code_lines(plan: ModelPlan) -> Iterator[Line]:
-    """Lines in the order in which the ops run, a header wherever another module begins."""
+    """Lines in the order in which the ops run, with a header at each change of module."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
         yield Line("graph", f"# {region.name}, {state}: {sum(n.role == 'op' for n in nodes)} ops, {len(casts)} casts")
@@ -82,7 +82,7 @@ def _cast_line(cast: Cast, module: str, prefix: str) -> Line:
 
 
 def _short(value: str, module: str, prefix: str, to: str = "") -> str:
-    """A value's name without the module that the reader stands in, and with the format of the copy that is read."""
+    """A value's name relative to the reader's module, followed by the format of the copy that is read."""
     name = value.removeprefix(prefix)
     name = f"self{name[len(module) :]}" if module and name.startswith(f"{module}.") else name
     return f"{name}:{to}" if to else name
@@ -94,7 +94,7 @@ def _tally(nodes: list[NodePlan]) -> str:
 
 
 def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
-    """(kind, text) of each line, in columns."""
+    """Each line as (kind, text), in aligned columns."""
     code = min(max((len(line.code) for line in lines if line.kind not in ("graph", "module", "note")), default=0), 72)
     shape = max((len(line.shape) for line in lines), default=0)
     source = max((len(line.source) for line in lines), default=0)
@@ -109,7 +109,7 @@ def laid_out(lines: list[Line]) -> list[tuple[str, str]]:
 
 
 def fold_table(plan: ModelPlan, most: int = SCREEN, width: int = 80) -> list[tuple[str, str]]:
-    """A table with a row a module, as a (kind, text) a line, in at most `most` rows and `width` columns."""
+    """A table with one module a row, as (kind, text) of each line, in at most `most` rows and `width` columns."""
     root = module_tree(plan)
     rows = folded(root, most - 1)
     titles = ("ops", "low", "high", "casts", "weights", "FLOPs", "low", "bytes")

@@ -1,4 +1,4 @@
-"""What each key of a plan's JSON form means."""
+"""The meaning of each key of a plan's JSON form."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ MEANING = {
 
 
 def schema() -> dict[str, dict[str, str]]:
-    """Keys and their meaning by kind of object; see CastPlan.schema."""
+    """Keys and their meanings by kind of object; see CastPlan.schema."""
     return {kind: {f.name: _meaning(kind, f.name) for f in fields(cls) if f.name != "basis"} for kind, cls in KINDS.items()}
 
 

@@ -19,8 +19,10 @@ PLAIN = (
     "amprewrite/__init__.py",
     "amprewrite/graphs/fx/flow",
     "amprewrite/graphs/fx/ops",
+    "amprewrite/accuracy",
     "amprewrite/ir",
     "amprewrite/planner",
+    "amprewrite/report",
     "amprewrite/torch_internals",
     "passes",
 )  # fmt: skip

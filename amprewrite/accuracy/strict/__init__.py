@@ -1,1 +1,1 @@
-"""The strict interpreter: fp32 everywhere, rounded wherever a plan says low."""
+"""The strict interpreter: it runs graphs in fp32 and rounds every result and copy that a plan makes low."""

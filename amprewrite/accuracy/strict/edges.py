@@ -1,4 +1,4 @@
-"""Run a captured graph in fp32 with an alias for every edge, to weigh in a backward pass what rounding the edge would cost."""
+"""Run a captured graph in fp32 with an alias for every edge, so that backward gives the output error of rounding the edge."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.trees import tree_flatten, tree_unflatten
 
 _NO_DERIVATIVE = "is not differentiable with respect to argument"
-"""What PyTorch says of an operand that must not ask for a gradient."""
+"""Part of PyTorch's error for an operand that must not require a gradient."""
 
 Edges = dict[tuple[str, str], float]
-"""(value, reader) of one graph: squared relative output error of rounding the value for this reader."""
+"""For each (value, reader) of one graph: the squared relative output error of rounding the value for this reader."""
 
 
 class EdgeProbe:
-    """Runs graphs in fp32 and collects in `edges` the gradient of every edge: what one reader sends back to one value."""
+    """Runs graphs in fp32 and collects in `edges` the squared output error of every edge, from its gradient in backward."""
 
     def __init__(self, low: Format) -> None:
         self.low, self.weight = low, 0.0
@@ -38,7 +38,7 @@ class EdgeProbe:
         return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
-        """A leaf to hang the gradients of `value` on; `value` itself if gradients reach it anyway, or if it is written in place."""
+        """A leaf with the data of `value`, so that gradients reach it. `value` itself if they do already, or if it is written in place."""
         plain = isinstance(value, torch.Tensor) and value.is_floating_point() and (value.is_leaf or not value.requires_grad)
         if not plain or touched:
             return value
@@ -47,7 +47,7 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """A view of `tensor` for one reader; the squared error that rounding it there would cause is added to `edges` in backward."""
+        """A view of `tensor` for one reader. Backward adds the squared output error of rounding it for this reader to `edges`."""
         if not (tensor.requires_grad and tensor.dtype == torch.float32 and tensor.layout == torch.strided):
             return tensor
         alias = tensor.view_as(tensor)
@@ -70,11 +70,11 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # rounding does not care for no_grad
+            return None  # values inside no_grad are rounded as well, so their edges need gradients
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)
-        in_place = written(n)  # an alias of those would not be the tensor that others read
+        in_place = written(n)  # a write to an alias of these would miss the tensor that other ops read
 
         def operand(node: torch.fx.Node) -> Any:
             value = self.env[node]
@@ -98,10 +98,10 @@ class _EdgeInterpreter(torch.fx.Interpreter):
             return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
 
     def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operands, copies instead of those for which the op has no derivative: running statistics, class weights.
+        """The operands, with copies of operands for which the op has no derivative: running statistics, class weights.
 
-        Each is tried as the only one with a gradient. The op may write what it reads, and the model's buffers get their old
-        values back before backward: hence the copies.
+        Each operand is tried as the only one with a gradient. The trials use copies, since the op may write its operands and the
+        model's buffers are restored before backward.
         """
         leaves, spec = tree_flatten((args, kwargs))
         kept = [_copy(leaf) for leaf in leaves]
@@ -119,13 +119,13 @@ class _EdgeInterpreter(torch.fx.Interpreter):
         return tree_unflatten(kept, spec)
 
     def _unweighed(self, node: torch.fx.Node) -> bool:
-        """Whether rounding a value costs nothing: masks saturate and hide errors, and nothing inside a torch.func transform is rounded."""
+        """Whether rounding a value counts as free: masks are clamped, and values inside a torch.func transform are never rounded."""
         vertex = self.captured.problem.graph.nodes.get(self.names.get(node, ""))
         return vertex is not None and (vertex.may_saturate or inside_transform(vertex))
 
 
 def _copy(value: Any) -> Any:
-    """A tensor's copy, which takes no gradient; anything else as it is."""
+    """A copy of a tensor that requires no gradient. Any other value is returned unchanged."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

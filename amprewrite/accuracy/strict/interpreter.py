@@ -1,8 +1,8 @@
-"""The strict interpreter: runs a captured graph in fp32 and rounds to nearest even wherever its plan says low.
+"""The strict interpreter: it runs a captured graph in fp32 and rounds every low result and copy to nearest even.
 
-`verify` and `debug` are built on it: it measures every result against what it was before rounding and against a first,
-unrounded run. With gradients on, the rounding of a low value rounds its gradient on the way back, times the loss scale, as the
-low kernels would hand it on; those are measured, too. Products that read fp8 copies read them here as well, forward and backward.
+`verify` and `debug` use it. It compares every result with its value before rounding and with a first, unrounded run. With gradients
+on, the gradient of a low value is rounded as well, multiplied by the loss scale as low kernels see it, and is measured, too. Products
+that read fp8 copies read them here as well, forward and backward.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from amprewrite.torch_internals.trees import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Row:
-    """What rounding did to one result, to one cast copy of it, or to the gradient that came back to it."""
+    """The effect of rounding on one result, on a cast copy of a result, or on the gradient of a result."""
 
     name: str
     op: str
     """Name of the op, or "cast"."""
     colour: Colour
     introduced: float
-    """Relative L2 error of the rounding alone: against the same op in fp32 on the same rounded inputs."""
+    """Relative L2 error of this rounding alone, against the same op in fp32 on the same rounded inputs."""
     accumulated: float
     """Relative L2 error against the fp32 model."""
     largest: float
     """Largest finite magnitude before rounding."""
     overflow: float
-    """Share of values that were finite and are not after rounding."""
+    """Share of values that are finite before rounding and not after it."""
     underflow: float
-    """Share of values that were not zero and are after rounding."""
+    """Share of values that are nonzero before rounding and zero after it."""
     module: str = ""
     source: str = ""
     weight: bool = False
-    """A cast of a parameter."""
+    """Whether it is a cast of a parameter."""
     inherited: float = math.nan
-    """Relative L2 error before rounding: what came in with the operands."""
+    """Relative L2 error before rounding, which comes from the operands."""
     smallest: float = 0.0
-    """Smallest magnitude before rounding that is not zero; 0 if all are."""
+    """Smallest nonzero magnitude before rounding; 0 if all values are zero."""
     inputs: tuple[str, ...] = ()
-    """Rows that this one read: results, or the cast copies of them."""
+    """Names of the rows of its operands: results, or cast copies of results."""
 
 
 # -- numbers ------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def round_to(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _round_memory(tensor: torch.Tensor, fmt: Format) -> None:
-    """Round `tensor` in place. Elements that share memory, as an expanded tensor's do, are rounded once."""
+    """Round `tensor` in place. Elements that share memory, as in an expanded tensor, are rounded once."""
     if torch._debug_has_internal_overlap(tensor) == 0:
         tensor.copy_(round_to(tensor, fmt))
         return
@@ -99,7 +99,7 @@ def measure(
     exact: list[torch.Tensor] | None,
     limit: float = math.inf,
 ) -> Row:
-    """Compare a result with what it was before rounding and with the fp32 run; `limit` clamps both if the plan saturates."""
+    """Compare a result with its value before rounding and with the fp32 run. `limit` clamps both if the plan saturates."""
     if math.isfinite(limit):
         before = [saturate(t, limit) for t in before]
         exact = None if exact is None else [saturate(t, limit) for t in exact]
@@ -123,7 +123,7 @@ def is_fp32(value: Any) -> bool:
 
 
 def floats(value: Any) -> list[torch.Tensor]:
-    """Dense floating tensors of a result that can be looked at: those inside a vmap cannot, its results can."""
+    """Dense floating tensors of a result. Batched tensors inside a vmap are left out, since their values cannot be read."""
     tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point())
     return [t for t in tensors if t.layout == torch.strided and not is_batched(t)]
 
@@ -131,7 +131,7 @@ def floats(value: Any) -> list[torch.Tensor]:
 # -- one graph and one run of it -----------------------------------------------------------------
 @dataclass
 class StrictRegion:
-    """A captured fp32 graph with the plan that it is rounded by."""
+    """A captured fp32 graph, and the plan by which it is rounded."""
 
     captured: Captured
     plan: RegionPlan
@@ -140,7 +140,7 @@ class StrictRegion:
 
     @classmethod
     def of(cls, captured: Captured, plan: RegionPlan) -> StrictRegion:
-        """A captured graph with its plan, whose nodes are matched by place: the reader's order is canonical."""
+        """Match the nodes of a plan with a captured graph by position, since the reader's order is canonical."""
         pairs = list(zip(captured.problem.graph, plan.nodes, strict=True))
         nodes = {captured.nodes[vertex.name]: planned for vertex, planned in pairs}
         may_saturate = frozenset(planned.name for vertex, planned in pairs if vertex.may_saturate)
@@ -149,7 +149,7 @@ class StrictRegion:
 
 @dataclass
 class Recording:
-    """What one run of a graph keeps, and how it is run."""
+    """Options of one run of a graph, and the values and rows that it records."""
 
     reference: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Results of the unrounded run by name."""
@@ -157,26 +157,26 @@ class Recording:
     """Gradients of the unrounded run by name."""
     rounding: bool = False
     kept: frozenset[str] = frozenset()
-    """Nodes that run high whatever the plan says; low readers get a rounded copy of their results."""
+    """Nodes that run high in spite of the plan. Low readers get a rounded copy of their results."""
     backward: bool = False
     scale: float = 1.0
-    """Loss scale: gradients are rounded times it."""
+    """Loss scale by which gradients are multiplied before rounding."""
     values: Values | None = None
-    """What the model as it is written has, to be compared with."""
+    """Values of the eager model, for comparison."""
     parted: list[NodePlan] = field(default_factory=list)
-    """Ops whose results are none of `values`, in the order in which they ran."""
+    """Ops with results that are not in `values`, in running order."""
     rows: list[Row] = field(default_factory=list)
     gradient_rows: list[Row] = field(default_factory=list)
-    """In the order in which backward came by."""
+    """Rows of gradients, in the order of backward."""
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds a value; on the way back rounds its gradient, and hands both to `seen`."""
+    """Rounds a value, and in backward its gradient. Calls `seen` with the gradient after and before rounding."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
         ctx.fmt, ctx.scale, ctx.seen = fmt, scale, seen
-        return rounded.detach()  # an input that comes back as it is would be a view, which code of the model may not write
+        return rounded.detach()  # autograd would make a returned input a view, which the model's code may not write
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -188,7 +188,7 @@ class _Rounded(torch.autograd.Function):
 class StrictInterpreter(torch.fx.Interpreter):
     """Runs a captured fp32 graph.
 
-    Rounding, it does as the plan says and measures against the recorded reference; else it fills the reference.
+    With `recording.rounding`, it rounds by the plan and measures against the recorded reference. Otherwise it records the reference.
     """
 
     def __init__(self, region: StrictRegion, recording: Recording, path: str = "") -> None:
@@ -198,7 +198,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.copies: dict[Cast, Any] = {}
         self.fp8 = {each.node: each for each in region.plan.quantised.chosen}
         self.quantised: dict[str, list[str]] = {}
-        """By product: the names of the rows of the fp8 copies that it reads."""
+        """For each product: names of the rows of the fp8 copies that it reads."""
         self.clamped = region.plan.edited(Edit.CLAMP_CONSTANTS)
         self.casts = {
             (cast.value, user): cast
@@ -226,7 +226,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             args, kwargs = map_aggregate((args, kwargs), self._fit)
         fp8 = self.fp8.get(planned.name) if low else None
         result = getattr(self, n.op)(n.target, args, kwargs) if fp8 is None else self._product(n, planned, fp8)
-        shown = args[0] if result is None and args else result  # setitem and the like stand for what they write
+        shown = args[0] if result is None and args else result  # setitem and similar ops return None: use the tensor that they write
         before = [t.detach().clone() if low else t.detach() for t in floats(shown)]
         if low:
             rounded = tree_map(lambda value: self._round(planned, value, args[:1]), shown)
@@ -241,7 +241,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return result
 
     def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
-        """A product of which some GEMMs read fp8 copies, in this run and in a backward through it. Each copy has a row of its own."""
+        """Run a product with some GEMMs on fp8 copies, in the forward and in a backward through it. Each copy gets a row."""
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
@@ -267,7 +267,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Name of the row of what a node reads."""
+        """Name of the row of an operand: the value, or its cast copy."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 
@@ -296,7 +296,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.env[node]
 
     def _copy(self, cast: Cast, planned: NodePlan, value: Any) -> Any:
-        """The low copy of a value, made when its first reader wants it and shared by all."""
+        """The low copy of a value, made for its first reader and shared by all readers."""
         if cast not in self.copies:
             limit = self.low.max if cast.saturate else math.inf
             self.copies[cast] = tree_map(
@@ -308,13 +308,13 @@ class StrictInterpreter(torch.fx.Interpreter):
         return self.copies[cast]
 
     def _low_value(self, planned: NodePlan, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """A rounded value; with gradients on, one that rounds its gradient."""
+        """The rounded value. With gradients on, backward rounds its gradient as well."""
         rounded = round_to(source, self.low)
         if not (value.requires_grad and torch.is_grad_enabled()):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
-            if not self.recording.backward:  # the model takes this gradient itself
+            if not self.recording.backward:  # the model's own code computes this gradient
                 return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None
@@ -334,22 +334,22 @@ class StrictInterpreter(torch.fx.Interpreter):
         return replace(row, module=planned.module, source=planned.source)
 
     def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
-        """A rounded fp32 tensor. What an op wrote in place is rounded in place; if nothing changes the very tensor is kept,
-        for it may be a view of another."""
+        """Round an fp32 tensor, in place if the op wrote it in place. If no value changes, the same tensor is returned, since it may
+        be a view."""
         if not is_fp32(value):
             return value
         rounded = round_to(value, self.low)
         if any(value is operand for operand in first):
-            _round_memory(value.data, self.low)  # not seen by autograd, which may have saved the value: gradients pass as they are
+            _round_memory(value.data, self.low)  # hidden from autograd, which may have saved the value: gradients pass unchanged
             return value
         return value if torch.equal(rounded, value.detach()) else self._low_value(planned, value, value)
 
     def _fit(self, leaf: Any) -> Any:
-        """Constants beyond the low format's range become its ends, as the rewrite makes them."""
+        """Clamp constants to the low format's range, as the rewrite does."""
         return math.copysign(self.low.max, leaf) if is_far(leaf, self.low) else leaf
 
     def _run_body(self, n: torch.fx.Node, args: tuple[Any, ...]) -> Any:
-        """Run the body of a rewritten activation checkpoint by its own plan."""
+        """Run the body of a rewritten activation checkpoint with its own plan."""
         name = str(n.args[0].target)  # type: ignore[union-attr]
         plan = next((body for body in self.region.plan.bodies if body.name == name), None)
         if plan is None:

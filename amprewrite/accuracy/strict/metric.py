@@ -1,10 +1,10 @@
-"""What the error of a model is: of all its floating outputs, of the probabilities of the next token, or what a function says.
+"""Metrics of a model's error: of all floating outputs, of the probabilities of the next token, or by a function of the user.
 
-1. *Relative L2 error* of all floating outputs together. Over batches its mean square counts.
-2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, of the probabilities that the logits give, from fp32's. To second order it is
+1. *Relative L2 error* of all floating outputs together; over batches, its root mean square.
+2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, between the probabilities of the logits and fp32's. To second order it is
    half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ is Fisher's information (Kullback 1959). So the error that
    each rounding causes comes from backward passes, too: draws v = √p·s − p·(√p·s) with random signs s have the covariance F.
-3. A function of (fp32 output, output) that gives a number. Its candidates are ordered by the relative L2 error.
+3. A function of (fp32 output, output) that returns a number. Its candidates are ordered by the relative L2 error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Metric:
     unit: str = "relative L2"
 
     def error(self, exact: Any, got: Any) -> float:
-        """The error of one batch's output; inf if it has other shapes."""
+        """The error of one batch's output; inf if shapes differ."""
         wanted, found = output_floats(exact), output_floats(got)
         return relative_error(found, wanted) if [t.shape for t in found] == [t.shape for t in wanted] else math.inf
 
@@ -42,11 +42,11 @@ class Metric:
         return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
     def outputs(self, output: Any) -> list[Tensor]:
-        """The outputs whose errors count."""
+        """The outputs that the metric reads."""
         return output_floats(output)
 
     def size(self, outputs: Sequence[Tensor]) -> float:
-        """What a squared sum over `draw` is divided by."""
+        """The divisor of a squared sum over `draw`."""
         return sum(t.detach().double().square().nan_to_num(0, 0, 0).sum().item() for t in outputs)
 
     def draw(self, output: Tensor, generator: torch.Generator) -> Tensor:
@@ -55,13 +55,13 @@ class Metric:
         return torch.where(output.detach().isfinite(), signs, 0)
 
     def of_squares(self, squared: float) -> float:
-        """The error that stands for a sum of weighed squares."""
+        """The error for a sum of weighted squares."""
         return math.sqrt(squared)
 
 
 @dataclass(frozen=True)
 class LogProb(Metric):
-    """Mean Kullback-Leibler divergence of the next token's probabilities from those of fp32."""
+    """Mean Kullback-Leibler divergence between the next token's probabilities and fp32's."""
 
     unit: str = "KL divergence, nats"
 
@@ -95,7 +95,7 @@ class LogProb(Metric):
 
 @dataclass(frozen=True)
 class Judged(Metric):
-    """What a function says of (fp32 output, output)."""
+    """The error that a function of (fp32 output, output) returns."""
 
     unit: str = "by the function given"
     function: Function = lambda exact, got: math.nan
@@ -115,7 +115,10 @@ class Judged(Metric):
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in a model's output: the output itself, its `logits`, or its first tensor of three dims. PolicyError if it has none."""
+    """The logits of a model's output: a tensor itself, its `logits`, or the first floating tensor with two dims or more.
+
+    Raises PolicyError if there are none.
+    """
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     found = output if isinstance(output, Tensor) else found
     if found is None and isinstance(output, tuple | list):
@@ -129,7 +132,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def parse_metric(metric: Any) -> Metric:
-    """The metric that `metric=` names; PolicyError if it names none."""
+    """The metric that the option `metric=` names. Raises PolicyError if it names none."""
     if metric is None or is_word(metric, "l2"):
         return Metric()
     if is_word(metric, "logprob"):
@@ -145,7 +148,7 @@ def kept(output: Any) -> Any:
 
 
 def check_reference(outputs: Sequence[Tensor], name: str, index: int) -> None:
-    """Raise CalibrationError if there is nothing to compare plans with."""
+    """Raise CalibrationError if fp32 gives no floating tensor, or NaN, so that plans cannot be compared with it."""
     if not outputs:
         raise CalibrationError(f"{name} gives no floating tensor for batch {index}: there is no error to measure")
     if any(bool(t.isnan().any()) for t in outputs):

@@ -1,12 +1,12 @@
-"""A rewritten model under the strict interpreter: captured anew, run once unrounded, then rounded as often as asked.
+"""Run a rewritten model under the strict interpreter: captured anew, run once unrounded, then rounded as often as needed.
 
-1. Capture the plain clone as the rewritten model is captured, and decide each region's plan anew: at run time nothing is
-   kept for this.
-2. Run it unrounded and keep every result; with `backward`, the gradient of a loss at every low result, too.
-3. `rounded` runs it as planned, perhaps with some nodes kept high, and gives a row for every result, copy and gradient.
+1. Capture the plain clone like the rewritten model, and decide each region's plan anew, since a rewritten model does not keep its
+   captured graphs.
+2. Run it unrounded and keep every result; with `backward`, also the gradient of a loss at every low result.
+3. `rounded` runs it with the plan's rounding, with optional nodes kept high, and gives a row for every result, copy and gradient.
 
-Without `backward` graphs run without gradients, but for those that take some. Where the model does so between graphs, that fails, and
-all of them run with gradients.
+Without `backward`, only graphs that compute gradients themselves run with gradients. If the model computes gradients between graphs,
+that run fails, and all graphs run with gradients.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rounded run gave."""
+    """The result of one rounded run."""
 
     rows: tuple[Row, ...]
-    """In the order in which they ran."""
+    """Results and casts in running order."""
     error: float
     """Relative L2 error of the model's floating outputs together, against fp32."""
     gradient_rows: tuple[Row, ...] = ()
-    """In the order in which backward came by."""
+    """Gradients in the order of backward."""
     gradients: dict[str, float] = field(default_factory=dict)
     """Relative L2 error of each parameter's gradient."""
     notes: tuple[str, ...] = ()
 
 
 class StrictRun:
-    """The model, its inputs, and the unrounded run to compare with.
+    """A model with its inputs, and its unrounded run as the reference.
 
     Raises PolicyError if `amp` is not rewritten, CaptureError if nothing of it can be captured.
     """
@@ -110,7 +110,7 @@ class StrictRun:
         return CastPlan(self.low, regions)
 
     def rounded(self, kept: frozenset[str] = frozenset()) -> Outcome:
-        """Run with the rounding of the plan, but for the nodes named in `kept`, which run high."""
+        """Run with the rounding of the plan. Nodes named in `kept` run high."""
         self.rounding, self.kept, self.diverged, self.runs = True, kept, False, []
         outputs, gradients = self._run()
         notes = ("rounding sent the model's control flow another way: later results have no fp32 counterpart",) * self.diverged
@@ -123,9 +123,9 @@ class StrictRun:
         return Outcome(tuple(rows), error, tuple(back), errors, notes)
 
     def capture(self) -> tuple[float | None, str]:
-        """How far the unrounded results are from those of the model as it is written, and the op from which on.
+        """The error of the unrounded captured graphs against the eager model, and the first op that differs.
 
-        (0, "") if they are no further than fp32 rounds, (None, "") if the model does not give the same twice.
+        (0, "") if the error is within fp32's rounding, (None, "") if two runs of the model differ.
         """
         captured, self.model = self.model, plain_of(self.amp)
         try:
@@ -155,7 +155,7 @@ class StrictRun:
 
     # -- capture ------------------------------------------------------------------------------
     def _capture_in(self, path: str, names: tuple[str, ...]) -> Callable[..., Any]:
-        """Dynamo's backend for the part at `path`, whose positional parameters are `names`."""
+        """Dynamo's backend for the part at `path`, with positional parameters `names`."""
         return lambda module, example_inputs: self._capture(module, example_inputs, path, names)
 
     def _capture(self, module: torch.fx.GraphModule, example_inputs: list[Any], path: str, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -183,14 +183,14 @@ class StrictRun:
             if not self.diverged:
                 recording.reference, recording.gradients = self.reference[place][1].reference, self.reference[place][1].gradients
             scale = self.session.loss_scale
-            recording.scale = scale.value if scale.enabled and self.backward else 1.0  # gradients that the model takes are not scaled
+            recording.scale = scale.value if scale.enabled and self.backward else 1.0  # gradients in the model's own code are not scaled
         self.runs.append((number, recording))
         return StrictInterpreter(region, recording).run(*inputs)
 
     def _run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Floating outputs of the model on copies of the inputs, and the gradients of its parameters.
+        """Run the model on copies of the inputs. Returns its floating outputs and the gradients of its parameters.
 
-        Buffers, random state and `.grad` stay as they were.
+        Buffers, random state and `.grad` do not change.
         """
         args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs or {})))
         with state_kept(self.model):
@@ -207,7 +207,7 @@ class StrictRun:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The output's `loss` if it has one, the output if it is a number already, else the mean squares of all of it."""
+    """The output's `loss` if it has one, the output itself if it is a number, or the sum of its tensors' mean squares."""
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and not own.dim():
         return own
@@ -220,12 +220,12 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _prefixed(row: Row, prefix: str, several: bool) -> Row:
-    """A row named as `plan.nodes` names it."""
+    """The row with the names of `plan.nodes`, which have a prefix if there are several regions."""
     return replace(row, name=prefix + row.name, inputs=tuple(prefix + name for name in row.inputs)) if several else row
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of an input. PyTorch forbids writes to a leaf that wants a gradient, so the copy of a non-leaf is no leaf either."""
+    """A copy of an input. The copy of a non-leaf is no leaf, since PyTorch forbids in-place writes to a leaf that requires gradients."""
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
     made = leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -233,7 +233,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def output_floats(value: Any) -> list[torch.Tensor]:
-    """Floating tensors of a model's result, in objects that pytree does not know too."""
+    """Floating tensors of a model's result, also inside objects that pytree does not know."""
 
     def inside(part: Any, depth: int) -> Iterator[torch.Tensor]:
         for leaf in tree_leaves(part):

@@ -1,4 +1,4 @@
-"""Plans run strictly, without the measurements of `verify`: what a search for an accuracy evaluates."""
+"""Run plans under the strict interpreter without the measurements of `verify`, for the search for an accuracy."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _NOTHING = Row("", "", Colour.HIGH, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Unmeasured(StrictInterpreter):
-    """The strict interpreter, measuring nothing."""
+    """The strict interpreter without measurements."""
 
     def _row(self, *args: Any) -> Row:
         return _NOTHING
 
 
 def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
-    """Run a graph on real inputs as it was captured, in fp32 and without gradients."""
+    """Run a captured graph on real inputs, in fp32 and without gradients."""
     with torch.no_grad():
         return captured.module(*inputs)
 
 
 class RoundedRunner:
-    """Runs graphs in fp32 and rounds wherever the plan says low. It plans each graph when that first runs.
+    """Runs graphs in fp32 with the plan's rounding. Each graph is planned at its first run.
 
-    `prepare` gives the graph to decide: the same one told what to keep high, or one read by other lists.
+    `prepare` gives the graph to plan: the same graph with nodes to keep high, or the graph read with other lists.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:
@@ -52,21 +52,21 @@ class RoundedRunner:
 
     @property
     def plans(self) -> list[RegionPlan]:
-        """The plans of the graphs that ran, bodies of checkpoints among them."""
+        """The plans of the graphs that ran, including bodies of checkpoints."""
         return [part for region in self.regions.values() for part in region.plan.flat(region.plan.name)]
 
 
 def planned(captured: Captured) -> RegionPlan:
-    """Decide a graph anew. Only the first time is the edited graph tried: which ops refuse low inputs is then known."""
+    """Plan a graph anew. The first time, the edited graph is also tried, which shows the ops that refuse low inputs."""
     if captured.tried:
         return plan_region(captured.problem)
     _, plan = rewrite_graph(captured)
-    captured.tried = not plan.bodies  # bodies are planned by editing alone
+    captured.tried = not plan.bodies  # bodies are planned only as the graph is edited
     return plan
 
 
 def reference(trial: Trial, batches: Sequence[Any], metric: Metric) -> list[Any]:
-    """The output of the fp32 model on each batch. CalibrationError if some are not finite or there are none."""
+    """The output of the fp32 model on each batch. Raises CalibrationError if an output has no floating tensor or holds NaN."""
     results = [kept(trial.run(batch, run_fp32)) for batch in batches]
     trial.check_captured()
     for index, output in enumerate(results):

@@ -1,1 +1,1 @@
-"""A plan in a browser: the HTML report, and what a notebook shows."""
+"""A plan in a browser: the HTML report, and the view in a notebook."""

@@ -1,4 +1,4 @@
-"""What a notebook shows of a plan: the summary, the modules, and the graph where it is small. Inline styles only."""
+"""The view of a plan in a notebook: the summary, the modules, and the graph if it is small. It uses inline styles only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from amprewrite.report.pictures.svg import HIGH, LOW, to_svg
 from amprewrite.tables.boundary.printable import printable
 
 MOST_DRAWN = 60
-"""Ops up to which the graph is drawn below the table."""
+"""Most ops of a graph that is drawn below the table."""
 ROWS = 24
 
 
 def to_notebook(plan: ModelPlan, summary: str) -> str:
-    """An HTML fragment that needs nothing around it."""
+    """The plan as an HTML fragment that needs no stylesheet or script."""
     cell = 'style="padding:2px 10px;text-align:right;white-space:nowrap"'
     first = 'style="padding:2px 10px;text-align:left;white-space:nowrap"'
     rows = []

@@ -1,7 +1,7 @@
-"""The HTML report: one self-contained file that asks the network for nothing.
+"""The HTML report: one self-contained file that loads nothing from the network.
 
-This file gathers the facts; `assets/report.*` draw them. Text goes in as JSON with `<` written as an escape, so no name in a
-model can end the script or add markup.
+This file gathers the facts; `assets/report.*` draw them. The data is JSON with `<` escaped, so no name in a model can end the
+script or add markup.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from amprewrite.tables.boundary.files import write_text
 from amprewrite.tables.vocabulary import Colour
 
 SECONDS = 5.0
-"""How long to try out what would change nodes, by default; those that are left get the condition of their reason alone."""
+"""Default time for trying out changes of nodes. The rest of the nodes get the general condition of their reason."""
 
 
 def to_html(plan: ModelPlan, path: Any, title: str = "", report: Any = None, seconds: float = SECONDS) -> Path:
-    """Write the report. `report` is a verify Report or a debug report of the same model, `seconds` bounds the what-ifs.
+    """Write the report. `report` is a verify Report or a DebugReport of the same model. `seconds` bounds the trials of changes.
 
-    EmitError if `path` cannot be written.
+    Raises EmitError if `path` cannot be written.
     """
     return write_text(path, html(plan, title, report, seconds))
 
 
 def html(plan: ModelPlan, title: str = "", report: Any = None, seconds: float = SECONDS) -> str:
-    """The report as text."""
+    """The report as HTML text."""
     data = json.dumps(payload(plan, title, report, seconds), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = asset("report.html")
     for mark, text in (("/*CSS*/", asset("report.css")), ("/*JS*/", asset("report.js")), ("/*DATA*/", data)):
@@ -51,7 +51,7 @@ def asset(name: str) -> str:
 
 # -- facts -----------------------------------------------------------------------------
 def payload(plan: ModelPlan, title: str, report: Any, seconds: float) -> dict[str, Any]:
-    """The data of the page, under short names throughout: there are thousands of nodes."""
+    """The data of the page. Keys are short, since there may be thousands of nodes."""
     drawing = draw(plan)
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     flips = _flips(plan, drawing, seconds)
@@ -108,7 +108,7 @@ def _node(node: NodePlan, flips: list[str], row: Any, weights: int, fp8: list[st
 
 
 def _number(value: Any) -> float | str | None:
-    """`value` as JSON takes it: infinity as a word, None for what was not measured."""
+    """`value` for JSON: infinity becomes "inf", a missing measurement None."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else "inf"
@@ -128,7 +128,7 @@ def _modules(plan: ModelPlan) -> list[list[Any]]:
 
 
 def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
-    """What would change each node: tried out while time is left, for high nodes and readers of casts first."""
+    """Sentences on changes that would recolour each node, tried while time is left: high nodes and ends of casts first."""
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}
     edges = {end for edge in drawing.edges if edge.cast for end in (edge.source, edge.target)}

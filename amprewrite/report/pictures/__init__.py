@@ -1,1 +1,1 @@
-"""A plan as it is drawn: SVG, DOT, Model Explorer."""
+"""Pictures of a plan: SVG, DOT, Model Explorer."""

@@ -1,4 +1,4 @@
-"""A plan as DOT text for Graphviz: modules are clusters, casts are diamonds."""
+"""Write a plan as DOT text for Graphviz. Modules are clusters, casts are diamonds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAST = "#8b3fe0"
 
 
 def to_dot(plan: ModelPlan, path: Any = None) -> str:
-    """The graph as DOT text. EmitError if `path` is given and cannot be written."""
+    """The graph as DOT text. Raises EmitError if `path` is given and cannot be written."""
     drawing = draw(plan)
     lines = [
         "digraph plan {",
@@ -63,5 +63,5 @@ def _cluster(drawing: Drawing, number: int, depth: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """A DOT string: without control characters JSON's escapes are DOT's; line ends are those of labels."""
+    """A quoted DOT string. JSON's escapes are valid DOT if control characters are taken out; line ends are kept for labels."""
     return json.dumps("\n".join(map(printable, text.split("\n"))), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The graph of a plan as it is drawn: ops that carry fp32 or low values, inputs, outputs, and edges with their casts."""
+"""The graph that all pictures of a plan draw: ops with fp32 or low values, inputs, outputs, and edges with their casts."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from amprewrite.tables.vocabulary import Colour
 
 @dataclass(frozen=True)
 class Edge:
-    """A value on its way from its maker to a reader."""
+    """An edge from the op that makes a value to an op that reads it."""
 
     source: int
     target: int
     cast: str = ""
-    """Format of the copy that the reader gets; "" if it reads the value itself."""
+    """Format of the copy that the reader reads; "" if it reads the value itself."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn: nodes by place, edges between places, and the nested layout."""
+    """The nodes, the edges between places in `nodes`, and the nested layout."""
 
     nodes: tuple[NodePlan, ...]
     edges: tuple[Edge, ...]
     nest: Nest
     hidden: int
-    """Ops left out because they carry no fp32 value; weights are no nodes of the drawing either."""
+    """Number of ops left out because they carry no fp32 value. Weights are not drawn either."""
 
     def colour(self, edge: Edge) -> Colour:
-        """The colour of the value that an edge carries, as its maker gives it."""
+        """The colour of the op that makes the edge's value."""
         return self.nodes[edge.source].colour
 
 
 def draw(plan: ModelPlan) -> Drawing:
-    """Nodes, edges and layers of the whole plan; several regions are boxes of their own."""
+    """Nodes, edges and layers of the whole plan. If there are several regions, each is a box."""
     nodes: list[NodePlan] = []
     paths: list[tuple[str, ...]] = []
     edges: list[Edge] = []

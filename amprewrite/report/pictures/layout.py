@@ -1,13 +1,13 @@
-"""Where boxes stand when a plan is drawn: modules as nested boxes, each laid out in layers by itself.
+"""Place the boxes of a drawn plan: modules are nested boxes, and each box arranges its parts in layers.
 
 Inside every module (Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures", 1981):
 
-1. Its parts (ops and modules) stand in the order in which they first run; edges between their insides are edges of theirs.
-2. Each part goes one layer below the last part that it reads from; parts that read nothing move down to their reader.
-3. An edge across several layers gets a place in each of them, so that it is drawn around what stands there.
+1. Its parts (ops and modules) are ordered by their first run. An edge between ops inside two parts counts as an edge of the parts.
+2. Each part is one layer below the last part that it reads. Parts that read nothing move down to their reader.
+3. An edge across several layers gets a place in each of them, so that it is drawn around the parts there.
 4. The order within a layer follows the mean place of the neighbours, swept down and up a few times.
 
-Which modules are open changes sizes but never this structure, so a reader may open and close boxes without a new layout.
+Opening or closing modules changes sizes but not this structure, so a reader may do so without a new layout.
 `place` turns it into coordinates for a static picture; the HTML report does the same in its script.
 """
 
@@ -20,7 +20,7 @@ from itertools import pairwise
 
 SWEEPS = 6
 LONGEST_ROUTE = 60
-"""Layers that an edge may cross with a place of its own in each; longer ones are drawn straight."""
+"""Most layers across which an edge gets a place in each. Longer edges are drawn straight."""
 
 
 @dataclass
@@ -31,30 +31,30 @@ class Box:
     path: str
     label: str
     parent: int
-    """Id of the box around it, -1 for the root."""
+    """Id of the enclosing box, -1 for the root."""
     parts: list[int] = field(default_factory=list)
     """Ids of ops (places in the list of nodes) and of boxes, in the order in which they first run."""
     layers: list[list[int]] = field(default_factory=list)
     """Parts from left to right in each layer, from top to bottom; a negative id is the place of a passing edge."""
     chains: list[list[int]] = field(default_factory=list)
-    """Edges between parts: from, the places it passes, to."""
+    """Edges between parts: the source, the places passed, the target."""
 
 
 @dataclass
 class Nest:
-    """Boxes in boxes over a list of ops."""
+    """Nested boxes over a list of ops."""
 
     count: int
-    """Ops have the ids below it, boxes those from it on."""
+    """Number of ops. Ids below it are ops, ids from it on are boxes."""
     boxes: list[Box]
     parent: list[int]
-    """The box around each op."""
+    """Id of the box around each op."""
 
     def box(self, number: int) -> Box:
         return self.boxes[number - self.count]
 
     def path_of(self, op: int) -> list[int]:
-        """Ids from the op outwards: itself, its box, the box around that, up to the root."""
+        """Ids from the op outwards: the op, its box, the enclosing boxes, up to the root."""
         path, here = [op], self.parent[op]
         while here >= 0:
             path.append(here)
@@ -63,9 +63,9 @@ class Nest:
 
 
 def nest(paths: list[tuple[str, ...]], edges: Iterable[tuple[int, int]]) -> Nest:
-    """Boxes for ops whose module paths are given, in running order, and the layers inside each box.
+    """Boxes and their layers for ops in running order, from the module path of each.
 
-    A module with a single part is no box of its own: its part stands in the box around it.
+    A module with a single part gets no box; its part is in the enclosing box.
     """
     tree = _tree(paths)
     found = Nest(len(paths), [], [-1] * len(paths))
@@ -99,7 +99,7 @@ def _tree(paths: list[tuple[str, ...]]) -> _Branch:
 
 
 def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
-    """Make the box of a branch and of those in it; its id, or that of its only part."""
+    """Make the box of a branch and the boxes inside it. Returns its id, or the id of its only part."""
     if len(branch.parts) == 1 and parent >= 0:
         ((name, only),) = branch.parts.items()
         if isinstance(only, int):
@@ -149,7 +149,7 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 
 
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
-    """Places for edges in the layers that they pass."""
+    """Add places for edges to the layers that they pass."""
     passing = 0
     for a, b in edges:
         span = range(layer[a] + 1, layer[b])
@@ -184,7 +184,7 @@ def _order(box: Box) -> None:
 # -- coordinates -------------------------------------------------------------------------------
 @dataclass
 class Rect:
-    """A box or op in the picture: left, top, width, height."""
+    """Left, top, width and height of a box or op in the picture."""
 
     x: float
     y: float
@@ -193,9 +193,9 @@ class Rect:
 
 
 GAP, PASS, ROW, PAD, HEAD, GUTTER = 18.0, 6.0, 26.0, 14.0, 24.0, 40.0
-"""Between parts, the width of a passing edge, between layers, inside a box, the height of its title, between columns."""
+"""Space between parts, width of a passing edge, space between layers, margin inside a box, height of its title, space between columns."""
 TALL, ASPECT = 1150.0, 1.5
-"""Height from which a box is set in columns, and the width over height that it aims at."""
+"""Height from which the layers of a box are set in columns, and the ratio of width to height that columns aim at."""
 
 
 @dataclass
@@ -203,16 +203,16 @@ class Placed:
     """A nest in coordinates, for one choice of open boxes."""
 
     rects: dict[int, Rect]
-    """Of every op and box that is seen."""
+    """Rectangle of every visible op and box."""
     passes: dict[tuple[int, int], tuple[float, float]]
-    """Middle of each passing place, by (box, id)."""
+    """Middle of each place of a passing edge, by (box, id)."""
     open: set[int]
     gutters: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Left of the column in which a part or passing place stands, by (box, id): the way up for edges from the column before."""
+    """Left end of the column of a part or place, by (box, id). Edges from the previous column go up there."""
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:
-    """Coordinates of everything seen when just the boxes `opened` are open; `size_of` gives width and height of the rest."""
+    """Coordinates of everything visible if the boxes `opened` are open. `size_of` gives width and height of ops and closed boxes."""
     sizes: dict[int, tuple[float, float]] = dict(size_of)
     spots: dict[int, dict[int, tuple[float, float, float]]] = {}
 
@@ -243,8 +243,8 @@ def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]
 
 
 def _spread(box: Box, extent: dict[int, tuple[float, float]]) -> tuple[dict[int, tuple[float, float, float]], tuple[float, float]]:
-    """Left upper corners of the parts inside a box and middles of passing places, each with the gutter left of its column; and
-    the size of the box."""
+    """Positions inside a box, and its size. A part has its upper left corner, a passing edge its middle, each with the gutter to the
+    left of its column."""
     if not box.parts:
         return {}, (8 * PAD, HEAD + 2 * PAD)
     middle: dict[int, float] = {}
@@ -288,7 +288,7 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 
 
 def _columns(heights: list[float], broad: float) -> list[range]:
-    """Layers by column: long chains are set in columns, as text is, until the whole is about as wide as high."""
+    """Layers by column. Long chains are set in columns, like text, until width and height are about in the ratio ASPECT."""
     tall = sum(heights)
     count = 1
     if tall > TALL:
@@ -306,7 +306,7 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 
 
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
-    """Middles near those wanted, in order, with a gap between neighbours: the mean of packing from the left and the right."""
+    """Middles near the wanted ones, in order, with a gap between neighbours: the mean of packing from the left and from the right."""
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):
         right = max(x - width[item] / 2, right) + width[item] + GAP

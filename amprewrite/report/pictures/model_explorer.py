@@ -1,8 +1,8 @@
-"""Node data for Google's Model Explorer: colours and reasons as overlays over a graph that it shows.
+"""Write node data for Google's Model Explorer: formats and colours, shown on its graph of the same model.
 
 Format: https://github.com/google-ai-edge/model-explorer/wiki/6.-Develop-Custom-Node-Data: a JSON object with `results` by node
-id. A value is a word, so modules show how many of their ops run in which format. Nodes are found by id or by the name of an
-output tensor: the names of a plan are those of an ONNX file's nodes, and of an exported program's where its order is ours.
+id. A value is a word, so modules show how many of their ops run in each format. Model Explorer finds nodes by id or by the name of an
+output tensor. A plan has the node names of an ONNX file, and of an exported program if its order of ops is the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LOW, HIGH = "#bfe8e2", "#f8d8a8"
 
 
 def to_model_explorer(plan: ModelPlan, path: Any, graph: str = "main") -> Path:
-    """Write node data for the graph called `graph` there. EmitError if `path` cannot be written."""
+    """Write node data for Model Explorer's graph called `graph`. Raises EmitError if `path` cannot be written."""
     return write_text(path, json.dumps(node_data(plan, graph), indent=1))
 
 
 def node_data(plan: ModelPlan, graph: str = "main") -> dict[str, Any]:
-    """Node data for the graph called `graph` as plain data, by graph name."""
+    """The node data as plain data, under the graph's name."""
     results: dict[str, Any] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

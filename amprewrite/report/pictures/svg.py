@@ -1,4 +1,4 @@
-"""A plan as SVG, for papers and READMEs: the drawing of the report without its script; PNG through the png extra."""
+"""Draw a plan as SVG, for papers and READMEs: the drawing of the HTML report without its script. PNG needs the png extra."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ INK_OF = {Colour.LOW: LOW, Colour.HIGH: HIGH, Colour.PLAIN: SOFT}
 OP, END, SHUT = (150.0, 40.0), (104.0, 26.0), (190.0, 48.0)
 """Width and height of an op, of an input or output, and of a closed module."""
 MOST_OPEN = 90
-"""Boxes and ops shown where no depth is asked for."""
+"""Most boxes and ops that are shown if no depth is given."""
 MARGIN = 12.0
 
 
 def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
-    """The graph as SVG text. Modules up to `depth` are open; None opens as many as stay readable.
+    """The graph as SVG text. Modules up to `depth` are open; None opens as many as fit `MOST_OPEN`.
 
-    EmitError if `path` is given and cannot be written.
+    Raises EmitError if `path` is given and cannot be written.
     """
     drawing = draw(plan)
     placed = place(drawing.nest, _sizes(drawing), _opened(drawing, depth))
@@ -51,7 +51,7 @@ def to_svg(plan: ModelPlan, path: Any = None, depth: int | None = None) -> str:
 
 
 def to_png(plan: ModelPlan, path: Any, depth: int | None = None, scale: float = 2.0) -> Path:
-    """Write the drawing as a PNG file, `scale` pixels a unit. EmitError if the png extra is missing or the file cannot be written."""
+    """Write the drawing as a PNG file, `scale` pixels a unit. Raises EmitError without the png extra, or if the file cannot be written."""
     try:
         import resvg_py
     except ImportError as error:
@@ -66,7 +66,7 @@ def _sizes(drawing: Drawing) -> dict[int, tuple[float, float]]:
 
 
 def _opened(drawing: Drawing, depth: int | None) -> set[int]:
-    """Ids of open boxes: all above `depth`, or level by level while few enough parts are seen."""
+    """Ids of open boxes: all down to `depth`, or level by level while at most `MOST_OPEN` parts are visible."""
     nest = drawing.nest
     level = {nest.count: 0}
     for box in nest.boxes[1:]:
@@ -126,7 +126,7 @@ def _ops(drawing: Drawing, placed: Placed) -> list[str]:
 
 
 def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
-    """A closed module: its name, how many ops, and the share of them that runs low."""
+    """A closed module as SVG: its name, its number of ops, and the share of them that runs low."""
     r, box = placed.rects[number], drawing.nest.box(number)
     inside = [node for op, node in enumerate(drawing.nodes) if number in drawing.nest.path_of(op) and node.role == "op"]
     low = sum(node.colour is Colour.LOW for node in inside)
@@ -142,7 +142,7 @@ def _closed(drawing: Drawing, number: int, placed: Placed) -> list[str]:
 
 
 def _bundles(drawing: Drawing, placed: Placed) -> dict[tuple[int, int], list[int]]:
-    """Edges by what is seen of their ends."""
+    """Edges by their visible ends: an op, or the outermost closed box around it."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, edge in enumerate(drawing.edges):
         ends = _seen(drawing, placed, edge.source), _seen(drawing, placed, edge.target)
@@ -171,8 +171,8 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
 
 
 def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float, float, float]]:
-    """Points of an edge, each with the gutter that leads up to it: out of the boxes around its maker, round what stands
-    between, into those around its reader."""
+    """Points of an edge, each with the gutter that leads to it. It leaves the boxes of its source, passes parts in between, and enters
+    the boxes of its target."""
     nest = drawing.nest
     way, other = _outwards(drawing, a), _outwards(drawing, b)
     meet = next(number for number in other if number in way)
@@ -199,7 +199,7 @@ def _outwards(drawing: Drawing, number: int) -> list[int]:
 
 
 def _casts(drawing: Drawing, placed: Placed) -> list[str]:
-    """A mark, as SVG text, on every edge that reads a copy."""
+    """SVG marks on all edges that read a copy."""
     found = []
     for (_, b), members in _bundles(drawing, placed).items():
         formats = {drawing.edges[index].cast for index in members} - {""}
@@ -217,7 +217,7 @@ def _frame(r: Rect) -> str:
 
 
 def _text(x: float, y: float, text: str, room: float, ink: str, style: str) -> str:
-    """Text cut to a width, by the mean width of a letter."""
+    """SVG text, cut to fit `room` by the mean width of a letter."""
     most = max(int(room / 6.3), 3)
     text = printable(text)
     text = text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,1 +1,1 @@
-"""Questions to a plan: why an op runs as it does, what would change it, and which pass decided."""
+"""Questions about a plan: why an op has its colour, what would change it, and which pass decided."""

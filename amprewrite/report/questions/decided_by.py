@@ -1,4 +1,4 @@
-"""Which pass decided what: the deciding passes run one after another, and each new colour is put down to the pass that gave it."""
+"""Find the pass that decided each colour: the deciding passes run again, and a new colour is credited to the pass that gave it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN = "open"
 
 @dataclass(frozen=True)
 class Decided:
-    """What is decided of one op after a pass, and by which pass."""
+    """The colour of one op after a pass, and the pass that gave it."""
 
     node: str
     op: str
@@ -29,7 +29,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Progress:
-    """One region after a pass."""
+    """The decisions on one region after a pass."""
 
     region: str
     after: str
@@ -39,9 +39,9 @@ class Progress:
 
 
 def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
-    """The regions of `plan` as they stood after the pass called `name`.
+    """The decisions on each region of `plan` after the pass called `name`.
 
-    Raises PlanError if no pipeline of these regions has such a pass, and for a plan that was read from a file: it keeps no problem.
+    Raises PlanError if no pipeline of these regions has such a pass, and for a plan from a file, which has no problem to decide again.
     """
     found = tuple(_progress(region, name) for region in plan.regions if _has(region, name))
     if not found:
@@ -81,7 +81,7 @@ def _decided(planned: NodePlan, decisions: Decisions, by: dict[str, str]) -> Dec
 
 
 def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
-    """(node, colour, pass, why) for each op; names carry the region's if there are several."""
+    """Rows of (node, colour, pass, why), one for each op. If there are several regions, names have the form "region/node"."""
     several = len(found) > 1
     return [
         (f"{each.region}/{node.node}" if several else node.node, node.colour, node.by, node.why) for each in found for node in each.nodes

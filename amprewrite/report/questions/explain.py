@@ -1,6 +1,6 @@
-"""A plan in sentences: what a node runs in, which rule decided, who caused it, what would change it, and what that costs.
+"""Explain a plan in sentences: a node's format, the rule that decided, the node that caused it, and the price of a change.
 
-Heavy ops that were left in fp32 come first, always, each with the condition that it misses.
+Heavy ops that were left in fp32 always come first, each with the condition under which it would run low.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.vocabulary import Colour
 
 MOST_TRIED = 4
-"""Nodes of a module for which it is tried out what would change them; larger modules are listed."""
+"""Most nodes of a module for which changes are tried. Nodes of larger modules are only listed."""
 MOST_HEAVY = 8
-"""Heavy ops listed one by one; the rest are counted."""
+"""Most heavy ops that are listed one by one; the rest are counted."""
 
 
 def explain(plan: ModelPlan, name: str = "") -> str:
-    """Sentences about a node, a module, or the whole plan if no name is given.
+    """Sentences about a node, a module, or, without a name, the whole plan.
 
-    PlanError with near misses where nothing is called so.
+    Raises PlanError with similar names for an unknown name.
     """
     if not name:
         every = f"no heavy op was left high: every matmul and convolution runs in {plan.low}"
@@ -46,7 +46,7 @@ def _heavy_first(nodes: tuple[NodePlan, ...]) -> list[NodePlan]:
 
 
 def region_of(plan: ModelPlan, node: NodePlan) -> RegionPlan:
-    """The region of a node as `plan.nodes` names it."""
+    """The region of a node of `plan.nodes`."""
     name = node.name.partition("/")[0]
     return next((region for region in plan.regions if len(plan.regions) > 1 and region.name == name), plan.regions[0])
 
@@ -57,7 +57,7 @@ def bare_name(plan: ModelPlan, node: NodePlan) -> str:
 
 
 def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[str]:
-    """What it runs in and why, its casts, and what would change it: checked if `asked` can decide again."""
+    """Sentences on a node's format and reason, its casts, and changes that would alter it. With `asked` the changes are tried."""
     bare, region = bare_name(plan, node), region_of(plan, node)
     lines = [node.sentence()]
     if is_heavy_high(node):
@@ -74,7 +74,7 @@ def _sentences(plan: ModelPlan, node: NodePlan, asked: WhatIf | None) -> list[st
 
 
 def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None) -> list[str]:
-    """Lines on how the node would run otherwise. With `asked`, causes and prices are tried out, not guessed."""
+    """Sentences on changes that would give the node the other colour. With `asked`, causes and prices are found by trial."""
     if node.colour is Colour.PLAIN or node.role != "op":
         return []
     other = "high" if node.colour is Colour.LOW else "low"
@@ -102,7 +102,7 @@ def _and(names: tuple[str, ...]) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Heavy ops left in fp32, most FLOPs first, each with what it misses."""
+    """Sentences on heavy ops left in fp32, most FLOPs first, each with the condition under which it would run low."""
     found = by_impact(plan.nodes)
     lines = []
     for node in found[:MOST_HEAVY]:
@@ -120,7 +120,7 @@ def _left_high(node: NodePlan) -> str:
 
 
 def _by_reason(plan: ModelPlan) -> list[str]:
-    """How many ops each reason decided, with the first of them."""
+    """One sentence for each reason: the number of ops that it decided, and the first of them."""
     ops = [node for node in plan.nodes if node.role == "op" and node.colour is not Colour.PLAIN]
     counted = Counter((node.colour, node.reason) for node in ops)
     lines = []

@@ -1,11 +1,11 @@
-"""What would change a node's colour: the deciding passes run again with something changed, so every answer is checked.
+"""Find changes that would alter a node's colour. The deciding passes run again with each change, so every answer is checked.
 
-A region's plan keeps the problem that it was decided from. Deciding is a pure function of that problem and takes
-milliseconds, so a question is answered by trying:
+A region's plan keeps the problem from which it was decided. Deciding is a pure function of that problem and takes
+milliseconds, so a question is answered by trial:
 
-1. `forced` overrides the node itself and compares the plans: what else moves, and how many casts come or go.
-2. `cause` looks for the fewest other nodes whose colour carries this one along: the named cause first, then denied ops
-   upstream, then the nearest nodes of the same colour, one by one and then together; what is not needed is dropped again.
+1. `forced` overrides the node itself and compares the plans: other nodes that change, and the difference in casts.
+2. `cause` looks for the fewest other nodes whose new colour changes this one: the named cause first, then denied ops upstream, then
+   the nearest nodes of the same colour, one by one and then together. Nodes that are not needed are dropped again.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 MOST_ALONE, MOST_TOGETHER = 6, 16
-"""Candidates tried one by one, and at most together."""
+"""Most candidates tried one by one, and most tried together."""
 OTHER = {Colour.LOW: Colour.HIGH, Colour.HIGH: Colour.LOW}
 
 
 @dataclass(frozen=True)
 class Change:
-    """What another colour for some nodes would do to a region's plan."""
+    """The effect on a region's plan of another colour for some nodes."""
 
     colour: Colour
-    """The colour that they would have."""
+    """The new colour."""
     nodes: tuple[str, ...]
-    """The nodes that are told."""
+    """The nodes that are overridden."""
     moved: tuple[str, ...]
-    """Other nodes that change colour along with them."""
+    """Other nodes that change colour as a result."""
     casts: int
-    """Casts that come, or go where negative, copies of weights left out."""
+    """Difference in the number of casts, without copies of weights."""
     weight_casts: int
     cast_bytes: int
-    """Bytes that the casts read and write, more or fewer than now."""
+    """Difference in the bytes that casts read and write."""
     seconds: float = 0.0
-    """Modelled time of a pass, more or less than now."""
+    """Difference in the modelled time of a pass."""
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -54,7 +54,7 @@ class Change:
         return {f"node:{glob.escape(name)}": word for name in self.nodes}
 
     def price(self) -> str:
-        """Casts that come or go, in words."""
+        """The differences in casts, bytes and time, in words."""
         parts = [_count(self.casts, "cast"), _count(self.weight_casts, "copy of a weight", "copies of weights")]
         said = " and ".join(part for part in parts if part) or "no cast more or fewer"
         size = f" ({_bytes(self.cast_bytes)})" if self.cast_bytes else ""
@@ -64,7 +64,7 @@ class Change:
 
 
 class WhatIf:
-    """Questions to one region of a plan; `WhatIf.of` gives None for a plan that was read from JSON or edited."""
+    """Trials of changes to one region of a plan. `WhatIf.of` gives None for a plan that was read from JSON or edited."""
 
     def __init__(self, region: RegionPlan) -> None:
         assert isinstance(region.basis, Problem)
@@ -78,7 +78,7 @@ class WhatIf:
         return cls(region) if isinstance(region.basis, Problem) else None
 
     def decide(self, colours: Mapping[str, Colour]) -> RegionPlan:
-        """The plan with these nodes told their colours, as overrides tell them; a given plan is edited instead."""
+        """The plan with overrides for these nodes. If the region follows a given plan, that plan is edited instead."""
         basis = self.basis
         if basis.given is not None:
             nodes = tuple(replace(node, colour=colours.get(node.name, node.colour)) for node in basis.given.nodes)
@@ -90,11 +90,11 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """What happens if the node itself is told to run in the other colour; None if it cannot."""
+        """The effect of an override of the node itself; None if it cannot have the other colour."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
-        """The fewest other nodes, among the likeliest, whose other colour carries this one along; None if there are none."""
+        """The fewest other nodes, among the likeliest, whose override also changes this node; None if there are none."""
         candidates = list(self._candidates(name))
         for each in candidates[:MOST_ALONE]:
             change = self._change(name, (each,))
@@ -127,7 +127,7 @@ class WhatIf:
             yield each
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """The plan with `nodes` told the colour that `name` has not; None if `name` keeps its own all the same."""
+        """The effect of overriding `nodes` with the other colour of `name`; None if `name` does not change."""
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None
@@ -141,7 +141,7 @@ class WhatIf:
         return Change(colour, nodes, moved, new[0] - old[0], new[1] - old[1], new[2] - old[2], seconds)
 
     def _counts(self, plan: RegionPlan) -> tuple[int, int, int]:
-        """Casts of activations, copies of weights, and the bytes that both move."""
+        """Number of casts of activations and of copies of weights, and the bytes that both move."""
         weights = sum(cast.weight for cast in plan.casts)
         size = FP32.bytes + FORMATS[self.basis.policy.low.name].bytes
         moved = sum(self.basis.graph[cast.value].numel for cast in plan.casts if cast.value in self.basis.graph.nodes)
@@ -153,7 +153,7 @@ def _upstream(graph: OpGraph, name: str) -> Iterator[str]:
 
 
 def _by_distance(graph: OpGraph, name: str) -> Iterator[str]:
-    """Other nodes along the edges either way, nearest first."""
+    """Other nodes along edges in both directions, nearest first."""
     return _walk(name, lambda n: [*graph.digraph.predecessors(n), *graph.digraph.successors(n)])
 
 
@@ -185,9 +185,9 @@ def _bytes(number: int) -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """What would have to be true for the node to run low, or high if it runs low; "" if neighbours decide.
+    """The condition under which the node would have its other colour; "" if its neighbours decide.
 
-    Completes "it would run otherwise …".
+    The text completes the sentence "it would run low …".
     """
     text = _CONDITIONS.get(node.reason, "")
     return text.format(op=node.op, name=node.name, detail=node.detail, low=low, source=node.source or "its line")
