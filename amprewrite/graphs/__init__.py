@@ -1,1 +1,1 @@
-"""All that knows one kind of graph: reading it, the ops it calls, running it, writing it."""
+"""Code for each kind of graph: reading it, the ops it calls, running it, writing it."""

@@ -1,6 +1,6 @@
-"""Keep what torch logs off the screen, for this thread and for a while. Levels, handlers and what others log stay as they are.
+"""Silence torch's logging, for this thread and for a while. Levels, handlers and records of other threads are not changed.
 
-An op that is only tried may refuse; who tries it says so where it matters. torch logs each refusal with its traceback.
+An op that is only tried may refuse, and the caller reports it where it matters. torch logs each refusal with its traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Quiet(logging.Filter):
-    """A filter that is on some loggers while it is entered, and drops the records that this thread makes."""
+    """A filter that drops the records of this thread from some loggers while it is entered."""
 
     def __init__(self, *loggers: logging.Logger) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Quiet(logging.Filter):
 
     def __enter__(self) -> Self:
         for logger in self.loggers:
-            logger.filters.insert(0, self)  # innermost first: a call inside a call hears its own
+            logger.filters.insert(0, self)  # innermost first: a nested call hears its own
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,6 @@
-"""Numbers beyond the low format's range in a graph of any kind: who holds them, and whether the end of the range says the same.
+"""Numbers beyond the low format's range in a graph of any kind: the values that hold them, and whether ±max may replace them.
 
-A kind of graph says who reads a value (`Read` in `ir/evidence/range_rules.py`), and what a value is made of.
+A kind of graph implements the readers of a value (`Read` in `ir/evidence/range_rules.py`), and the operands that make a value.
 
 By name it knows the `softmax` that a mask is made for.
 """
@@ -30,21 +30,21 @@ class MaskRules(ABC, Generic[Value]):
 
     @abstractmethod
     def reads(self, value: Value) -> Iterable[Read[Value]]:
-        """The ops that read a value."""
+        """The reads of a value."""
 
     @abstractmethod
     def made_of(self, value: Value) -> tuple[str, Iterable[Value]] | None:
-        """The op that makes a value, and its floating operands that are no constants; None if it comes from outside."""
+        """The op that makes a value, and its floating operands without constants; None if the value is from outside."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
-        """Whether numbers beyond the range, which a value holds on `sides` of zero, block and do nothing else, whoever reads them.
+        """True if every reader of `value` uses its numbers beyond the range, on `sides` of zero, only to block positions.
 
-        The end of a wide format differs from them by a rounding, in fp32, at most.
+        In a format with fp32's range ±max differs from such numbers by a rounding at most.
         """
         return not self.low.narrow or only_blocks(value, sides, self.reads, self.low, self._blocking)
 
     def reaches_softmax(self, value: Value) -> bool:
-        """Whether scores are made of a value, and a softmax of those, or attention adds it to its scores."""
+        """True if a softmax reads scores made of a value, or attention adds it to its scores."""
         seen, waiting = {value}, [value]
         while waiting:
             for read in self.reads(waiting.pop()):
@@ -60,7 +60,7 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """Whether a value is made of numbers and masks alone, without data."""
+        """True if a value is made of numbers and masks alone, without data."""
         waiting, seen = [value], {value}
         while waiting:
             at = waiting.pop()
@@ -73,11 +73,11 @@ class MaskRules(ABC, Generic[Value]):
         return True
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
-        """Whether the numbers beyond the range that a value may hold become its end in a low copy: a mask's, and those made of one.
+        """True if a low copy may clamp the numbers beyond the range in a value to ±max: numbers of a mask, or of values made of one.
 
-        `far`: the op that makes it reads a number beyond the range; `masks`: such a number blocks; `beside`: an operand holds such numbers.
-        Data beside a mask, as scores in which positions are blocked, may become the end if it is only moved or if a softmax reads it. Data
-        that is computed with may not: the end of the range would be wrong, and finite.
+        `far`: the op that makes it reads a number beyond the range. `masks`: such a number blocks. `beside`: an operand holds such numbers.
+        Data added to a mask, for example scores with blocked positions, may be clamped if it is only moved or if a softmax reads it. Data
+        that enters arithmetic may not: ±max would be wrong, and finite.
         """
         if kind not in (OpKind.CLEAR, OpKind.INFER) or not (masks or beside):
             return False

@@ -1,8 +1,8 @@
-"""Sums that go on with one value in many small steps, `x = x + 0.1 * f(x)`, again and again: what is common to all kinds of graphs.
+"""Sums that change one value in many small steps, `x = x + 0.1 * f(x)`, again and again: the part common to all kinds of graphs.
 
-A step makes `a * x + b * f(x)` of a value x, where a product is in f, by one op or several: the linear form of a sum is read through sums,
-scalings and copies until such an x shows. A kind of graph says which ops are linear and what factors are, numbers or *schedules*, whose
-numbers show in a call alone. The body of a loop takes its steps as often as it runs.
+A step computes `a * x + b * f(x)` of a value x, in one op or several, where f contains a product. The reader expands a sum as a linear form
+through sums, scalings and copies until it finds such an x. A kind of graph says which ops are linear and what factors are: numbers or
+*schedules*, whose numbers are known only in a call. The body of a loop takes its steps as often as it runs.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 SMALL, MANY = 0.25, 8
-"""A step is small if numbers scale f down to that, beside x, and this many in a row are many. The sums of eight, each rounded, are off by
-three times what one is; a step that is scaled to a quarter is off by a quarter of that. torch.autocast keeps such sums in fp32, as their
-first value is."""
+"""A step is small if numbers scale f down to this ratio to x. This many steps in a row are many.
+
+The sums of eight steps, each rounded, are off by three times one rounding. A step scaled to a quarter is off by a quarter of that.
+torch.autocast keeps such sums in fp32, as their first value is.
+"""
 FEW = 16
-"""Ops that a step is looked for behind. One of DDIM has eight: two scalings of what the network gave, two of the state, two sums, and one
-or two scalings in the network."""
+"""Number of ops to search for a step.
+
+One step of DDIM has eight: two scalings of the network's result, two of the state, two sums, and one or two scalings in the network.
+"""
 
 Node = TypeVar("Node", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A number times schedules: each with what is done with it, multiplied, divided by, or taken from one."""
+    """A number times schedules, each with its use: multiplied, divided by, or taken from one."""
 
     number: float = 1.0
     schedules: frozenset[tuple[Hashable, str]] = frozenset()
@@ -37,12 +41,12 @@ class Factor:
         if self.schedules == other.schedules:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
-        if larger.schedules <= self.schedules & other.schedules:  # `1 - schedule`: what a schedule scales is small beside what it does not
+        if larger.schedules <= self.schedules & other.schedules:  # `1 - schedule`: only the constant part is large
             return larger
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:
-        """Whether this is small beside another factor. If it has a schedule that the other has not it is."""
+        """True if this factor is small compared with `beside`, or has a schedule that `beside` lacks."""
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 
 
@@ -50,28 +54,31 @@ class SmallSteps(ABC, Generic[Node]):
     """The steps of one graph. A subclass reads its ops."""
 
     order: Mapping[Node, int]
-    """The place of each value."""
+    """The position of each value."""
     heavy: set[Node]
-    """What products make."""
+    """Results of products."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Iterable[Node]:
-        """All that an op reads."""
+        """All operands of an op."""
 
     @abstractmethod
     def terms(self, node: Node) -> dict[Node, Factor]:
-        """What an op adds up, each with its factor; {} if it is not linear, or if that is not known. Numbers that it adds are left out."""
+        """The summands of an op, each with its factor, without plain numbers; {} if the op is not linear, or if that is unknown."""
 
     @abstractmethod
     def only(self, node: Node) -> Node | None:
-        """The only tensor that an op reads beside schedules; None if there are more, or if it is a product."""
+        """The only tensor that an op reads apart from schedules; None if there are several, or if it is a product."""
 
     @abstractmethod
     def shape(self, node: Node) -> tuple[object, ...] | None:
         """The sizes of a value; None if it is no tensor."""
 
     def found(self, is_sum: Callable[[Node], bool], in_turns: Callable[[Node], bool] = lambda _: False) -> set[Node]:
-        """The sums that are steps, and what hands their value on. `in_turns` says of a value whether a loop hands it to its next turn."""
+        """The sums that are steps, and the ops that pass their value on.
+
+        `in_turns` is True for a value that a loop passes to its next iteration.
+        """
         before: dict[Node, Node | None] = {}
         between: dict[Node, list[Node]] = {}
         so_far: dict[Node, int] = {}
@@ -93,7 +100,7 @@ class SmallSteps(ABC, Generic[Node]):
         return {each for node, steps in whole.items() if steps >= MANY for each in (node, *between[node])}
 
     def _step(self, node: Node) -> tuple[Node, list[Node]] | None:
-        """The value that a sum takes a small step from, and the ops that hand it on until then; None if it is no such sum."""
+        """The value that a sum takes a small step from, and the ops that pass it on until then; None if the sum is no small step."""
         read: dict[Node, dict[Node, Factor]] = {}
         terms: dict[Node, Factor] = {node: Factor()}
         for _ in range(FEW):
@@ -116,7 +123,7 @@ class SmallSteps(ABC, Generic[Node]):
         return None
 
     def _goes_on(self, value: Node, terms: dict[Node, Factor]) -> bool:
-        """Whether what products make of a value is small beside the value itself, and there is such."""
+        """True if products of a value are added to it with small factors, and none with a large one."""
         others = {each: factor.is_small(terms[value]) for each, factor in terms.items() if each is not value}
         if not any(others.values()):
             return False
@@ -125,14 +132,14 @@ class SmallSteps(ABC, Generic[Node]):
         return small and not any(self._leads_through(each, step) for step, is_small in others.items() if not is_small for each in alike)
 
     def _alike(self, value: Node) -> Iterator[Node]:
-        """A value, and those that it is made of one by one: copies, views, activations, scalings by numbers or schedules."""
+        """A value, and the values from which it is made one by one: copies, views, activations, scalings by numbers or schedules."""
         yield value
         while (only := self.only(value)) is not None:
             value = only
             yield value
 
     def _leads_through(self, value: Node, step: Node) -> bool:
-        """Whether `step` is made of `value`, and with a product."""
+        """True if `step` is computed from `value` with a product on the way."""
         seen, waiting = {step}, [step]
         while waiting:
             for source in self.inputs(waiting.pop()):

@@ -1,1 +1,1 @@
-"""torch.fx graphs: what is read off a node, and what graphs that were rewritten call."""
+"""torch.fx graphs: facts about nodes, and functions that rewritten graphs call."""

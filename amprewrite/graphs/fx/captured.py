@@ -22,14 +22,14 @@ from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.graph_modules import LazyGraphModule
 
 Hoisted = tuple[int, torch.dtype, Layout]
-"""A low copy of a weight: the place of the weight among the inputs, the dtype of the copy, its padded layout."""
+"""A low copy of a weight: position of the weight among the inputs, dtype of the copy, its padded layout."""
 Widened = tuple[int, torch.dtype, int | None]
-"""A result that is cast behind the graph: its place, its dtype then, and the place of the scale for its gradient among the inputs."""
+"""A result that is cast after the graph: its position, its dtype then, and the position of the scale for its gradient among the inputs."""
 
 
 @dataclass
 class Captured:
-    """A graph as it was captured. `module` is never edited; `problem` is exchanged for another when more becomes known."""
+    """A captured graph. `module` is never edited; `problem` is replaced when more becomes known."""
 
     problem: Problem
     module: torch.fx.GraphModule
@@ -40,29 +40,29 @@ class Captured:
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The bodies of activation checkpoints, for a caller that runs them one by one."""
     given: dict[str, str] = field(default_factory=dict)
-    """Of a graph inside another, the value around it that each input is, by vertex."""
+    """For a graph inside another: the outer value of each input, by vertex."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """The sizes of learnt numbers that may scale something, by vertex."""
+    """Root mean squares of learnt numbers that may scale a value, by vertex."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
-    """Which values count something."""
+    """Kind of count of each value."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
-    """Graphs inside this one that stay as they are, and why; "": all of them."""
+    """Inner graphs that are not rewritten, with the reason. The key "" stands for all of them."""
     by_autocast: Captured | None = None
     """The same graph read by torch.autocast's lists, for a comparison."""
     tried: bool = False
-    """Whether a plan of it was tried on fake tensors already, so that deciding alone gives the plan."""
+    """True if a plan of it has passed a run on fake tensors, so that deciding alone gives the plan."""
 
     def know(self, **facts: Any) -> None:
-        """Exchange the problem for one that knows more: `facts` are fields of `Problem`."""
+        """Replace the problem by one with these `facts`, which are fields of `Problem`."""
         self.problem = replace(self.problem, **facts)
 
     def note(self, text: str) -> None:
-        """Add a line to the notes of every plan that is made of this graph, once."""
+        """Add a line to the notes of every plan of this graph, once."""
         if text not in self.problem.notes:
             self.know(notes=(*self.problem.notes, text))
 
     def with_parts(self) -> Iterator[Captured]:
-        """Yield this graph, the bodies of its checkpoints, and those of the checkpoints in them."""
+        """Yield this graph, the bodies of its checkpoints, and the bodies of checkpoints in them."""
         yield self
         for part in self.parts.values():
             yield from part.with_parts()
@@ -74,58 +74,58 @@ class Captured:
 
     @property
     def results(self) -> dict[int, str]:
-        """The vertices that the graph gives, by place among its results."""
+        """The vertices that the graph returns, by position among its results."""
         output, names = next(node for node in self.nodes.values() if node.op == "output"), self.names
         given = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-        given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function gives what it saves, too
+        given = given[0] if given and isinstance(given[0], tuple | list) else given  # an autograd Function returns its saved values, too
         return {place: names[each] for place, each in enumerate(given) if isinstance(each, torch.fx.Node) and each in names}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a captured graph is to be read: what the normalising passes look at."""
+    """Settings for reading a captured graph, used by the normalising passes."""
 
     lists: OpLists
     low: Format
     training: bool
     """Read as a graph with gradients."""
     grad: bool = True
-    """Whether gradients are on where a graph with gradients begins."""
+    """True if gradients are on where a graph with gradients begins."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What an edited graph is to become: what the lowering passes look at."""
+    """Settings for making an edited graph callable, used by the lowering passes."""
 
     eager: bool
-    """Runs as it is, not through a compiler."""
+    """True if the graph runs without a compiler."""
     training: bool
-    """Was captured with gradients."""
+    """True if the graph was captured with gradients."""
     weight_cache: WeightCache | None
-    """What makes its low copies of weights; None: the graph casts each weight where it reads it."""
+    """Cache that makes its low copies of weights; None if the graph casts each weight where it reads it."""
     blocks: Sequence[Sequence[str]] = ()
-    """Which weights share an autograd node in training, by their names in the plan."""
+    """Weights that share an autograd node in training, by their names in the plan."""
     frozen: Mapping[int, FrozenWeight] = field(default_factory=dict)
-    """The frozen weights among its inputs, by place."""
+    """The frozen weights among its inputs, by position."""
 
 
 @dataclass
 class EditedGraph:
-    """The copy of a captured graph that applying passes edit as a plan says."""
+    """The copy of a captured graph that applying passes edit by a plan."""
 
     module: torch.fx.GraphModule
     nodes: dict[str, torch.fx.Node]
     """The fx node of each vertex."""
     calls: Mapping[str, Call] = field(default_factory=dict)
-    """How every op was called; read only if something may be padded."""
+    """The calls of every op, read only if something may be padded."""
     hoisted: list[Hoisted] = field(default_factory=list)
-    """The low copies of weights that the graph takes after the inputs it was captured with."""
+    """The low copies of weights that the graph takes after its captured inputs."""
     stored: list[Hoisted] = field(default_factory=list)
     """The low copies of frozen weights that it takes as its last inputs."""
     widened: list[Widened] = field(default_factory=list)
-    """The results that leave low and are cast behind the graph."""
+    """The results that are returned low and cast after the graph."""
     cast_up: list[int] = field(default_factory=list)
-    """Places of frozen weights that it takes low and reads in fp32."""
+    """Positions of frozen weights that it takes low and reads in fp32."""
 
     @property
     def names(self) -> dict[torch.fx.Node, str]:
@@ -140,7 +140,7 @@ class EditedGraph:
 
 
 def put_inputs_first(graph: torch.fx.Graph) -> None:
-    """Move the inputs of a graph to its front, in their order. Dynamo of torch 2.11 adds symbols behind ops that read them."""
+    """Move the inputs of a graph to its front, in their order. Dynamo of torch 2.11 adds symbols after ops that read them."""
     first = next(iter(graph.nodes))
     for node in graph.find_nodes(op="placeholder"):
         if node is first:
@@ -150,9 +150,9 @@ def put_inputs_first(graph: torch.fx.Graph) -> None:
 
 
 def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[torch.fx.Node, torch.fx.Node]]:
-    """The graph once more, and the copy of each node; tensors and sub-modules are shared.
+    """(copy of a graph, {node: its copy}). Tensors and sub-modules are shared.
 
-    The copy generates its code when it is first asked for: passes edit it several times, and read the graph alone.
+    The copy generates its code when it is first asked for: passes edit it several times, and only read the graph.
     """
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph = torch.fx.Graph()
@@ -163,7 +163,7 @@ def copy_graph(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     copied = LazyGraphModule(module, graph, type(module).__name__)
     copied.meta.update(module.meta)
     for attribute in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(module, attribute):  # by the first AOTAutograd knows a graph of Dynamo's, and which inputs stay where they are
+        if hasattr(module, attribute):  # mark a graph of Dynamo's, and static inputs, for AOTAutograd
             setattr(copied, attribute, getattr(module, attribute))
     return copied, copies
 

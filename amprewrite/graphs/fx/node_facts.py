@@ -1,6 +1,6 @@
-"""What is read off one fx node: value, dtype, role, what it writes, and the shapes behind its FLOPs.
+"""Facts about one fx node: value, dtype, role, the tensors it writes, and the shapes behind its FLOPs.
 
-One file because all of it asks the same node, and most of it each other.
+One file because all of these functions query the same node, and most of them each other.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ NO_TREE = {type(None), bool, int, float, str}
 SET_GRAD = ("_set_grad_enabled", "set_grad_enabled")
 ENTER_INFERENCE, EXIT_INFERENCE = "_enter_inference_mode", "_exit_inference_mode"
 GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
-"""Ops that begin another grad mode. What inference mode makes cannot be saved for backward, so copies are not shared across these."""
+"""Ops that begin another grad mode. Tensors of inference mode cannot be saved for backward, so copies are not shared across these."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
-"""Higher-order ops whose body is rewritten like a graph of its own; any other is opaque."""
+"""Higher-order ops whose body is rewritten like a separate graph. Any other is opaque."""
 TAKES_SHAPE_ONLY = ops_with(Trait.TAKES_SHAPE_ONLY)
 ABSOLUTE = {"float"}
-"""Conversions that are always spelled out."""
+"""Conversions whose dtype is always spelled out."""
 BIT_VIEWS = ops_with(Trait.READS_BITS)
 FAR = 10
-"""Ops between a uniform draw and a logarithm from which on the one says nothing of the other."""
+"""Number of ops between a uniform draw and a logarithm from which on the two are unrelated."""
 LEAVES = "amprewrite_leaves"
-"""Key in a node's meta: it is a value that leaves the graph as itself (RETURNED), memory that does (SHARED), or the op of a result
-that its own backward reads (READ_BACK)."""
+"""Key in a node's meta with RETURNED, SHARED or READ_BACK.
+
+RETURNED marks a value that leaves the graph itself, SHARED memory that does, READ_BACK the op of a result that its own backward reads.
+"""
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
-"""Key in a node's meta: which memory its result really lies in, if capture says another."""
+"""Key in a node's meta: the memory of its result, if capture records another."""
 HELD = "amprewrite_held"
 """Key in the meta of an input that the model holds."""
 NODE = "amprewrite_node"
-"""Key in the meta of a node of an edited graph: its name in the plan; a cast has the name of the value it copies."""
+"""Key in the meta of a node of an edited graph: its name in the plan. A cast has the name of the value it copies."""
 
 ROLES = {"placeholder", "get_attr", "output"}
 FUNCTORCH = ("_increment_nesting", "_decrement_nesting")
@@ -57,7 +59,7 @@ ENTER_AUTOCAST, EXIT_AUTOCAST = "_enter_autocast", "_exit_autocast"
 
 @dataclass
 class Fact:
-    """What is read off one fx node before it becomes a vertex."""
+    """Facts about one fx node before it becomes a vertex."""
 
     node: torch.fx.Node
     position: int
@@ -68,13 +70,13 @@ class Fact:
     dtype: str
     writes: tuple[torch.fx.Node, ...] = ()
     writes_unsaid: tuple[torch.fx.Node, ...] = ()
-    """What it writes though its name does not say so."""
+    """Tensors that it writes though its name does not say so."""
     autocast: str = ""
     transformed: bool = False
     pinned: tuple[Colour, Reason, str] | None = None
     relative: bool = False
     may_be_idle: bool = False
-    """Whether a conversion may give its operand itself, if that has the dtype it converts to."""
+    """True if a conversion may return its operand itself, if that has the target dtype."""
     kind: OpKind | None = None
     may_saturate: bool = False
     name: str = ""
@@ -93,14 +95,14 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _leaves_of(kind: type[Leaf], value: Any) -> list[Leaf]:
-    """The leaves of `value` that are of one class. Most values are one leaf: pytree is asked for the others alone."""
+    """The leaves of `value` of one class. Most values are one leaf; only structures need pytree."""
     if isinstance(value, kind):
         return [value]
     return [] if type(value) in NO_TREE else [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
 
 
 def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]:
-    """Uniform draws, what pointwise ops make of them, and the logarithms that read that.
+    """Uniform draws, the results of pointwise ops on them, and the logarithms that read these.
 
     A draw below one rounds up to one in a low format. Gumbel and exponential sampling take the logarithm of its distance from one.
     """
@@ -122,17 +124,17 @@ def draws_before_logs(facts: Mapping[torch.fx.Node, Fact]) -> set[torch.fx.Node]
 
 
 def is_checkpoint(node: torch.fx.Node) -> bool:
-    """Whether the node runs the body of an activation checkpoint."""
+    """True if the node runs the body of an activation checkpoint."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a vmap inside the graph batches this tensor: it can be computed with, not looked at."""
+    """True if a vmap inside the graph batches this tensor: ops can read it, but its values cannot be looked at."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def storages(value: Any) -> set[int]:
-    """Which memory the tensors in `value` lie in. A tensor that torch.func wraps lies where the tensor inside it does."""
+    """The storages of the tensors in `value`. A tensor wrapped by torch.func has the storage of the tensor inside."""
     found = set()
     for tensor in tensors(value):
         while is_wrapped_by_transform(tensor):
@@ -143,33 +145,33 @@ def storages(value: Any) -> set[int]:
 
 
 def memory_of(node: torch.fx.Node) -> set[int]:
-    """Which memory a node's result lies in."""
+    """The storages of a node's result."""
     known: set[int] | None = node.meta.get(MEMORY)
     return storages(example_value(node)) if known is None else known
 
 
 def differentiable(value: Any) -> bool:
-    """Whether a gradient may belong to `value`.
+    """True if a gradient may belong to `value`.
 
-    Capture's `requires_grad` is no guide: it is lost behind data-dependent shapes. So every floating tensor counts.
+    Capture's `requires_grad` is lost after data-dependent shapes. So every floating tensor counts.
     """
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 NOT_DENSE = ("sparse", "nested")
-"""How the dtypes of values begin that are not laid out densely, by strides."""
+"""Beginnings of the dtypes of values without a dense, strided layout."""
 _LAYOUTS = {torch.strided: "", torch.jagged: "nested "}
 
 
 def value_dtype(value: Any) -> str:
-    """Name of the dtype of a value's floating tensors, or of all its tensors if none is floating; "sparse" or "nested" before it."""
+    """Name of the dtype of a value's floating tensors, or of all its tensors if none is floating, with "sparse" or "nested" before it."""
     every = tensors(value)
     floating = [t for t in every if t.is_floating_point() or t.is_complex()]
     return "+".join(sorted({f"{_LAYOUTS.get(t.layout, 'sparse ')}{dtype_name(t.dtype)}" for t in floating or every}))
 
 
 def hint(size: Any) -> int:
-    """A size as a plain int without making a guard: symbolic sizes give their hint."""
+    """A size as a plain int without making a guard: a symbolic size gives its hint, or 64."""
     if isinstance(size, int):
         return size
     known = getattr(getattr(size, "node", None), "_hint", None)
@@ -177,7 +179,7 @@ def hint(size: Any) -> int:
 
 
 def comparable(size: Any) -> Any:
-    """A size as it can be compared with others without a guard: of symbolic ones the expression."""
+    """A size in a form that compares with others without a guard: a symbolic size gives its expression."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -188,16 +190,16 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))
     if isinstance(node.target, HigherOrderOperator):
-        fact.dtype = ""  # what it gives is read off its getitems
+        fact.dtype = ""  # read from its getitems
     fact.writes, fact.writes_unsaid = written(node), written_unsaid(node)
-    if value is None and fact.writes:  # setitem and the like give nothing: they stand for what they write
+    if value is None and fact.writes:  # setitem and similar ops return nothing: they stand for the tensor that they write
         fact.value = example_value(fact.writes[0])
         fact.dtype = value_dtype(fact.value)
     return fact
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """The row of what an op is with the arguments it has here."""
+    """The row of the op that this call is with its arguments."""
     if row is None or not row.forms:
         return row
     given = _given(node)
@@ -222,7 +224,7 @@ def _role(node: torch.fx.Node, value: Any) -> str:
 
 
 def held_value(node: torch.fx.Node) -> Any:
-    """The value that a get_attr node reads off its module."""
+    """The value that a get_attr node reads from its module."""
     held: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         held = getattr(held, part, None)
@@ -237,19 +239,19 @@ def is_buffer(node: torch.fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class InputSource:
-    """Where Dynamo found a graph input, without the input: a weak reference to a weight would keep `swap_tensors` from it."""
+    """Source of a graph input in Dynamo, without the input: a weak reference to a weight would block `swap_tensors`."""
 
     source: Any
 
 
 def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """Metadata for a copy of a captured node: in place of the graph input that Dynamo noted, which must not be kept alive, its source."""
+    """Metadata for a copy of a captured node, without Dynamo's reference to the graph input, which must not be kept alive."""
     found = meta.get("grapharg")
     return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
 
 
 def forget_inputs(graph: torch.fx.Graph) -> None:
-    """Let the fake modes of a graph that was captured and compiled forget of which tensors they made fakes, held weakly."""
+    """Clear the weak references of a graph's fake modes to the real tensors of its fakes, after capture and compilation."""
     modes = {t.fake_mode for node in graph.nodes for t in tensors(example_value(node)) if isinstance(t, FakeTensor)}
     tracing = tracing_context()  # AOTAutograd has a mode of its own
     if tracing is not None:
@@ -261,7 +263,7 @@ def forget_inputs(graph: torch.fx.Graph) -> None:
 
 
 def source_name(node: torch.fx.Node) -> str:
-    """Where Dynamo found a graph input: "L['self']._modules['fc']._parameters['weight']"; "" elsewhere."""
+    """Source of a graph input in Dynamo: "L['self']._modules['fc']._parameters['weight']"; "" if there is none."""
     arg = node.meta.get("grapharg")
     source = getattr(arg, "source", None)
     name = getattr(source, "name", "")
@@ -269,7 +271,7 @@ def source_name(node: torch.fx.Node) -> str:
 
 
 def note_held(graph: torch.fx.Graph) -> None:
-    """Mark the inputs that Dynamo found in a module or in a global, not in what a call was given. It forgets that after the capture."""
+    """Mark the inputs that Dynamo found in a module or a global instead of a call's arguments. Dynamo forgets that after capture."""
     for node in graph.find_nodes(op="placeholder"):
         kind = getattr(getattr(node.meta.get("grapharg"), "source", None), "guard_source", None)
         name = getattr(kind() if callable(kind) else kind, "name", "")
@@ -278,7 +280,7 @@ def note_held(graph: torch.fx.Graph) -> None:
 
 
 def is_held(node: torch.fx.Node) -> bool:
-    """Whether the model holds the value: a weight, a buffer, a counter in an attribute or in a global."""
+    """True if the model holds the value: a weight, a buffer, a counter in an attribute or in a global."""
     return node.op == "get_attr" or HELD in node.meta
 
 
@@ -293,7 +295,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
             inplace = node.kwargs.get("inplace", node.args[at] if at < len(node.args) else False) is True
         if inplace and tensors(example_value(first)):
             written.append(first)
-    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of what it writes
+    elif node.op == "call_function" and is_inplace(node.target):  # torch._foreach_mul_ takes a list of tensors that it writes
         written += _leaves_of(torch.fx.Node, first)
     if isinstance(node.target, HigherOrderOperator):
         written += _written_by_bodies(node)
@@ -303,7 +305,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 
 def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """Weights and statistics that the node writes beside what it gives, though its name does not say so."""
+    """Weights and statistics that the node writes in addition to its result, though its name does not say so."""
     row = find_op(op_name(node.target)) if node.op.startswith("call") else None
     if row is None or not row.writes:
         return ()
@@ -314,7 +316,7 @@ def written_unsaid(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 
 @lru_cache(maxsize=256)
 def _default(target: Callable[..., Any] | str, name: str) -> Any:
-    """What a Python function takes for an argument that it is not given; None if that is unknown."""
+    """Default of an argument of a Python function; None if it is unknown."""
     try:
         return inspect.signature(target).parameters[name].default  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError):
@@ -327,13 +329,13 @@ def _given(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
-    """Places of the inputs whose memory the graph writes, by views and through `.data`, too."""
+    """Positions of the inputs whose memory the graph writes, including writes by views and through `.data`."""
     memory = {storage for node in graph.nodes for target in (*written(node), *written_unsaid(node)) for storage in memory_of(target)}
     return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
 
 
 def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Arguments that a custom op says it writes."""
+    """Arguments that a custom op writes, by its schema."""
     target: Any = node.target
     if isinstance(target, OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
@@ -353,7 +355,10 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 
 
 def _written_by_bodies(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Operands that the body of a higher-order op writes: the very ones of a checkpoint, of other ops all, if any."""
+    """Operands that the body of a higher-order op writes.
+
+    Only for a checkpoint it is known which; any other op counts with all operands.
+    """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]
         return operands
@@ -370,7 +375,7 @@ def _written_by_bodies(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:
-    """Whether the graph takes gradients itself: by torch.autograd, or by calling what torch.func.vjp gave outside of the transform."""
+    """True if the graph computes gradients itself: by torch.autograd, or by a torch.func.vjp function called outside of the transform."""
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
     pulled = graph.find_nodes(op="call_function", target=torch._functorch.eager_transforms._autograd_grad)
@@ -380,19 +385,19 @@ def takes_gradients(graph: torch.fx.Graph) -> bool:
 
 
 def differentiates(graph: torch.fx.Graph) -> bool:
-    """Whether the graph takes gradients, itself or in a torch.func transform: run without, it fails or gives zeros."""
+    """True if the graph computes gradients, itself or in a torch.func transform: without recording it fails or gives zeros."""
     names = (str(getattr(node.target, "__name__", "")) for node in graph.nodes)
     return takes_gradients(graph) or any(name.endswith("_grad_increment_nesting") for name in names)
 
 
 def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """What an op was called with by the names of its parameters, as far as those are known, and what it takes but was not given as None."""
+    """The arguments of a call by parameter name, as far as names are known, with None for parameters that are not given."""
     names = _parameters(node.target)
     return {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
-    """Give an op another argument, by its place if it is given so now, else by its name."""
+    """Set an argument of an op: by position if it is given so now, otherwise by name."""
     if len(node.args) > place:
         node.update_arg(place, value)
     else:
@@ -401,7 +406,7 @@ def set_argument(node: torch.fx.Node, place: int, name: str, value: Any) -> None
 
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any] | str) -> tuple[str, ...]:
-    """Names of the parameters a target takes, in order; () if they are unknown."""
+    """Names of the parameters of a target, in order; () if they are unknown."""
     if isinstance(target, OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
     if callable(target) and not isinstance(target, OpOverloadPacket):
@@ -426,7 +431,7 @@ def note_autocast(facts: dict[torch.fx.Node, Fact]) -> None:
 
 
 def transform_regions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
-    """For each node inside a torch.func transform (vmap, grad, jvp) the node that opens the outermost one around it."""
+    """For each node inside a torch.func transform (vmap, grad, jvp): the node that opens the outermost one around it."""
     return {node: around[0] for node, around in transform_openings(graph).items()}
 
 
@@ -436,7 +441,7 @@ def transformed_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def transform_openings(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[torch.fx.Node, ...]]:
-    """For each node inside torch.func transforms, the nodes that open those, the outermost first."""
+    """For each node inside torch.func transforms: the nodes that open them, outermost first."""
     around, found = list[torch.fx.Node](), {}
     for node in graph.nodes:
         opens, closes = (str(getattr(node.target, "__name__", "")).endswith(end) for end in FUNCTORCH)
@@ -451,9 +456,9 @@ Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 
 
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
-    """Where to copy `value` for `user`: before it, or before the outermost of the transforms that it is in and `value` is not.
+    """The node before which to copy `value` for `user`: `user`, or the opening of the outermost transform around it but not around `value`.
 
-    A copy that is made inside of a transform is a value of its level; what begins the transform takes values from outside.
+    A copy inside a transform is a value of its level. The op that begins the transform takes values from outside.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)
@@ -464,7 +469,7 @@ def is_opaque(node: Any) -> bool:
 
 
 def arguments(node: torch.fx.Node) -> Iterator[tuple[str, torch.fx.Node]]:
-    """Every node among the arguments, with the name of the parameter it is passed to ("" if unknown)."""
+    """Every node among the arguments, with the name of its parameter ("" if unknown)."""
     names = _parameters(node.target) if node.op in ("call_function", "call_method") else ()
     for position, argument in enumerate(node.args):
         name = names[position] if position < len(names) else ""

@@ -1,10 +1,10 @@
-"""Keep what is ours from Dynamo and from autograd's hooks, which must not take it for the model's.
+"""Hide our own code from Dynamo, autograd hooks and checkpoints, which must not take it for the model's.
 
-A model that takes gradients itself runs a backward while Dynamo still captures what is called: the functions and hooks that autograd
-then calls would become graphs of their own, planned and rewritten as if the model had them. An activation checkpoint counts what is
-saved for backward while it runs: what a trial run of ours saves must not be among it. A selective one keeps the results of ops in the
-order in which they came: copies of weights that are there already when it runs again must not be among those. A trial run that raises
-must not leave open the transforms and modes that its graph had opened: what runs next would run inside them.
+A model that computes gradients itself runs a backward while Dynamo still captures: the functions and hooks that autograd then calls would
+become graphs of their own, planned and rewritten as the model's. An activation checkpoint counts the tensors saved for backward while it
+runs: tensors saved by a trial run of ours must not count. A selective checkpoint keeps the results of ops in order: copies of weights that
+already exist when it recomputes must not be among them. A trial run that raises must close the transforms and modes that its graph opened:
+otherwise the next code would run inside them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
-"""What keeps results in the forward of a selective checkpoint, and what gives them back."""
+"""Dispatch modes of a selective checkpoint: the first keeps results in the forward, the second returns them."""
 
 _CLOSES = {
     TransformType.Grad: _functorch._grad_decrement_nesting,
@@ -37,20 +37,20 @@ _CLOSES = {
     TransformType.Vmap: _functorch._vmap_decrement_nesting,
     TransformType.Functionalize: _functorch._func_decrement_nesting,
 }
-"""What closes a torch.func transform of each kind."""
+"""Functions that close a torch.func transform of each kind."""
 _AUTOCASTS = ("cpu", "cuda")
 """Devices whose autocast a graph may switch."""
 
 
 def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` itself, which runs as it is written, and all that it calls. A call costs nothing more."""
+    """`function` itself, excluded from capture with everything that it calls. A call has no extra cost."""
     assert isinstance(function, types.FunctionType)
     skip_code(function.__code__, callees=True)
     return function
 
 
 class GradMode:
-    """A context in which gradients are recorded, or are not: torch.set_grad_enabled, which takes 3 us, in one."""
+    """A context that records gradients, or does not: torch.set_grad_enabled, which takes 3 us, in one."""
 
     __slots__ = ("_before", "_on")
 
@@ -66,14 +66,14 @@ class GradMode:
 
 
 def unhooked() -> contextlib.AbstractContextManager[Any]:
-    """A context in which what is saved for backward reaches no hook around it."""
+    """A context in which tensors saved for backward reach no outer hook."""
     around = saved_tensors_are_hooked()
     return saved_tensors_hooks(_itself, _itself) if around else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def closed_if_raised() -> Iterator[None]:
-    """A context that raises what is raised in it and closes what a graph had opened: torch.func transforms, autocast, a grad mode."""
+    """A context that on an error closes what a graph had opened (torch.func transforms, autocast, a grad mode), and raises it again."""
     transforms = _functorch.get_dynamic_layer_stack_depth()
     hooks_barred = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
     grad = torch.is_grad_enabled()
@@ -83,7 +83,7 @@ def closed_if_raised() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # one by one: torch 2.11's own way closes two at once
+        while _functorch.get_dynamic_layer_stack_depth() > transforms:  # one by one: torch 2.11's own function closes two at once
             _CLOSES[current_transform().key()]()
         if not hooks_barred:
             torch._C._autograd._saved_tensors_hooks_enable()
@@ -100,7 +100,7 @@ def closed_if_raised() -> Iterator[None]:
 
 
 def unselected() -> contextlib.AbstractContextManager[Any]:
-    """A context in which no selective checkpoint around it sees what is computed; other dispatch modes do."""
+    """A context whose computations no outer selective checkpoint sees. Other dispatch modes do."""
     if not count_dispatch_modes():
         return contextlib.nullcontext()
     modes = dispatch_modes()
@@ -109,20 +109,20 @@ def unselected() -> contextlib.AbstractContextManager[Any]:
 
 
 def not_selective(modes: Sequence[Any]) -> list[Any]:
-    """Those of the dispatch modes that are of no selective checkpoint."""
+    """The dispatch modes that belong to no selective checkpoint."""
     return [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
 
 
 @contextlib.contextmanager
 def _under(modes: Sequence[Any]) -> Iterator[None]:
-    """No other dispatch modes than these."""
+    """A context with these dispatch modes and no others."""
     with disable_dispatch_modes(), pushed(modes):
         yield
 
 
 @contextlib.contextmanager
 def pushed(modes: Sequence[Any]) -> Iterator[None]:
-    """Put dispatch modes on the stack, the first one lowest."""
+    """Push dispatch modes on the stack, the first one lowest."""
     for mode in modes:
         _push_mode(mode)
     try:

@@ -1,9 +1,9 @@
-"""Which fx nodes share memory that is written in place, and how many writes a reader comes after.
+"""Find fx nodes that share memory that is written in place, and count the writes before each reader.
 
-Capture runs some ops as Python code in place of torch's own. Their results share memory otherwise: `dropout(x, 0.0)` is `x` itself in
-torch, a copy in capture; `x @ y` is a view in capture alone. So torch is asked again where that matters.
+Capture runs some ops as Python code in place of torch's own, with a different sharing of memory: `dropout(x, 0.0)` is `x` itself in torch
+and a copy in capture; `x @ y` is a view in capture alone. So torch is asked again where that matters.
 
-By name it knows `getitem`: what that picks comes out of one kernel with the other results.
+By name it knows `getitem`, which picks one result of a kernel with several.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 from amprewrite.torch_internals.dispatch import FakeTensor
 
 _PYTHON = torch._C.DispatchKey.CompositeImplicitAutograd
-"""Where capture finds the Python code that it runs in place of torch's."""
+"""Dispatch key under which capture finds the Python code that it runs in place of torch's."""
 _CHOOSE, _HIDE = ops_with(Trait.CHOOSES), ops_with(Trait.HIDES_WRITES)
 
 
@@ -63,17 +63,17 @@ class _Union:
 
 @dataclass
 class Ties:
-    """Which nodes share a colour, and which of those groups write a model input, parameter or buffer."""
+    """Groups of nodes that share a colour, and the groups that write to a model input, parameter or buffer."""
 
     group: dict[torch.fx.Node, torch.fx.Node]
     writes_state: set[torch.fx.Node]
     size: Counter[torch.fx.Node]
     kept: set[torch.fx.Node]
-    """Readers of what is written later, unnoticed by autograd: their backward reads what was written, which a copy would not have."""
+    """Nodes that read memory that is written later through `.data`. Their backward reads the new values, which a copy would not have."""
 
 
 def note_memory(graph: torch.fx.Graph) -> None:
-    """Note on every node where its result really lies, if capture says another memory."""
+    """Record on every node the memory of its result in torch, if capture gives it another."""
     really: dict[int, set[int]] = {}
     apart = transformed_nodes(graph)
     for node in graph.nodes:
@@ -90,7 +90,7 @@ def note_memory(graph: torch.fx.Graph) -> None:
 
 
 def is_view(node: torch.fx.Node) -> bool:
-    """Whether the tensor that a node gives is a view of another one, which may be none of the graph's."""
+    """True if the tensor that a node returns is a view of another tensor, which may be hidden from the graph."""
     inside = made_inside(node)
     if inside is not None:
         return is_view(inside)
@@ -99,7 +99,7 @@ def is_view(node: torch.fx.Node) -> bool:
 
 
 def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node in a checkpoint's body that gives `node`, if `node` is a result of a checkpoint."""
+    """The node in a checkpoint's body that makes `node`, if `node` is a result of a checkpoint; otherwise None."""
     source = node.args[0] if node.args else None
     if isinstance(source, torch.fx.Node) and is_checkpoint(source):
         for body in bodies(source):
@@ -110,7 +110,10 @@ def made_inside(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The operand that a node gives as it is, as `contiguous` does of a contiguous tensor, and a checkpoint of an input it returns."""
+    """The operand that a node returns unchanged; None if there is none.
+
+    `contiguous` does so with a contiguous tensor, and a checkpoint with an input that it returns.
+    """
     inside, source = made_inside(node), node.args[0] if node.args else None
     if inside is not None and isinstance(source, torch.fx.Node):
         while (before := same_tensor(inside)) is not None:
@@ -126,7 +129,7 @@ def same_tensor(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def reads_back(node: torch.fx.Node) -> bool:
-    """Whether the backward of an op reads its result, as that of `tanh` does: a second backward then gives the result a gradient."""
+    """True if the backward of an op reads its result, as `tanh` does: a second backward then gives the result a gradient."""
     if op_name(node.target) in _CHOOSE:
         return False
     with torch.enable_grad():
@@ -135,7 +138,7 @@ def reads_back(node: torch.fx.Node) -> bool:
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """The example value of an operand, as one that wants a gradient and may be written."""
+    """The example value of an operand, with `requires_grad` set, in memory of its own."""
     value = example_value(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
 
@@ -148,16 +151,16 @@ def _backward(value: torch.Tensor) -> Any:
 
 
 def _saved(backward: Any) -> Iterator[torch.Tensor]:
-    """The tensors that the last op of a value keeps for its backward."""
+    """The tensors that the last op of a value saves for its backward."""
     for name in dir(backward):
         if name.startswith("_saved_") and isinstance(saved := getattr(backward, name), torch.Tensor):
             yield saved
 
 
 def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
-    """What torch itself gives for the example operands of a node; what capture says if torch cannot be asked.
+    """Result of a node on its example operands by torch's own code; the example value from capture if torch cannot run it.
 
-    `operand` gives an operand's value; one of its own gives copies, which the node may write.
+    `operand` returns the value of an operand. If it returns copies, the node may write to them.
     """
     said = example_value(node)
     modes = [t.fake_mode for t in tensors(said) if isinstance(t, FakeTensor)]
@@ -175,9 +178,9 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 
 
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
-    """Conversions between fp32 and the format `low` that may give their operand itself: nobody can tell it from a copy.
+    """Conversions between fp32 and `low` that may return their operand itself, because nothing can tell it from a copy.
 
-    The copy is never written and does not leave the graph, and the operand is not written any more.
+    The copy is never written and is not returned, and the operand is not written any more.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -197,7 +200,7 @@ def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[tor
 
 
 def _strides_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both lie alike in memory, as far as is known without a guard."""
+    """True if both tensors have the same strides, as far as is known without a guard."""
     return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.stride(), b.stride(), strict=True))
 
 
@@ -207,7 +210,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """The memory that others see under a node's result; none if all read the copy that leaves instead."""
+    """The memory in which others may see a node's result; none if all readers use the returned copy instead."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -216,7 +219,7 @@ def _lies_in(fact: Fact) -> set[int]:
 
 
 def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
-    """Memory that is written through `.data`, and the position of the last such write."""
+    """Memory that is written through `.data`, with the position of the last such write."""
     aside: set[torch.fx.Node] = set()
     last: dict[int, int] = {}
     for node, fact in facts.items():
@@ -230,10 +233,10 @@ def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
 
 
 def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
-    """For memory that is written, the positions of writes that may as well go to a copy: nobody reads what lay there under its old name.
+    """By memory: positions of writes that may use a copy instead, because nothing reads the old values under the old name later.
 
-    So in `scores = q @ k; scores += bias` the product may run low and the sum in fp32: the cast between them is what the sum is written to.
-    A model's inputs and weights must see what is written to them, and under another grad mode a copy would have another history.
+    So in `scores = q @ k; scores += bias` the product may run low and the sum in fp32: the sum writes to the cast between them. Writes to a
+    model's inputs and weights must reach them, and under another grad mode a copy would have another autograd history.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)
@@ -256,9 +259,9 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Which nodes share memory that is written in place, and a function that counts the writes to a value before a reader.
+    """(groups of nodes that share memory written in place; a function that counts the writes to a value before a reader).
 
-    In training a reader whose backward may read what a write through `.data` leaves is tied to what it reads.
+    In training, a reader whose backward may read values written through `.data` is tied to its operand.
     """
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():
@@ -278,7 +281,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
         if node.target is hooked:
             union.join(node, node.args[0])
             (inner,) = node.all_input_nodes[:1]
-            while (before := same_tensor(inner)) is not None:  # as of a dropout of nothing: the hook is on this one
+            while (before := same_tensor(inner)) is not None:  # for example a dropout with p=0: the hook is on its operand
                 union.join(inner, before)
                 inner = before
         for storage in _memory(fact) if writes else ():
@@ -294,7 +297,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
     for node, fact in facts.items():
         if fact.role != "op" and fact.dtype == "fp32" and any(storage in writes for storage in _lies_in(fact)):
             state.add(union.find(node))
-        if is_opaque(node):  # what is inside writes fp32
+        if is_opaque(node):  # the graph inside writes fp32
             state |= {union.find(target) for target in fact.writes if facts[target].dtype == "fp32"}
     group = {node: union.find(node) for node in list(union.parent)}
 

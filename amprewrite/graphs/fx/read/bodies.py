@@ -1,10 +1,10 @@
 """Graphs inside a graph: the bodies of conditions, loops, scans, maps and custom autograd Functions.
 
-A higher-order op calls its bodies with tensors of its own choosing: slices of what is scanned, what a loop carries, gradients. So a
-body reads and gives fp32, as the graph around it does, whatever runs inside. A checkpoint's body alone may give low results.
+A higher-order op calls its bodies with tensors of its own choosing: slices of scanned tensors, loop state, gradients. So a body takes and
+returns fp32, as the graph around it does, whatever runs inside. Only a checkpoint's body may return low results.
 
-The backward of an autograd Function is code of the user. Where gradients are scaled it sees them as they are, unless its graph shows
-that it is linear: then a factor goes through it, as under GradScaler, and what the user computes in half precision there is not flushed.
+The backward of an autograd Function is user code. With a loss scale it gets unscaled gradients, unless its graph shows that it is linear.
+Then the scale passes through it, as under GradScaler, and values that the user computes in half precision there are not flushed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ KEPT = {
     "flex_attention": "its graph is part of an attention kernel",
     "flex_attention_backward": "its graph is part of an attention kernel",
 }
-"""Higher-order ops whose bodies stay as they are, and why."""
+"""Higher-order ops whose bodies are not rewritten, with the reason."""
 _NO_GRADIENT = ops_with(Trait.STOPS_GRADIENT) | ops_with(Trait.HAS_STEPS)
-"""Ops that take no gradient, or one of zeros."""
+"""Ops that take no gradient, or a gradient of zeros."""
 
 
 def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, str]]:
@@ -42,10 +42,10 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 
 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
-    """Why the body `name` of `node` stays high in training in a format of narrow range, or with loss scaling; None if it need not.
+    """The reason why the body `name` of `node` stays high in training with a narrow format or with loss scaling; None if it need not.
 
-    No sample run shows what a backward that the user wrote reaches. With loss scaling, what is around one in a body, such as that of
-    a condition, has a backward that nothing scales. Nothing is differentiated in the forward of an autograd Function.
+    No sample run shows the range of a user-written backward. With loss scaling, code around such a backward in a body, for example of a
+    condition, has gradients that nothing scales. The forward of an autograd Function is not differentiated.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -65,12 +65,12 @@ def backward_of(node: torch.fx.Node) -> torch.fx.GraphModule | None:
 
 
 def _is_forward(node: torch.fx.Node, name: str) -> bool:
-    """Whether the body `name` of an autograd Function is its forward, which stands first."""
+    """True if the body `name` of an autograd Function is its forward, which is the first body."""
     return bool(_graphs(node)) and name == str(_graphs(node)[0].target)
 
 
 def has_own_backward(node: torch.fx.Node) -> bool:
-    """Whether gradients of the node's result must be as they are: an autograd Function sees them, or a hook in a body."""
+    """True if gradients of the node's result must be unscaled: an autograd Function reads them, or a hook in a body."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
     if "autograd_function" in node.target.name():
@@ -79,7 +79,7 @@ def has_own_backward(node: torch.fx.Node) -> bool:
 
 
 def _backward_is_linear(node: torch.fx.Node) -> bool:
-    """Whether the backward of an autograd Function, which reads the gradients of its results and then what was saved, is linear."""
+    """True if the backward of an autograd Function is linear. It takes the gradients of its results, then the saved values."""
     if len(bodies(node)) != 2 or node.kwargs.get("dirty_idx"):
         return False
     forward, backward = bodies(node)
@@ -92,7 +92,7 @@ def _backward_is_linear(node: torch.fx.Node) -> bool:
 
 
 def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
-    """Whether a factor of the nodes `scaled` comes out as that factor of all that the graph gives. What is not known to be is not."""
+    """True if a factor on the nodes `scaled` becomes the same factor on all results of the graph. An unknown op counts as nonlinear."""
     zeros: set[torch.fx.Node] = set()
     for node in graph.nodes:
         if node.op == "output":
@@ -106,13 +106,13 @@ def _is_linear(graph: torch.fx.Graph, scaled: set[torch.fx.Node]) -> bool:
             if not targets <= scaled or not _hands_on_factor(node, scaled, zeros):
                 return False
             scaled.add(node)
-        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # sizes tell nothing of numbers
+        elif not isinstance(example_value(node), int | torch.SymInt | torch.Size):  # sizes do not depend on the numbers
             return False
     return False
 
 
 def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set[torch.fx.Node]) -> bool:
-    """Whether `node`, which reads some of `scaled`, gives them times the same factor."""
+    """True if `node`, which reads some of `scaled`, returns a result with the same factor."""
     row, leaves = find_op(op_name(node.target)), tree_leaves((node.args, node.kwargs))
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and any(map(differentiable, tensors(example_value(leaf))))]
     if row is None or not all(map(differentiable, tensors(example_value(node)))) or node.kwargs.get("rounding_mode"):
@@ -131,11 +131,11 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 
 
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """The ops of `body` that lead to none of its results that get a gradient in the graph around `node`, nor to what a loop carries on.
+    """The ops of `body` that lead to no result with a gradient in the graph around `node`, nor to state that a loop carries on.
 
-    `name` is the attribute that holds the body. Autograd gives a result a gradient of zeros where nobody reads it, or only what is
-    unread itself, or a step, as a comparison is one. If a value there is infinite, gradients of what it is made of are NaN. The
-    forward of an autograd Function gives its results and what it saves, which nobody but its backward reads.
+    `name` is the attribute that holds the body. Autograd gives a result a gradient of zeros if nothing reads it, or only unread values or
+    steps such as comparisons do. If a value there is infinite, gradients of its operands are NaN. The forward of an autograd Function
+    returns its results and its saved values, which only its backward reads.
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):
@@ -155,7 +155,7 @@ def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) ->
 
 
 def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes that a gradient may reach from a result of the graph, or from what it writes."""
+    """Nodes that a gradient may reach from a result of the graph, or from a value that it writes."""
     found: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
         passes = op_name(node.target) not in _NO_GRADIENT and any(map(differentiable, tensors(example_value(node))))
@@ -165,7 +165,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _carried(node: torch.fx.Node, results: int) -> int:
-    """How many of the first results of a loop are inputs of its next turn."""
+    """Number of the first results of a loop that are inputs of its next iteration."""
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
         return len(node.args[1])
@@ -173,16 +173,16 @@ def _carried(node: torch.fx.Node, results: int) -> int:
 
 
 def operands(node: torch.fx.Node, body: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-    """Each input of `body` that is a value of the graph around it as it stands there, with that value."""
+    """(input of `body`, value of the outer graph) for each input that is passed such a value unchanged."""
     placeholders = body.graph.find_nodes(op="placeholder")
     held = set(_graphs(node))
     outer = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, torch.fx.Node) and leaf not in held]
-    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # what comes first, such as a predicate, is no operand
+    pairs = zip(reversed(placeholders), reversed(outer), strict=False)  # earlier arguments, such as a predicate, are no operands
     return [(inner, given) for inner, given in pairs if _shape(inner) == _shape(given) is not None]
 
 
 def _graphs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The graphs among the arguments of `node`. What torch.export captured reads its weights by `get_attr`, too."""
+    """The graphs among the arguments of `node`. Graphs of torch.export read weights by `get_attr`, too."""
     leaves = (leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node) and leaf.op == "get_attr")
     return [leaf for leaf in leaves if isinstance(held_value(leaf), torch.fx.GraphModule)]
 

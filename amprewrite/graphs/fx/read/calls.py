@@ -1,4 +1,4 @@
-"""fx graph → calls: arguments and shapes of every op as plain data, and which ops write memory that others see.
+"""fx graph → calls: arguments and shapes of every op as plain data, and the ops that write to memory with other readers.
 
 By name it knows `getitem`, which may pick one of several results.
 """
@@ -38,11 +38,11 @@ def read_calls(graph: OpGraph, fx_nodes: Mapping[str, torch.fx.Node]) -> dict[st
 
 NORMS = ops_with(Trait.RUNNING_STATISTICS)
 STATISTICS_AND_WEIGHTS = ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))
-"""Places and names of the arguments that both take."""
+"""Positions and names of the arguments that batch and instance norms have in common."""
 
 
 def read_bare_norms(nodes: Mapping[str, torch.fx.Node]) -> tuple[str, ...]:
-    """Norms of values on a CPU without any argument beside them: nothing else says in what dtype they keep their statistics."""
+    """Norms on a CPU without statistics, weight or bias: no argument sets the dtype in which they keep their statistics."""
     return tuple(name for name, node in nodes.items() if op_name(node.target) in NORMS and _is_bare(node))
 
 
@@ -83,7 +83,7 @@ def _shape(tensor: torch.Tensor) -> Shape:
 
 
 def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
-    """An argument without fx nodes: a node becomes a Ref, but a number that capture knows becomes that number."""
+    """An argument without fx nodes: a node becomes a Ref, or its number if capture knows it."""
     if isinstance(argument, torch.fx.Node):
         value = example_value(argument)
         return value if type(value) in (int, float, bool) else Ref(names.get(argument, argument.name))
@@ -97,7 +97,7 @@ def _plain(argument: Any, names: Mapping[torch.fx.Node, str]) -> Any:
 
 
 def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
-    """Values that an op such as `unsqueeze_` gives other sizes, and what reads them: the sizes that are known of them are the last ones."""
+    """Values that an op such as `unsqueeze_` resizes in place, and their readers: their recorded sizes are the last ones."""
     found: dict[torch.fx.Node, str] = {}
     for node in graph.nodes:
         packet = getattr(torch.ops.aten, f"{op_name(node.target)}_", None) if is_inplace(node.target) else None
@@ -110,8 +110,8 @@ def _moved_in_place(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 def _aliased_writes(graph: torch.fx.Graph, transformed: set[torch.fx.Node]) -> dict[torch.fx.Node, str]:
     """Nodes whose memory is written while another op still reads it.
 
-    An in-place op on a value that is not read afterwards is no such case: it does what the same op out of place would.
-    Nodes inside torch.func transforms have no memory to ask for.
+    An in-place op on a value that is not read afterwards does not count: it equals the same op out of place. Nodes inside torch.func
+    transforms have no memory to ask for.
     """
     place = {node: position for position, node in enumerate(graph.nodes)}
     sharing: dict[int, list[torch.fx.Node]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Which products of a captured graph multiply numbers that count something (`ir/evidence/counts.py`)."""
+"""Products of a captured graph that multiply numbers that count something (`ir/evidence/counts.py`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Counts = Mapping[torch.fx.Node, Count]
 
 
 def read_counts(captured: Captured, inputs: Sequence[Any], around: Counts | None = None) -> None:
-    """Note in the graph of `captured` which products of counts there are, and in `captured.counts` what every value counts.
+    """Record the products of counts in the graph of `captured`, and the count of every value in `captured.counts`.
 
-    `inputs` are the real inputs of the graph, if they are at hand; `around` are the counts of its inputs, if another graph hands them on.
-    The host looks at constants only if a product depends on what they hold, and once a device.
+    `inputs` are the real inputs of the graph, if available. `around` are the counts of its inputs, if another graph passes them. The host
+    reads constants only if a product depends on their values, once for each device.
     """
     low, nodes = captured.problem.policy.low, captured.module.graph.nodes
     if not any(node.flops for node in captured.problem.graph) and not any(map(is_opaque, nodes)):
@@ -52,7 +52,7 @@ def _summed(node: OpNode) -> int:
 
 
 def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:
-    """The floating tensors that the model holds and does not learn, by node, with what is known of each."""
+    """The floating tensors that the model holds and does not learn, by node, with their value if it is known."""
     places = [*zip(graph.find_nodes(op="placeholder"), [*inputs, *[None] * len(graph.nodes)], strict=False)]
     places += [(node, held_value(node)) for node in graph.find_nodes(op="get_attr")]
     found = {}
@@ -69,7 +69,7 @@ def _learns(*values: Any) -> bool:
 
 
 def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
-    """Which constants hold whole numbers beyond those that the low format holds. One that cannot be looked at holds none."""
+    """Constants that hold integers beyond the low format's exact ones, marked LARGE. A constant that cannot be read counts as SMALL."""
     found, asked = dict.fromkeys(held, Count.SMALL), list[tuple[torch.fx.Node, Tensor]]()
     with torch.no_grad(), unselected():
         for node, value in held.items():
@@ -85,7 +85,7 @@ def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node,
 
 
 def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Count]:
-    """The counts of all values of a graph, from those of its inputs and constants that are `known`."""
+    """The counts of all values of a graph, from the `known` counts of its inputs and constants."""
     found = dict[torch.fx.Node, Count]()
     for node in nodes:
         value = example_value(node)
@@ -102,7 +102,7 @@ def _propagate(nodes: Any, known: Counts, low: Format) -> dict[torch.fx.Node, Co
 
 
 def _dtype(value: Any) -> str:
-    """The dtype of a value; that of a number is the one that it becomes."""
+    """The dtype of a value. A Python float counts as fp32."""
     return "fp32" if isinstance(value, float | torch.SymFloat) else value_dtype(value)
 
 

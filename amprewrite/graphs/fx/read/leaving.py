@@ -1,25 +1,25 @@
-"""What leaves a graph must be one fp32 value for the graph and for its caller: in number, memory and gradient.
+"""Values that leave a graph: each must be one fp32 value for the graph and for its caller, in numbers, memory and gradient.
 
-A low value that is returned is cast. If others go on reading the low value, the cast stands beside their path: the caller's gradient
-with respect to the result misses them. And two results that share memory become two casts, which share none.
-So before a graph is read, an idle `x.to(x.dtype)` is put behind the value, and all its other readers read that. In the captured graph
-it gives `x` itself. Coloured high, it is the place where the cast stands, on everybody's path:
+A low value that is returned is cast. If other ops read the low value, the cast is not on their path: the caller's gradient with respect to
+the result misses them. And two results that share memory become two casts, which share none. So before a graph is read, an idle
+`x.to(x.dtype)` is inserted after the value, and all its other readers read that. In the captured graph it returns `x` itself. Coloured
+high, it is the cast on every reader's path:
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
-1. *Memory.* If two results share memory, or the elements of one do, or a result shares it with an input, or a body writes it, such a
-   node follows the maker of the memory. The views that lead from it to the results run high, and all that may write it. If the
-   maker gives a view of a hidden tensor, as `linear` does of more than two dims, so does the node: autograd takes a view
-   off the path of what is written beside it, and a base not. In graphs with gradients the same holds if a result is the very
-   tensor that an op was given, as that of `contiguous` may be, and others read that, or it has hooks: they are on the result's path. Or
-   gradients were recorded where it was made, and are not where it is given back.
-2. *Values*, in graphs with gradients. If a result is read by others as well, such a node follows it. If it shares memory that the
-   graph writes, rule 1 applies. If a result has hooks, the node stands before them: the hooks are then on what the caller gets.
-3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as that of `tanh` does, a
-   second backward gives the result a gradient. So the op itself runs high, and what it gives is what leaves.
+1. *Memory.* Two results may share memory, or elements of one result may, a result may share it with an input, or a body may write to it.
+   Then such a node follows the maker of the memory. The views from it to the results run high, and so do all ops that may write to it. If
+   the maker returns a view of a hidden tensor, as `linear` with more than two dims does, so does the node: after an in-place write,
+   autograd treats a view and a base differently. In graphs with gradients the same holds if a result is the very tensor that an op was
+   given, as with `contiguous`, and other ops read that tensor, or it has hooks: both are on the result's path. It also holds if gradients
+   were recorded where the tensor was made and are not where it is returned.
+2. *Values*, in graphs with gradients. If a result has other readers, such a node follows it. If it shares memory that the graph writes,
+   rule 1 applies. If a result has hooks, the node precedes them, so that the hooks are on the tensor that the caller gets.
+3. *Second derivatives*, in graphs with gradients. If the backward of a result's op reads the result, as `tanh` does, a second backward
+   gives the result a gradient. So the op itself runs high, and its own result is returned.
 
-By name it knows `detach`, past which no gradient comes.
+By name it knows `detach`, which stops gradients.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without_grad: set[Node] | None) -> torch.fx.GraphModule:
-    """Mark in a copy of `module` what leaves as itself; `module` itself if nothing does. `copy` gives (copy, {node: its copy}).
+    """Mark the values that leave a graph in a copy of `module`; return `module` itself if there are none.
 
-    `without_grad` are the nodes that run without gradients; None says that all do.
+    `copy` returns (copy, {node: its copy}). `without_grad` are the nodes that run without gradients; None says that all do.
     """
     memory = Memory(module.graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
-    regions = transform_regions(module.graph)  # no border can stand inside, and what they give runs high as it is
+    regions = transform_regions(module.graph)  # no border fits inside, and results run high without one
     chains = {node for storage in shared for node in memory.chain(storage) if node not in regions}
     makers = dict.fromkeys(maker for storage in shared if (maker := memory.maker(storage)) is not None)
     own: set[Node] = set()
@@ -90,16 +90,16 @@ def mark_leaving(module: torch.fx.GraphModule, copy: Callable[..., Any], without
 
 
 def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterator[Node]:
-    """Results with gradients that the backward of their own op reads; heavy ops have no second derivative, or do not read them.
+    """Results with gradients that the backward of their own op reads. Heavy ops have no second derivative, or do not read their results.
 
-    What leaves a transform of torch.func is none: no border can stand inside, and what the ops in there read is another tensor.
+    A value that leaves a torch.func transform is left out: no border fits inside, and the ops there read another tensor.
     """
     apart, alike, known = transform_regions(graph), Alike(), dict[Hashable, bool]()
     for node in dict.fromkeys(map(_before_hooks, _results(graph))):
         if node in without_grad or not differentiable(example_value(node)) or _op_of(node)[-1] in apart:
             continue
         op = _maker(node)
-        key = alike.key(op) or op  # the keys and values of all layers are made by calls that are alike
+        key = alike.key(op) or op  # calls that make the keys and values of all layers are alike
         if key not in known:
             known[key] = _is_read_back(op)
         if known[key]:
@@ -107,29 +107,29 @@ def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterato
 
 
 def _maker(result: Node) -> Node:
-    """The op behind `result`. A checkpoint is no op: the one in its body counts."""
+    """The op that makes `result`. For a result of a checkpoint, the op in its body."""
     inside = made_inside(result)
     return _op_of(result)[-1] if inside is None else _maker(_before_hooks(inside))
 
 
 def _is_read_back(op: Node) -> bool:
-    """Whether the backward of an op reads what it gives."""
+    """True if the backward of an op reads the op's result."""
     row = find_op(op_name(op.target))
     heavy = row is not None and row.kind is OpKind.ALLOW
     return op.op not in ("placeholder", "get_attr") and not heavy and reads_back(op)
 
 
 def _op_of(node: Node) -> tuple[Node, ...]:
-    """`node`, and the op that it picks a result of."""
+    """`node`, and the op of which it picks a result."""
     source = node.args[0] if node.target is operator.getitem else None
     picked = isinstance(source, Node) and not isinstance(example_value(source), torch.Tensor)
     return (node, source) if picked and isinstance(source, Node) else (node,)
 
 
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes whose values exist inside a torch.func transform alone. What leaves it is a plain tensor.
+    """Nodes whose values exist only inside a torch.func transform. A value that leaves the transform is a plain tensor.
 
-    Another transform may read a wrapped one, as that of `jacrev` around its backward does.
+    Another transform may read a wrapped one: `jacrev` does so around its backward.
     """
     regions = transform_regions(graph)
     return {node for node, region in regions.items() if _wrapped(node) or all(regions.get(user) == region for user in node.users)}
@@ -140,7 +140,7 @@ def _wrapped(node: Node) -> bool:
 
 
 def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:
-    """The idle conversion, put behind `maker` or behind the transform of `regions` that it leaves; all others read it."""
+    """Insert the idle conversion after `maker`, or after the transform of `regions` that it leaves, and let all other readers read it."""
     place, region = maker, regions.get(maker)
     readers = [reader for reader in maker.users if region is None or regions.get(reader) != region]
     while region is not None and regions.get(place.next) == region:
@@ -155,7 +155,7 @@ def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) ->
 
 
 def _view(graph: torch.fx.Graph, node: Node) -> None:
-    """Put a view of all of `node` behind it, which all others read."""
+    """Insert a view of all of `node` after it, and let all other readers read that."""
     readers = list(node.users)
     with graph.inserting_after(node):
         whole = graph.call_method("view_as", (node, node))
@@ -165,7 +165,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Results that may have a gradient and that other ops read with one; what the graph itself takes gradients of counts as well."""
+    """Results that may have a gradient and that other ops read with one. Values that the graph itself differentiates count as well."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
@@ -175,7 +175,7 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Makers of results that have hooks: the caller's `retain_grad` sees the gradient behind them, so they stand on what leaves."""
+    """Makers of results with hooks: `retain_grad` of the caller sees the gradient after the hooks, so they belong on the returned value."""
     for node in _results(graph):
         maker = _before_hooks(node)
         if maker is not node and maker.op not in ("placeholder", "get_attr") and differentiable(example_value(node)):
@@ -183,14 +183,14 @@ def _hooked_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _before_hooks(node: Node) -> Node:
-    """The value that `node` is with the hooks on it."""
+    """The value without the hooks on it."""
     while node.target is hooked:
         (node,) = node.all_input_nodes[:1]
     return node
 
 
 def _takes_gradient(reader: Node) -> bool:
-    """Whether a gradient may come from `reader`: not from indices, comparisons and sizes."""
+    """True if a gradient may flow back through `reader`: not through indices, comparisons or sizes."""
     if op_name(reader.target) in _STOP:
         return False
     if any(differentiable(t) for t in tensors(example_value(reader))):
@@ -203,9 +203,9 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node]) -> bool:
-    """Whether a result is the very tensor that an op was given, and others read that one, as the body of a checkpoint may, or it has hooks.
+    """True if a result is a tensor that an op was given, and that tensor has other readers or hooks, or is of a checkpoint's body.
 
-    So is one that was made with gradients and given back where there are none.
+    Also true for a tensor that was made with gradients and is returned where there are none.
     """
     result = _before_hooks(result)
     while (given := same_tensor(result)) is not None:
@@ -218,14 +218,14 @@ def _read_as_another(result: Node, without_grad: Set[Node]) -> bool:
 
 
 def _overlaps(value: Any) -> bool:
-    """Whether elements of a tensor share memory with one another, as those of an expanded one do."""
+    """True if elements of a tensor share memory with one another, as in an expanded tensor."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
     return any(isinstance(stride, int) and stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 class Memory:
-    """Which nodes of a graph lie in which memory."""
+    """The nodes of a graph by the memory of their results."""
 
     def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
@@ -267,14 +267,14 @@ class Memory:
         self.same = {storage for result in found if _read_as_another(result, without_grad) for storage in memory_of(result)}
 
     def leaving(self, with_gradients: bool) -> list[int]:
-        """The storages that leave as themselves: two results share them, or a result and an input, or they are written."""
+        """Storages whose values must leave as one tensor: several results share them, or a result and an input do, or they are written."""
         found = self.several | (self.results & self.inputs) | self.written_inside
         if with_gradients:
             found |= (self.results & self.written) | (self.inputs & self.written) | self.same
         return sorted((storage for storage in found if storage in self.holders), key=lambda s: self.position[self.holders[s][0]])
 
     def maker(self, storage: int) -> Node | None:
-        """The node whose result the memory is; None if it comes from outside, or if several results of one op lie in it."""
+        """The node that makes the memory; None if it is from outside, or if several results of one op share it."""
         if storage in self.inputs:
             return None
         first = self.holders[storage][0]
@@ -284,7 +284,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """The nodes that lead to the results in this memory, and all that may write it; its maker is none of them."""
+        """The nodes that lead to the results in this memory, and all that may write to it, without its maker."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

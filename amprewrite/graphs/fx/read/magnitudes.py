@@ -1,4 +1,4 @@
-"""How large the weights of a captured graph are: known without any data."""
+"""Magnitudes of the weights of a captured graph, known without any data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 
 
 def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Largest finite magnitude of each fp32 parameter and buffer of the graph, by node; {} for a wide low format."""
+    """Largest finite magnitude of each fp32 parameter and buffer of the graph, by node; {} if the low format has fp32's range."""
     found = weights_among(captured, inputs)
     return dict(zip(found, largest(list(found.values())), strict=True))
 
@@ -37,7 +37,7 @@ def magnitudes(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
 def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
     """The fp32 parameters and buffers that the graph takes among its `inputs` or reads from its module, by node.
 
-    {} for a wide low format. Tensors of other classes (distributed, fake) are left out: looking at them is not free.
+    {} if the low format has fp32's range. Tensors of other classes (distributed, fake) are left out: reading them is not free.
     """
     return _plain_weights(captured, inputs) if captured.problem.policy.low.narrow else {}
 
@@ -56,11 +56,11 @@ def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tenso
 
 
 def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
-    """The parameters and buffers that are added to something, and tables of rows, that have an offset (`has_offset`), by node.
+    """Parameters and buffers that are added to a value, and tables of rows, that have an offset (`has_offset`), by node.
 
-    The rows of a table may have something in common, too. The host reads once a device.
+    The rows of a table may have a common offset, too. The host reads once for each device.
 
-    Training moves none to an offset in front of a norm: the norm takes it away, and its gradient with it.
+    Training adds no offset before a norm: the norm removes it, and its gradient with it.
     """
     found, looked_up = summands(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
@@ -74,9 +74,10 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Root mean squares, with the signs of the means, of the learnt numbers that may scale something, by node; one read a device.
+    """Signed root mean squares of learnt numbers that may scale a value, by node. The sign is the sign of their mean.
 
-    They are those of one dim at most, as a factor a channel has, that other ops than products, norms and sums of several read.
+    They vary along one dim at most, as a factor for each channel, and have a reader other than products, norms and sums of several. The
+    host reads once for each device.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
@@ -92,7 +93,7 @@ def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
 
 
 def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
-    """Whether a weight of one dim at most is read by something else than products, norms and sums of several."""
+    """True if a weight of one dim at most has a reader other than products, norms and sums of several."""
     if graph[name].role != "parameter" or sum(size > 1 for size in weight.shape) > 1:
         return False
     readers = list(graph.readers(name))
@@ -101,9 +102,9 @@ def _may_scale(graph: OpGraph, name: str, weight: Tensor) -> bool:
 
 
 def largest(tensors: Sequence[Tensor]) -> list[float]:
-    """Largest finite magnitude of each; one read by the host for each device, and one more for a tensor with infinities.
+    """Largest finite magnitude of each tensor. The host reads once for each device, and once more for a tensor with infinities.
 
-    Infinities are numbers of every low format that has a range to leave: a mask of -inf fits.
+    Every low format with a narrow range has infinities: a mask of -inf fits.
     """
     if not tensors:
         return []
@@ -116,7 +117,7 @@ def largest(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _read(numbers: Sequence[Tensor]) -> list[Any]:
-    """0-dim tensors as numbers; one read by the host for each device."""
+    """0-dim tensors as numbers. The host reads once for each device."""
     found: list[Any] = [None] * len(numbers)
     for device in {number.device for number in numbers}:
         places = [place for place, number in enumerate(numbers) if number.device == device]

@@ -1,7 +1,7 @@
-"""fx graph → the products of rows and a matrix in it, whose operands may be quantised.
+"""fx graph → its products of rows and a matrix, whose operands may be quantised.
 
-By name it knows where `linear`, `matmul`, `mm` and `addmm` take their operands. Left out: what a torch.func transform holds, an operand
-multiplied with itself, products with factors of their own, and a summand that is no row.
+By name it knows where `linear`, `matmul`, `mm` and `addmm` take their operands. Left out: products inside a torch.func transform, an
+operand multiplied by itself, products with factors of their own, and a summand that is no row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amprewrite.torch_internals.dispatch import is_traceable_wrapper_subclass
 
 PRODUCTS = ops_with(Trait.READS_FP8)
 FACTORS = {"beta": 1, "alpha": 1, "use_gelu": False, "out_dtype": None, "dtype": None, "out": None}
-"""Arguments that make another product of it, with the value that does not."""
+"""Arguments that change the product, each with the value at which it does not."""
 
 
 def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> dict[str, MatrixProduct]:
@@ -49,7 +49,7 @@ def _product(graph: OpGraph, name: str, node: torch.fx.Node, names: Mapping[torc
 
 
 def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
-    """The nodes that make x and w of a product; None if it is none of rows and a matrix, or has factors of its own."""
+    """The nodes that make x and w of a product; None if it is not one of rows and a matrix, or has factors of its own."""
     given = named_arguments(node)
     if any(given.get(name, plain) not in (plain, None) for name, plain in FACTORS.items()):
         return None
@@ -61,13 +61,13 @@ def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
 
 
 def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node that makes what a product adds."""
+    """The node that makes the summand of a product; None if it has none."""
     given = named_arguments(node)
     return next(iter(given.values())) if op_name(node.target) == "addmm" else given.get("bias")
 
 
 def transposes(node: torch.fx.Node) -> bool:
-    """Whether the product is x · w, and not x · wᵀ."""
+    """True if the product is x · w, False if it is x · wᵀ."""
     return op_name(node.target) != "linear"
 
 

@@ -1,4 +1,4 @@
-"""Canonical names and order: depth first from the outputs, so that the order of the fx nodes changes nothing."""
+"""Canonical names and order: depth first from the outputs, independent of the order of the fx nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"
 
 
 def module_path(node: torch.fx.Node, entry: str) -> str:
-    """Path of the module that the node was called in, from the root of the rewritten model."""
+    """Path of the module in which the node was called, from the root of the rewritten model."""
     stack = node.meta.get("nn_module_stack")
     inner = ""
     if stack:
@@ -29,7 +29,7 @@ def module_path(node: torch.fx.Node, entry: str) -> str:
 def frame_path(graph: torch.fx.Graph, inputs: Sequence[Any], root: torch.nn.Module) -> str | None:
     """Path in `root` of the module whose frame was captured: after a graph break that may be a part of the model.
 
-    `inputs` are the real inputs of the graph, of which parameters and buffers tell where they live. None if none does.
+    `inputs` are the real inputs of the graph. Parameters and buffers among them show the path. None if there are none.
     """
     paths: dict[int, list[str]] = {}
     for path, tensor in (*named_parameters_in(root, remove_duplicate=False), *named_buffers_in(root, remove_duplicate=False)):
@@ -56,7 +56,7 @@ _PRIVATE = {"_modules", "_parameters", "_buffers", "__self__"}
 def _base_name(fact: Fact, entry: str, names: tuple[str, ...]) -> str:
     node = fact.node
     if not fact.dtype and fact.role in ("op", "input") and not isinstance(node.target, HigherOrderOperator):
-        return f"size_{fact.op}" if fact.role == "op" else "size"  # they come and go with symbolic shapes
+        return f"size_{fact.op}" if fact.role == "op" else "size"  # their number varies with symbolic shapes
     if fact.role == "op":
         return fact.op
     if fact.role == "output":
@@ -100,9 +100,9 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 
 
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
-    """Give every fact a rank that no order of nodes changes, and a name by op and count: linear, linear_1, …
+    """Give every fact a rank independent of the order of nodes, and a name by op and count: linear, linear_1, …
 
-    No two nodes have one name: what comes in keeps the name that it has, and counting goes past that.
+    No two nodes have one name: inputs keep the names that they have, and counting skips these.
     """
     counts: Counter[str] = Counter()
     bases = {node: _base_name(fact, entry, names) for node, fact in facts.items()}

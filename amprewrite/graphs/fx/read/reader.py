@@ -1,12 +1,12 @@
 """fx graph → op graph: one vertex an op, with dtype, shape, device, source line and module path as facts.
 
 1. Read facts from the example values that capture left on the nodes.
-2. Tell which operands follow an op's colour, from its row in the op table.
-3. Pin what facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, kernels that do not exist.
-4. Tie what shares memory that is written in place, and what comes out of one kernel.
-5. Name and order canonically: depth first from the outputs, so that the order of the fx nodes changes nothing.
+2. Find the operands that follow an op's colour, from its row in the op table.
+3. Pin nodes that facts decide: inputs, parameters, explicit dtypes, autocast regions, opaque graphs, missing kernels.
+4. Tie nodes that share memory written in place, and results of one kernel.
+5. Name and order canonically: depth first from the outputs, independent of the order of the fx nodes.
 
-By name it knows ops that are another op if they are called so (`_kind`: `inner`, `einsum`, `pow`, `mul`), ops that pick (`getitem`,
+By name it knows ops that are another op with certain arguments (`_kind`: `inner`, `einsum`, `pow`, `mul`), ops that pick (`getitem`,
 `getattr`), and conversions that read another tensor for its dtype alone (`to`, `type_as`).
 """
 
@@ -61,7 +61,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
 _FLOATING = ("fp", "bf", "float", "complex", *NOT_DENSE)
-"""How the names of dtypes begin that hold fractions."""
+"""Beginnings of the names of dtypes that hold fractions."""
 
 
 def read_graph(
@@ -70,9 +70,9 @@ def read_graph(
 ) -> tuple[OpGraph, dict[str, torch.fx.Node]]:
     """The op graph of `module` and the fx node of each vertex.
 
-    `low` is the low format, `lists` say the kind of each op, `entry` is the path of the module that was called, `names` are
-    the names of its positional parameters, `training` says whether a backward may follow, `grad` whether gradients are on where
-    such a graph begins, `device` where it runs.
+    `low` is the low format. `lists` give the kind of each op. `entry` is the path of the module that was called. `names` are the names of
+    its positional parameters. `training` says if a backward may follow, `grad` if gradients are on where such a graph begins. `device` is
+    the graph's device.
     """
     facts = {node: read_fact(node, position) for position, node in enumerate(module.graph.nodes)}
     note_autocast(facts)
@@ -119,17 +119,17 @@ def _pinned_summing(
 
 
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
-    """What the lists say of the op as it is called here.
+    """Kind of the op in this call, by the lists.
 
-    Five things the name alone cannot tell: squares and cubes keep their relative error and in bf16 their range, a power
-    that only a tanh reads (GELU) may overflow without harm, a product of a value with itself is a square, `inner` of a
-    vector is no matrix product but a dot, and an einsum that sums over no dim of two operands is one neither.
+    Five things need more than the name: squares and cubes keep their relative error and in bf16 their range; a power that only a tanh reads
+    (GELU) may overflow without harm; a product of a value with itself is a square; `inner` of a vector is a dot and no matrix product; and
+    an einsum that sums over no dim of two operands is no matrix product either.
     """
     if fact.row is None:
         return None
     kind = lists.kind(fact.row.name)
     if kind is None and fact.op in CONVERSIONS:
-        return OpKind.CLEAR  # to the dtype it has already, but for those with facts of their own
+        return OpKind.CLEAR  # converts to the dtype it has already, except for conversions with facts of their own
     if kind is None and lists.rule == "autocast":
         return OpKind.INFER  # torch.autocast lets it follow its inputs
     if lists.rule == "cost" and fact.row.name not in lists.asked:
@@ -146,13 +146,13 @@ def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
 
 
 def _reads_a_vector(node: torch.fx.Node) -> bool:
-    """Whether an operand has one dimension or none."""
+    """True if an operand has one dimension or none."""
     values = [example_value(operand) for _, operand in arguments(node)]
     return any(isinstance(value, torch.Tensor) and value.dim() < 2 for value in values)
 
 
 def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
-    """Whether products and sums lead from `node` to tanh and to nothing else."""
+    """True if products and sums lead from `node` to tanh and to nothing else."""
     names = {op_name(user.target) for user in node.users}
     if names == {"tanh"}:
         return True
@@ -161,7 +161,7 @@ def _only_tanh_reads(node: torch.fx.Node, steps: int = 4) -> bool:
 
 
 def turns_grad_on(graph: torch.fx.Graph) -> bool:
-    """Whether the model itself enables gradients somewhere, so that a backward may follow though the caller disabled them."""
+    """True if the model itself enables gradients somewhere, so that a backward may follow even if the caller disabled them."""
     return any(
         (op_name(node.target) in SET_GRAD and bool(node.args[0])) or (op_name(node.target) == ENTER_INFERENCE and not node.args[0])
         for node in graph.nodes
@@ -169,7 +169,7 @@ def turns_grad_on(graph: torch.fx.Graph) -> bool:
 
 
 def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
-    """Whether the model itself switches torch.autocast on around every matmul and convolution of a graph that has any."""
+    """True if the model itself enables torch.autocast around every matmul and convolution of a graph that has any."""
     heavy = [node for node in ops if node.flops]
     switched_on = any(op_name(node.target) == ENTER_AUTOCAST and bool(node.args[2]) for node in graph.nodes)
     theirs = (Reason.HALF, Reason.INSIDE_AUTOCAST)
@@ -177,7 +177,7 @@ def under_autocast(graph: torch.fx.Graph, ops: OpGraph) -> bool:
 
 
 def without_grad(graph: torch.fx.Graph, grad: bool) -> set[torch.fx.Node]:
-    """Nodes that run without gradients: under the model's own no_grad or inference_mode, or, if `grad` is False, its caller's."""
+    """Nodes that run without gradients: under the model's own no_grad or inference_mode, or under its caller's if `grad` is False."""
     found, enabled = set(), grad
     around: dict[torch.fx.Node, bool] = {}
     for node in graph.nodes:
@@ -203,7 +203,8 @@ def _operands(
 ) -> list[Operand]:
     """The fp32 tensors an op reads. Copies are shared within a write version, and never between no_grad code and the rest.
 
-    A result leaves in the grad mode that made it, whatever mode the graph ends in. What an op writes to has the op's own format.
+    A result is returned in the grad mode that made it, whatever mode the graph ends in. An operand that the op writes to has the op's own
+    format.
     """
     found: dict[torch.fx.Node, Operand] = {}
     for parameter, node in arguments(fact.node):
@@ -228,11 +229,11 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.role == "output" or fact.autocast or fact.transformed or row is None or kind is None:
         return Demand.ANY if fact.role == "op" and fact.op == "getattr" else Demand.HIGH
     if fact.op == "getitem" and not isinstance(feeder.value, torch.Tensor):
-        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the indices beside low values
+        return Demand.COLOUR if fact.dtype == "fp32" else Demand.ANY  # the indices that are returned with low values
     if fact.dtype != "fp32":
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
         if fact.may_be_idle:
-            return Demand.ANY  # a value that is low already is what it gives
+            return Demand.ANY  # if its operand is low already, it returns that
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     if fact.op in TAKES_SHAPE_ONLY or (fact.op == "type_as" and parameter == "other"):
         return Demand.ANY
@@ -245,7 +246,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
 
 
 def _reads_bits(fact: Fact) -> bool:
-    """Whether the op reads the bits of its operand, not its value: `x.view(torch.int32)`."""
+    """True if the op reads the bits of its operand instead of its value: `x.view(torch.int32)`."""
     return fact.op in BIT_VIEWS and any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((fact.node.args, fact.node.kwargs)))
 
 
@@ -274,7 +275,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
         return Colour.HIGH, Reason.KEPT if fact.node in ties.kept else Reason.WRITES_STATE, ""
     if "out" in fact.node.kwargs and fact.node.kwargs["out"] is not None:
         return Colour.HIGH, Reason.WRITES_STATE, "out="
-    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # that is reason enough
+    if LEAVES in fact.node.meta and not (fact.node.meta[LEAVES] == READ_BACK and kind is OpKind.DENY):  # on the deny list: reason enough
         reason = {RETURNED: Reason.RETURNED, SHARED: Reason.SHARED, READ_BACK: Reason.READ_BACK}[fact.node.meta[LEAVES]]
         return Colour.HIGH, reason, ""
     device = device_of(fact.value)
@@ -286,7 +287,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
 
 
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Pin an op high if its source spells out a dtype of fp32. One taken from another tensor makes the fact relative."""
+    """Pin an op high if its source spells out an fp32 dtype. A dtype taken from another tensor makes the fact relative."""
     node = fact.node
     if fact.op in ABSOLUTE:
         return Colour.HIGH, Reason.EXPLICIT_DTYPE, "float()"
@@ -304,7 +305,7 @@ def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _read_anything(fact: Fact) -> None:
-    """Let an op that is told its result's dtype read any format, unless it reads bits or several tensors that must be alike."""
+    """Let an op with an explicit result dtype read any format, unless it reads bits or several tensors of one dtype."""
     if fact.op not in CONVERSIONS and fact.op not in BIT_VIEWS and len(fact.operands) == 1:
         fact.operands = [replace(o, demand=Demand.ANY) for o in fact.operands]
 
@@ -321,10 +322,10 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
-    """`softmax(x.float()).to(x.dtype)` asks for what an internal kernel does anyway: let it run low in, low out.
+    """`softmax(x.float()).to(x.dtype)` asks for the fp32 that an internal kernel computes in anyway: let it run low in, low out.
 
-    Holds only where every reader of the fp32 result is a cast back to a dtype taken from another tensor, so that nothing
-    ever sees the fp32 bits, and the lists let the op compute internally.
+    Only if every reader of the fp32 result is a cast back to a dtype taken from another tensor, so that nothing ever reads the fp32 bits,
+    and if the lists let the op compute internally.
     """
 
     def internal(fact: Fact) -> bool:

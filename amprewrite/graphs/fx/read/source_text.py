@@ -1,8 +1,8 @@
-"""What the model's own source says about a call: is its dtype written out, or taken from another tensor?
+"""Facts about a call from the model's source: is its dtype spelled out, or taken from another tensor?
 
-Capture freezes both `x.to(torch.float32)` and `x.to(y.dtype)` to `to(float32)`; only the text still tells them apart. And it keeps nothing
-of `torch.amp.custom_fwd(cast_inputs=dtype)`, by which the author of an autograd Function says what its forward runs in under mixed
-precision, but the line of PyTorch's that called the forward. Nor does it keep `no_grad` within what it captures without gradients.
+Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`; only the source shows the difference. Of
+`torch.amp.custom_fwd(cast_inputs=dtype)`, by which the author of an autograd Function sets the dtype of its forward under mixed precision,
+capture keeps only the line of PyTorch that calls the forward. It also loses `no_grad` inside code that it captures without gradients.
 """
 
 from __future__ import annotations
@@ -41,26 +41,29 @@ AROUND = frame_around(frame_around).__code__  # type: ignore[arg-type]
 
 
 def location(stack_trace: str | None) -> tuple[str, int]:
-    """File and line of the innermost frame; ("", 0) if there is none but ours around a module of PyTorch."""
+    """File and line of the innermost frame; ("", 0) if the only one is our own around a module of PyTorch."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "") if frame["file"] != AROUND.co_filename]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else ("", 0)
 
 
 def source_of(stack_trace: str | None) -> str:
-    """Name and line of the file of the innermost frame, as plans show it; "" if there is none. A file of this package has its folders."""
+    """File name and line of the innermost frame, as plans show it; "" if there is none.
+
+    A file of this package is shown with its folders.
+    """
     file, line = location(stack_trace)
     return f"{file_label(file)}:{line}" if file else ""
 
 
 def file_label(file: str) -> str:
-    """A file as plans name it: by its name, which holds no slash; a file of this package by its path from the package on."""
+    """A file as plans show it: its name, without folders; a file of this package with its path inside the package."""
     path = PurePath(file)
     package = _ABOVE / __name__.partition(".")[0]
     return path.relative_to(_ABOVE).as_posix() if path.is_relative_to(package) else path.name
 
 
 def has_own_dtype(stack_trace: str | None) -> bool:
-    """Whether an op is of a forward that `torch.amp.custom_fwd` gives a dtype of its own."""
+    """True if an op belongs to a forward that `torch.amp.custom_fwd` gives a dtype of its own."""
     if stack_trace is None or "decorate_fwd" not in stack_trace:
         return False
     return _call_with_own_dtype() in ((frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace))
@@ -68,17 +71,20 @@ def has_own_dtype(stack_trace: str | None) -> bool:
 
 @cache
 def _call_with_own_dtype() -> tuple[str, int]:
-    """Where PyTorch calls such a forward outside of autocast: the last call in the wrapper. The first is for those without a dtype."""
-    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # of the wrapper, whatever it wraps
+    """The line where PyTorch calls such a forward outside of autocast: the last call in the wrapper.
+
+    The first is for a forward without a dtype.
+    """
+    code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # code of the wrapper, the same for all functions
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
     return code.co_filename, calls[-1]
 
 
 def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
-    """Whether the author of an op runs it without gradients, in a function that is called within the frames `around`.
+    """True if the author of an op runs it without gradients, in a function that is called within the frames `around`.
 
-    Source that cannot be read counts as saying nothing of it.
+    Source that cannot be read counts as no statement.
     """
     outside = len(_FRAME.findall(around or ""))
     frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
@@ -90,7 +96,7 @@ def _without_grad_at(file: str, line: int) -> bool:
     if (file, line) in _calls_once_differentiable():
         return True
     said: bool | None = None
-    for node in ast.walk(_file(file)):  # from without to within
+    for node in ast.walk(_file(file)):  # outermost first
         if isinstance(node, ast.FunctionDef | ast.With) and node.lineno <= line <= (node.end_lineno or 0):
             given = node.decorator_list if isinstance(node, ast.FunctionDef) else [item.context_expr for item in node.items]
             said = next((not _enables(each) for each in given if _names_of(each) & _GRAD_MODES), said)
@@ -99,7 +105,7 @@ def _without_grad_at(file: str, line: int) -> bool:
 
 @cache
 def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
-    """The lines of PyTorch's wrapper that calls a backward without gradients, and so that none can be taken of it."""
+    """The lines of PyTorch's wrapper that calls a backward without gradients, so that it cannot be differentiated."""
     code = torch.autograd.function.once_differentiable(print).__code__
     lines, first = inspect.getsourcelines(code)
     return frozenset((code.co_filename, first + place) for place in range(len(lines)))
@@ -107,7 +113,7 @@ def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
 
 @lru_cache(maxsize=64)
 def _file(file: str) -> ast.Module:
-    """The source of a file; an empty one if it cannot be read."""
+    """The source of a file; an empty module if it cannot be read."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -119,15 +125,15 @@ def _names_of(expression: ast.expr) -> set[str]:
 
 
 def _enables(mode: ast.expr) -> bool:
-    """Whether a grad mode of the source enables gradients: `enable_grad`, or another with True written out."""
+    """True if a grad mode in the source enables gradients: `enable_grad`, or `set_grad_enabled` with a literal True."""
     on = any(isinstance(each, ast.Constant) and each.value is True for each in ast.walk(mode))
     return "enable_grad" in _names_of(mode) or ("set_grad_enabled" in _names_of(mode) and on)
 
 
 def dtype_is_literal(stack_trace: str | None, call: str) -> bool:
-    """Whether the source line of the innermost frame calls `call` with a spelled-out fp32 dtype.
+    """True if the source line of the innermost frame calls `call` with a spelled-out fp32 dtype.
 
-    Unreadable source counts as literal: what the model asked for by name is then kept.
+    Unreadable source counts as spelled out, so that a dtype the model may have asked for is kept.
     """
     file, line = location(stack_trace)
     return not file or _literal_at(file, line, _marked(stack_trace or ""), call)

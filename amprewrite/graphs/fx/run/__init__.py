@@ -1,1 +1,1 @@
-"""What captured graphs do and cost: every value watched, FLOPs from shapes, prices measured on the device at hand."""
+"""Running captured graphs: observe every value, count FLOPs from shapes, measure prices on the current device."""

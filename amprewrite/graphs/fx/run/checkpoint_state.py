@@ -1,7 +1,7 @@
-"""An activation checkpoint whose body reads and writes what the model holds: weights, statistics, counters.
+"""An activation checkpoint whose body reads and writes tensors that the model holds: weights, statistics, counters.
 
-Dynamo makes all of that operands. PyTorch saves operands, and refuses to recompute from one that was written meanwhile; what a function
-closes over is read as it is then. So what the model holds goes in as code that closes over it has it.
+Dynamo makes all of them operands. PyTorch saves operands, and refuses to recompute if one was written in the meantime. It reads closed-over
+variables again instead. So tensors that the model holds are passed to the body in the same way as closed-over variables.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpoint_with_state(body: Callable[..., Any], *operands: Any, state: tuple[int, ...], use_reentrant: bool, **options: Any) -> Any:
-    """`checkpoint(body, *operands)`, where those at the places `state` are held by the model.
+    """`checkpoint(body, *operands)`, with the operands at the positions `state` held by the model.
 
-    A reentrant checkpoint gives gradients to operands alone, so what takes one stays an operand there. The others go in a tuple: nothing
-    saves what is inside, and the devices whose random states are kept are found in it, too.
+    A reentrant checkpoint gives gradients to operands alone, so an operand that requires one stays an operand there. The others are passed
+    in a tuple: PyTorch saves nothing inside it, and still finds the devices whose random states it keeps.
     """
     held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
     apart = {place for place, _ in held}
 
     def run(held: tuple[tuple[int, Any], ...], *others: Any) -> Any:
         given = list(others)
-        for place, tensor in held:  # in order, so that each finds its place
+        for place, tensor in held:  # in order, so that each lands at its position
             given.insert(place, tensor)
         return body(*given)
 

@@ -1,4 +1,4 @@
-"""Values of a graph that no input changes, computed once: positions, lengths, parts of masks."""
+"""Values of a graph that depend on no input, computed once: positions, lengths, parts of masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 
 
 class Constants:
-    """What some nodes of a graph give. They are run at the first call, and again wherever a kept tensor would be wrong."""
+    """Results of some nodes of a graph. They are computed at the first call, and again wherever a kept tensor would be wrong."""
 
     def __init__(self, nodes: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]) -> None:
         graph = torch.fx.Graph()
@@ -27,20 +27,20 @@ class Constants:
         self._kept: tuple[Tensor, ...] | None = None
 
     def take(self) -> tuple[Tensor, ...]:
-        """The values, which nothing may write."""
+        """The values. Nothing may write to them."""
         if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
             return self._module()  # type: ignore[no-any-return]
         if self._kept is None or recording(self._kept[0].device):
             with disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
                 made: tuple[Tensor, ...] = self._module()
             if recording(made[0].device):
-                return made  # the recorded graph may be replayed when this one is gone
+                return made  # a recorded graph may be replayed after this one is gone
             self._kept = made
         return self._kept
 
 
 def take_constants(constants: Constants) -> tuple[Tensor, ...]:
-    """`Constants.take` as a graph calls it."""
+    """`Constants.take` in the form that a graph calls."""
     return constants.take()
 
 

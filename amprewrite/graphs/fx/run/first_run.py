@@ -1,13 +1,12 @@
-"""The first run of an edited graph, op by op: an op that refuses low operands gets them in fp32, and is told of.
+"""The first run of an edited graph, op by op: an op that refuses low operands gets them in fp32, and is reported.
 
-Fake tensors know a kernel for every op and dtype. Whether a device has the kernel shows when it runs: a custom op may take fp32 alone,
-and a device or a version of torch may lack a kernel that the table of ops expects. So
+Fake tensors have a kernel for every op and dtype. A missing kernel of a device shows only in a run: a custom op may take fp32 alone, and a
+device or a version of torch may lack a kernel that the op table expects. So
 
-1. the first run of a graph goes node by node. If an op raises that was given low operands, writes nothing, and runs on the same operands
-   in fp32, its result is cast to the format that the graph goes on with. No op before it runs twice;
-2. the op and its message are kept in `refused`, and whoever owns the graph decides it anew;
-3. later runs are those of the graph's own code. A graph with an op that refused goes op by op for good: a recomputation of this call
-   needs it.
+1. the first run of a graph runs node by node. If an op with low operands raises, writes nothing, and runs on the same operands in fp32, its
+   result is cast to the planned format. No op before it runs twice;
+2. the op and its error are kept in `refused`, and the owner of the graph plans it anew;
+3. later runs use the graph's own code. A graph with an op that refused keeps running op by op: a recomputation of this call needs it.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from amprewrite.torch_internals.operators import OpOverload, OpOverloadPacket
 from amprewrite.torch_internals.trees import tree_leaves, tree_map_only
 
 Refusals = dict[str, str]
-"""What ops said that refused low operands, by the name of the op."""
+"""Errors of ops that refused low operands, by the name of the op."""
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
-"""Classes of errors by which ops refuse a dtype. Others steer what runs: a checkpoint ends its recomputation by one."""
+"""Classes of errors by which ops refuse a dtype. Other classes control what runs: a checkpoint ends its recomputation by one."""
 
 
 class FirstRun:
-    """`later`, after a first run of `module` that finds out which ops refuse low operands."""
+    """Runs `later`, after a first run of `module` that finds the ops that refuse low operands."""
 
     def __init__(self, module: torch.fx.GraphModule, later: Callable[..., Any], refused: Refusals) -> None:
         self.module, self.later, self.refused = module, later, refused
@@ -81,7 +80,7 @@ class _Careful(torch.fx.Interpreter):
 
 
 def _runs_more(node: torch.fx.Node) -> bool:
-    """Whether the node runs more than one op: what it has run already must not run again."""
+    """True if the node runs more than one op: some may have run already and must not run again."""
     return node.op == "call_module" or is_opaque(node) or isinstance(node.target, FunctionType)
 
 
@@ -98,7 +97,7 @@ def runs_op_by_op(module: torch.fx.GraphModule, later: Callable[..., Any], refus
 
 
 def has_custom_op(module: torch.fx.GraphModule) -> bool:
-    """Whether a graph gives low operands to an op of another library than PyTorch: a compiler calls its kernel as it is."""
+    """True if a graph passes low operands to an op of a library other than PyTorch: a compiler calls its kernel without a check."""
     own = any(_is_custom(node) and any(map(_is_low, node.all_input_nodes)) for node in module.graph.nodes)
     return own or any(map(has_custom_op, _bodies(module)))
 

@@ -1,7 +1,8 @@
-"""How many multiply-adds an fx node does, from the shapes of what it reads and gives.
+"""FLOPs of an fx node, from the shapes of its operands and results.
 
-Products say in their row what they sum over. By name this file knows those that have a shape of their own: `einsum`, `tensordot`,
-`bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, which `transpose` in the name turns round.
+Rows of products say which dims they sum over. By name this file knows products with a shape of their own: `einsum`, `tensordot`,
+`bilinear`, `linear_cross_entropy`, `_transformer_encoder_layer_fwd`, and convolutions, in which `transpose` in the name exchanges input and
+output.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 def flops(op: str, node: torch.fx.Node) -> int:
-    """Multiply-adds times two of a matmul, convolution or attention, from shapes; 0 for anything else."""
+    """FLOPs (two for each multiply-add) of a matmul, convolution or attention, from shapes; 0 for anything else."""
     shapes = _operands(node)
     out = [math.prod(_shape(t)) for t in tensors(example_value(node))[:1]]
     if not out or not shapes or not shapes[0]:
@@ -54,13 +55,13 @@ def flops(op: str, node: torch.fx.Node) -> int:
 
 
 def _attention_flops(query: Shape, key: Shape) -> int:
-    """FLOPs of attention with its projections: queries and results, keys and values, scores and what they weigh."""
+    """FLOPs of attention with its projections: queries and results, keys and values, scores and weighted values."""
     width, asked, given = query[-1], math.prod(query[:-1]), math.prod(key[:-1])
     return 4 * (asked + given) * width**2 + 4 * asked * key[0] * width
 
 
 def _encoder_flops(source: Shape, weights: Sequence[Shape]) -> int:
-    """FLOPs of a layer of an encoder: the products by its four weights, scores and what they weigh."""
+    """FLOPs of an encoder layer: the products with its four weights, scores and weighted values."""
     rows = math.prod(source[:-1])
     return 2 * rows * sum(map(math.prod, weights)) + 4 * rows * source[-2] * source[-1]
 
@@ -80,13 +81,13 @@ def _product_flops(op: str, node: torch.fx.Node) -> int:
 
 
 def _operands(node: torch.fx.Node) -> list[Shape]:
-    """The shapes of what the node reads, as it stands there: an operand may be there twice."""
+    """The shapes of the operands of a node in order. An operand may occur twice."""
     leaves = tree_leaves((node.args, dict(node.kwargs)))
     return [_shape(t) for leaf in leaves if isinstance(leaf, torch.fx.Node) for t in tensors(example_value(leaf))[:1]]
 
 
 def _equation(node: torch.fx.Node) -> str:
-    """The equation of an einsum, also of one that gives with each operand a list of the numbers of its dims."""
+    """The equation of an einsum, also if it is given as a list of dim numbers with each operand."""
     first = node.kwargs.get("equation", node.args[0] if node.args else "")
     if isinstance(first, str):
         return first

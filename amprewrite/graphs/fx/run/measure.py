@@ -1,10 +1,10 @@
-"""Prices measured on the device at hand: each op of a graph and each size of cast, timed once and kept on disk.
+"""Prices measured on the current device: each op of a graph and each size of cast, timed once and cached on disk.
 
-1. An op is called as the graph calls it, on random tensors of its shapes, once in fp32 and once in the low format.
-2. After two calls to warm up, the least of the means over short runs counts: other work on the machine only ever adds.
+1. An op is called as in the graph, on random tensors of its shapes, once in fp32 and once in the low format.
+2. After two warm-up calls, the least of the means over short runs counts: other work on the machine only ever adds time.
 3. Results are kept in the user's cache folder, by device, PyTorch version, threads, op, shapes and dtypes.
 
-What cannot be called by itself (its arguments are no tensors, or it refuses the format) keeps the price of the device table.
+An op that cannot be called by itself (its arguments are no tensors, or it refuses the format) keeps the price of the device table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from amprewrite.tables.formats import FP32, Format
 from amprewrite.torch_internals.trees import tree_leaves
 
 RUN = 2e-3
-"""Seconds that one run of calls takes at least; the best of `RUNS` counts."""
+"""Least seconds of one run of calls. The best of `RUNS` counts."""
 RUNS = 3
 
 
@@ -41,9 +41,9 @@ class Measured:
     casts: dict[int, float] = field(default_factory=dict)
     """By number of elements."""
     fresh: int = 0
-    """How many were measured now, not read from disk."""
+    """Number of prices measured now, not read from disk."""
     refused: int = 0
-    """How many calls cannot be made alone, and keep the table's price."""
+    """Number of calls that cannot be made alone, and keep the table's price."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None:
         return self.ops.get((node.name, fmt.name))
@@ -53,7 +53,7 @@ class Measured:
 
 
 def measure(captured: Captured) -> Measured:
-    """Time the ops and casts of a graph, or read what was timed before."""
+    """Time the ops and casts of a graph, or read earlier times from disk."""
     known, new = read_prices(), Prices()
     problem = captured.problem
     found, place = Measured(), _place(problem.device)
@@ -77,7 +77,7 @@ def measure(captured: Captured) -> Measured:
 
 
 Task = tuple[tuple[str, str] | int, str, Callable[[], Callable[[], Any]]]
-"""What is measured, its key on disk, and what sets the call up."""
+"""(node and format, or number of elements; key on disk; function that sets the call up)."""
 
 
 def _tasks(captured: Captured) -> Iterator[Task]:
@@ -98,7 +98,7 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """The call as text; "" if its arguments are more than tensors and numbers."""
+    """The call as text; "" if it has arguments other than tensors and numbers."""
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
     leaves = []
@@ -142,7 +142,7 @@ def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], A
 
 
 def _seconds(make: Callable[[], Callable[[], Any]], device: str) -> float | None:
-    """Seconds a call; None for a call that cannot be made: it keeps the table's price."""
+    """Seconds a call; None for a call that cannot be made, which keeps the table's price."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
             call = make()

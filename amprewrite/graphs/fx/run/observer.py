@@ -1,4 +1,4 @@
-"""Run captured graphs in fp32, op by op, with an eye on every value."""
+"""Run captured graphs in fp32, op by op, and record the range of every value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amprewrite.tables.vocabulary import Reason
 
 
 class Observer:
-    """Runs graphs op by op in fp32, and notes the ranges of all values in `regions`."""
+    """Runs graphs op by op in fp32, and records the ranges of all values in `regions`."""
 
     def __init__(self, gradients: bool = False) -> None:
         self.gradients = gradients
@@ -31,12 +31,12 @@ class Observer:
 
 
 def inside_transform(vertex: OpNode) -> bool:
-    """Whether a value exists inside a torch.func transform alone: it cannot be looked at from outside, and runs as it is."""
+    """True if a value exists only inside a torch.func transform: it cannot be read from outside, and is not rewritten."""
     return vertex.pinned is not None and vertex.pinned[1] is Reason.TRANSFORMED
 
 
 class _ObservingInterpreter(torch.fx.Interpreter):
-    """Runs a captured graph as it is, and adds to `region` what it sees."""
+    """Runs a captured graph unchanged, and adds the ranges of its values to `region`."""
 
     def __init__(self, captured: Captured, region: RegionRanges, watch: Observer) -> None:
         super().__init__(captured.module, garbage_collect_values=True)
@@ -50,7 +50,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
             return result
         shown = tensors(result)
         if not shown and n.args and isinstance(n.args[0], torch.fx.Node):
-            shown = tensors(self.env.get(n.args[0]))  # setitem and the like give nothing; what they wrote is meant
+            shown = tensors(self.env.get(n.args[0]))  # setitem and similar ops return nothing; observe the tensor that they wrote
         for tensor in shown:
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
@@ -59,7 +59,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         return result
 
     def _see_again(self, n: torch.fx.Node, changed: list[torch.Tensor]) -> None:
-        """What lies in memory that `n` wrote is read as it is now."""
+        """Observe again the values in memory that `n` wrote."""
         memory = storages(changed)
         for other, value in self.env.items():
             vertex = self.vertices.get(other)

@@ -1,4 +1,4 @@
-"""Measured prices on disk: read as a whole or not at all, merged with what other processes wrote, replaced in one go."""
+"""Measured prices on disk: read as a whole or not at all, merged with prices of other processes, replaced in one step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST = 3600.0
 
 
 def cache_file() -> Path | None:
-    """Where measurements are kept: `amprewrite/timings.json` in the user's cache folder. None for a user without a home folder."""
+    """File of the measurements: `amprewrite/timings.json` in the user's cache folder. None for a user without a home folder."""
     folder = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(folder or Path.home() / ".cache") / "amprewrite" / "timings.json"
@@ -43,7 +43,7 @@ def read_prices() -> Prices:
 
 
 def write_prices(new: Prices) -> None:
-    """Add `new` to what is on disk. A folder that cannot be written, or is full, keeps what it has."""
+    """Add `new` to the file on disk. If its folder cannot be written, or is full, the file is not changed."""
     path = cache_file()
     if path is None:
         return

@@ -1,11 +1,11 @@
-"""Calls of ops that are alike, and what they give on fake tensors, asked once: the blocks of a network repeat the first one's.
+"""Reuse the result of an op call on fake tensors for every like call: the blocks of a network repeat the calls of the first.
 
-Calls are alike if they have the same op, the same plain arguments, and tensors that are alike in dtype, device, sizes, strides and offset.
-What the first gave is given again, the very object, without a call: an op with sizes that are not fixed takes milliseconds.
-The nodes that are given one object do not share its memory, so where each lies is noted on it (`MEMORY` in its meta).
+Calls are alike if they have the same op, the same plain arguments, and tensors of the same dtype, device, sizes, strides and offset. A like
+call returns the very object of the first, without running: an op with symbolic sizes takes milliseconds. Nodes with the same object do not
+share memory, so the memory of each is recorded on it (`MEMORY` in its meta).
 
-Nothing is given again that may be changed or differ: what is known by value, what is computed under the model's own autocast, or anything
-in a graph with sizes that only data tell, or where an op in place may change the sizes of what it writes.
+Not reused are values that may be changed or may differ: values known at capture, values computed under the model's own autocast, and all
+values of a graph with data-dependent sizes, or in which an in-place op may resize a tensor.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from amprewrite.tables.ops.op_lists import op_name
 from amprewrite.torch_internals.dispatch import FakeTensor
 
 _PLAIN = NO_TREE | {complex, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
-"""Classes of arguments that are told apart by their value."""
+"""Classes of arguments that are compared by value."""
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _NotAlike(Exception):
-    """An argument of which nobody can say what it is like."""
+    """Raised for an argument that cannot be compared."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What a call gave, and which of the nodes it reads lie in the same memory, by place."""
+    """Result of a call, and the positions of the operands that share its memory."""
 
     value: Any
     aliases: tuple[int, ...]
     own: bool
-    """Some of it lies in memory that no operand lies in."""
+    """True if some of it is in memory of no operand."""
 
 
 class Alike:
-    """Tells which calls of a graph are alike."""
+    """Finds like calls of a graph."""
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, int] = {}
         self._form_of: dict[int, tuple[torch.Tensor, int]] = {}
-        """The form of a tensor by its id, and the tensor, which must stay alive for that."""
+        """The form of a tensor by its id, with the tensor, which must stay alive for the id to hold."""
 
     def key(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any] = example_value) -> Hashable | None:
-        """What calls that are alike have in common; None if that cannot be said. `value_of` gives the values of operands."""
+        """A key that like calls share; None if the call cannot be compared. `value_of` returns the values of operands."""
 
         def like(argument: Any) -> Hashable:
             if isinstance(argument, torch.fx.Node):
@@ -83,7 +83,7 @@ class Alike:
             return None
 
     def _form(self, tensor: torch.Tensor) -> int:
-        """A number that tensors have in common which no op tells apart."""
+        """A number that is equal for tensors that no op can tell apart."""
         known = self._form_of.get(id(tensor))
         if known is None:
             if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.is_nested:
@@ -106,11 +106,11 @@ class RepeatedCalls:
         self._given: dict[Hashable, _Given] = {}
         self._alike = Alike()
         self._shared: set[torch.fx.Node] = set()
-        """Nodes whose value is that of others, too."""
+        """Nodes whose value object is shared with other nodes."""
         self._fresh = itertools.count(-1, -1)
 
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[], Any]) -> Any:
-        """What `run` gives for `node`, or what it gave for a call that was alike; `value_of` gives what the node reads."""
+        """Result of `run` for `node`, or of an earlier like call. `value_of` returns the values of operands."""
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
         values = [value_of(operand) for operand in operands]
@@ -120,7 +120,7 @@ class RepeatedCalls:
         if given is None:
             value = run()
             lies = storages(value)
-            may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]  # others may have the same object
+            may_be = [place for place, operand in enumerate(operands) if not writes or operand in writes]  # others may be the same object
             aliases = tuple(place for place in may_be if lies & storages(values[place]))
             own = not lies <= {storage for place in aliases for storage in storages(values[place])}
             given = _Given(value, aliases, own)
@@ -135,7 +135,7 @@ class RepeatedCalls:
 
 
 def _leaves_sizes(node: torch.fx.Node) -> bool:
-    """Whether it is known that an op in place leaves the sizes and strides of what it writes, as those do not that transpose it."""
+    """True if an in-place op is known to keep the sizes and strides of its target. Transposing ops do not."""
     if getattr(node.target, "__module__", "") in ("_operator", "operator") or "inplace" in named_arguments(node):
         return True
     packet = getattr(torch.ops.aten, op_name(node.target), None)
@@ -143,7 +143,7 @@ def _leaves_sizes(node: torch.fx.Node) -> bool:
 
 
 def _may_be_given_again(value: Any) -> bool:
-    """Whether a value is of plain tensors alone."""
+    """True if a value consists of plain tensors alone."""
     found = value if isinstance(value, tuple | list) else [value]
     return all(type(each) is FakeTensor and each.constant is None for each in found)
 

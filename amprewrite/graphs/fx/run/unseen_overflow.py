@@ -1,8 +1,8 @@
-"""Whether low values of a graph may overflow without a trace: an infinity that no result shows gives wrong numbers in silence.
+"""Detect whether low values of a graph may overflow unseen: an infinity that shows in no result gives wrong numbers silently.
 
-An infinity goes on from op to op, but not through all: `nan_to_num` makes it finite, what is divided by it is zero, and a comparison
-gives no float. A graph inside an op, such as a loop's body, may do any of that. Ops that saturate, such as `tanh` and `clamp`, give for an
-infinity what they give for a large value, and pass it on here.
+An infinity propagates from op to op, but not through all: `nan_to_num` makes it finite, a number divided by it is zero, and a comparison
+returns no float. A graph inside an op, such as a loop's body, may do any of that. Ops that saturate, such as `tanh` and `clamp`, return for
+an infinity the same as for a large value, and count as passing it on.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _DIVIDES, _RAISES = ops_with(Trait.DIVIDES), ops_with(Trait.RAISES)
 
 
 def may_overflow_unseen(captured: Captured, plan: RegionPlan) -> bool:
-    """Whether something that `plan` runs low, in the graph or in the body of a checkpoint, could overflow while all results stay finite."""
+    """True if an op that `plan` runs low, in the graph or in a checkpoint body, could overflow while all results stay finite."""
     return any(_unseen(each, _made_low(planned)) for each, planned in _planned(captured, plan))
 
 
 def exchanges_infinities(captured: Captured) -> bool:
-    """Whether an op of the graph gives something finite for an infinity, or tells where infinities are."""
+    """True if an op of the graph returns a finite value for an infinity, or tests for infinities."""
     return any(vertex.op in _EXCHANGES for vertex in captured.problem.graph)
 
 
 def beyond_range(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> bool:
-    """Whether a value that `plan` makes or copies low was seen beyond that format's range; `seen` are ranges in fp32, by fingerprint.
+    """True if a value that `plan` makes or copies low was seen beyond that format's range. `seen` are ranges in fp32, by fingerprint.
 
-    What may become the end of the range there is not asked for: that is no number, but a mask.
+    Values that may be clamped to ±max are left out: they are masks.
     """
     low = captured.problem.policy.low
     for each, planned in _planned(captured, plan):
@@ -63,7 +63,7 @@ def _made_low(plan: RegionPlan) -> set[str]:
 
 
 def _unseen(captured: Captured, low: set[str]) -> bool:
-    """Whether an infinity in one of the ops `low` may not reach a result."""
+    """True if an infinity in one of the ops `low` may not reach a result."""
     if low and exchanges_infinities(captured):
         return True
     shown: set[torch.fx.Node] = set()
@@ -75,12 +75,12 @@ def _unseen(captured: Captured, low: set[str]) -> bool:
 
 
 def _passed_on(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The node, and those of its operands whose infinities its result shows."""
+    """The node, and its operands whose infinities show in its result."""
     name, first = op_name(node.target), node.args[:1]
     made = tensors(example_value(node))
     if node.op == "output":
         return node.all_input_nodes
-    if is_opaque(node) and not is_checkpoint(node):  # what the graph inside does with an infinity is not followed
+    if is_opaque(node) and not is_checkpoint(node):  # the graph inside is not searched
         return [node]
     if not node.op.startswith("call") or (made and not any(differentiable(each) for each in made)):
         return [node]
@@ -91,7 +91,7 @@ def _passed_on(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _grows(args: tuple[object, ...]) -> bool:
-    """Whether a power is one with a positive exponent."""
+    """True if the exponent of a power is a positive number."""
     return len(args) > 1 and isinstance(args[1], int | float) and args[1] > 0
 
 

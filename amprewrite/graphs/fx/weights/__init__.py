@@ -1,1 +1,1 @@
-"""Low copies of weights: how long they live, and the memory they stand in."""
+"""Low copies of weights: their lifetime and their memory."""

@@ -1,4 +1,4 @@
-"""Whether a low copy still holds what its weight does: a slice of it, or all."""
+"""Compare a low copy with its weight: a slice of it, or all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from amprewrite.graphs.fx.ops.pad_ops import slice_dims
 from amprewrite.ir.plans.pad_plan import Layout
 
 SAMPLE = 64
-"""Elements of a vector that are looked at; of anything larger it is one slice of the first dimension."""
+"""Number of elements compared of a vector. Of a larger tensor it is one slice of the first dimension."""
 WORDS_FROM = 1 << 14
-"""Elements from which on two copies are compared as words of 64 bits: three to five times as fast, measured on a CPU."""
+"""Elements from which on two copies are compared as 64-bit words: three to five times as fast, measured on a CPU."""
 
 
 def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Tensor, Tensor]:
-    """A slice of a weight as its copy should be, and as the copy is."""
+    """(slice of a weight, cast; the same slice of its copy). `turn` selects the slice."""
     if layout:
         copy = slice_dims(copy, layout)
     length = SAMPLE if weight.dim() == 1 else 1
@@ -26,7 +26,7 @@ def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Ten
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Whether they differ by more than a number that some processors take for zero; NaN equals NaN."""
+    """True if two tensors differ by more than a number that some processors flush to zero. NaN equals NaN."""
     near = (a.float() - b.float()).abs() <= torch.finfo(torch.float32).tiny
     return ~((a == b) | near | (a.isnan() & b.isnan())).all()
 

@@ -1,14 +1,14 @@
-"""A weight of a frozen model: stored in the low format in which the model's graphs read it, with the fp32 values let go.
+"""A weight of a frozen model, stored in the low format in which the model's graphs read it, without its fp32 values.
 
-1. It says fp32, as the weight did that it stands for: models ask weights for their dtype, and capture reads them as it did before.
-2. A rewritten graph takes what is stored as it is (`passes/lower/read_frozen_weights.py`). Nothing is cast, and nothing can be stale.
-3. Whatever else reads it gets the low values cast up, and a warning; if the model reads it in fp32 too, the fp32 values are kept
-   beside, and that is what is read.
-4. Writing it is an error: the write would be lost in rounding. So is asking gradients of it. A copy of values in the dtype that a state
-   dict has of it loses nothing, and is taken.
+1. Its dtype is fp32, as before freezing: models ask weights for their dtype, and capture reads them in fp32.
+2. A rewritten graph takes the stored tensor directly (`passes/lower/read_frozen_weights.py`). Nothing is cast, and nothing can be stale.
+3. Any other reader gets the low values cast up, with a warning. If the model reads the weight in fp32 too, the fp32 values are kept as
+   well, and read instead.
+4. Writing to it is an error: the write would be lost in rounding. So is requiring gradients of it. Copying in values of the dtype that a
+   state dict has for it loses nothing, and is allowed.
 
-Dynamo knows tensors of such classes. In its fake world one plain fp32 fake stands for the weight in every op, so that the captured graph
-is that of the fp32 weight.
+Dynamo supports such tensor classes. Under its fake mode one plain fp32 fake stands for the weight in every op, so that the captured graph
+is the graph of the fp32 weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from amprewrite.torch_internals.trees import tree_map_only
 
 aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default}
-"""Ops that give another name of the same memory."""
+"""Ops that return another name of the same memory."""
 _SHAPE_ONLY = {
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
     aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
@@ -38,22 +38,22 @@ _SHAPE_ONLY = {
 }  # fmt: skip
 """Ops that read no value."""
 _MAKES_FAKES = "torch._subclasses.meta_utils"
-"""The file of torch that makes fakes. Exporters do so in front of any capture, of all that a model holds."""
+"""The torch module that makes fake tensors. Exporters do so before any capture, for everything that a model holds."""
 REMEDY = "call amp.unfreeze(state_dict) with the fp32 values first"
 
 
 class FrozenWeight(Tensor):
-    """An fp32 weight, as users see it, of which the low copy is kept."""
+    """A weight that looks like fp32 to users and holds only a low copy."""
 
     stored: Tensor
-    """The low copy, padded as `padded` says; its `requires_grad` is that of the weight before."""
+    """The low copy, padded as in `padded`. Its `requires_grad` is the weight's before freezing."""
     padded: Layout
     high: Tensor | None
     """The fp32 values, if some graph reads them."""
     trains: bool
-    """Whether the weight took gradients before."""
+    """True if the weight required gradients before."""
     detached: Tensor
-    """`stored` without that."""
+    """`stored`, detached."""
     _stand_in: Tensor | None
 
     @staticmethod
@@ -71,17 +71,17 @@ class FrozenWeight(Tensor):
     ) -> None:
         self.stored, self.padded, self.high, self.trains, self._stand_in = stored, layout, high, trains, None
         self.detached = stored.detach()
-        self._is_param = True  # what makes isinstance(weight, nn.Parameter) true
+        self._is_param = True  # makes isinstance(weight, nn.Parameter) true
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # -- what is stored --------------------------------------------------------------------
     def low(self) -> Tensor:
-        """The stored values in the weight's own sizes: a view if that can be."""
+        """The stored values in the weight's own sizes: a view if possible."""
         return slice_dims(self.detached, self.padded) if self.padded else self.detached
 
     def thawed(self) -> Tensor:
-        """A new fp32 tensor of what is known of the values."""
+        """A new fp32 tensor with the fp32 values if they are kept, otherwise with the low ones."""
         with torch.no_grad():
             made = torch.empty_strided(self.size(), self.stride(), dtype=torch.float32, device=self.device)
             return made.copy_(self.low() if self.high is None else self.high)
@@ -93,15 +93,15 @@ class FrozenWeight(Tensor):
 
     @property
     def exact(self) -> bool:
-        """Whether the fp32 values are kept."""
+        """True if the fp32 values are kept."""
         return self.high is not None
 
     def holds(self, dtype: torch.dtype, layout: Layout) -> bool:
-        """Whether a low copy of this dtype, padded so, is what is stored."""
+        """True if the stored copy has this dtype and padding."""
         return self.stored.dtype == dtype and self.padded == layout
 
     def of(self, stored: Tensor, high: Tensor | None) -> FrozenWeight:
-        """A frozen weight like this one around other tensors of values."""
+        """A frozen weight with the same properties and other value tensors."""
         return FrozenWeight(stored.requires_grad_(self.trains), self.size(), self.stride(), self.padded, high, self.trains)
 
     def held(self) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ class FrozenWeight(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         fakes = sys._getframe(1).f_globals.get("__name__") == _MAKES_FAKES
         if fakes or tracing_context() is not None:
-            return super().untyped_storage()  # capture makes its fake from the fp32 tensor that this seems to be
+            return super().untyped_storage()  # capture makes its fake from the fp32 tensor that this looks like
         return self.stored.untyped_storage()
 
     def element_size(self) -> int:
@@ -194,7 +194,7 @@ class FrozenWeight(Tensor):
         return func(*tree_map_only(cls, plain, args), **tree_map_only(cls, plain, kwargs))
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Frozen views of what is stored: what writes one is refused, too."""
+        """Frozen views of the stored tensor. Writing to a view is refused, too."""
         low = func(self.low(), *args, **kwargs)
         high = low if self.high is None else func(self.high, *args, **kwargs)
         if isinstance(low, Tensor):
@@ -207,7 +207,7 @@ class FrozenWeight(Tensor):
         return made
 
     def _converted(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """What `to(...)` gives if no value is rounded: the weight on another device, or the stored values; None for anything else."""
+        """Result of `to(...)` if no value is rounded: the weight on another device, or the stored values; None for anything else."""
         dtype, device = kwargs.get("dtype"), kwargs.get("device") or self.device
         if dtype == self.stored.dtype:
             return self.low().to(device, copy=True)
@@ -231,7 +231,7 @@ def _rebuilt(stored: Tensor, size: Any, stride: Any, layout: Layout, high: Tenso
 
 
 def _is_view(func: Any) -> bool:
-    """Whether `func` gives views of its first argument."""
+    """True if `func` returns views of its first argument."""
     given = func._schema.arguments[0].alias_info
     return given is not None and not given.is_write and any(each.alias_info is not None for each in func._schema.returns)
 
@@ -243,13 +243,13 @@ def _view(low: Tensor, high: Tensor, weight: FrozenWeight) -> FrozenWeight:
 
 
 def _is_as_kept(source: Any, weight: FrozenWeight) -> bool:
-    """Whether `source` has the dtype that a state dict has of the weight, so that writing it loses nothing."""
+    """True if `source` has the dtype that a state dict has for the weight, so that writing it loses nothing."""
     plain = isinstance(source, Tensor) and not isinstance(source, FrozenWeight)
     return plain and source.dtype == weight.low_dtype and source.shape == weight.shape
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise PolicyError if `func` writes a frozen weight."""
+    """Raise PolicyError if `func` writes to a frozen weight."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -261,14 +261,14 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def thawed(value: Any) -> Any:
-    """A plain tensor for a frozen weight; anything else as it is."""
+    """A plain tensor for a frozen weight; any other value unchanged."""
     return value.thawed() if isinstance(value, FrozenWeight) else value
 
 
 def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
-    """Show passes a plain fp32 fake where Dynamo left a frozen weight of fakes on an input.
+    """Replace Dynamo's example value of a frozen weight by a plain fp32 fake on each input, for the passes.
 
-    It takes gradients as the weight did, unless gradients are recorded: then the weight is a constant.
+    It requires gradients as the weight did, unless gradients are recorded: then the weight is a constant.
     """
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")

@@ -1,11 +1,11 @@
-"""Low copies of weights in training where a launch costs more than the host's work: a block of weights shares one autograd node.
+"""Low copies of weights in training on devices where launches cost more than host work: a block of weights shares one autograd node.
 
-1. A node of the graph casts a block of weights in one multi-tensor launch, in front of the op that first reads one of the copies.
-2. In backward it gives the gradients of the block in fp32, unscaled, in one launch for the casts and one for the scale, as soon as the
-   last of them is there. So ranks reduce the gradients of a block while the backward of the layers before it is still to come.
-3. The plan says which weights are a block (`passes/plan/plan_gradient_blocks.py`).
-4. A weight with a hook on its gradient has a node to itself: autograd calls the hook whenever the node runs, with None if other weights
-   of its block have gradients in a backward and it has none.
+1. A node of the graph casts a block of weights in one multi-tensor launch, before the op that first reads one of the copies.
+2. In backward it returns the gradients of the block in fp32, unscaled, in one launch for the casts and one for the scale, as soon as the
+   last of them has arrived. So ranks can reduce the gradients of a block while the backward of earlier layers still runs.
+3. The plan names the weights of each block (`passes/plan/plan_gradient_blocks.py`).
+4. A weight with a hook on its gradient has a node of its own: autograd calls the hook whenever the node runs, with None if other weights of
+   its block have gradients in a backward and it has none.
 5. Weights that are more than dense memory (DTensor and other subclasses, duals of forward-mode AD) are cast one by one.
 
 A compiler sees no such node, and a CPU has no launches to save: there each weight is cast where it is read.
@@ -29,26 +29,26 @@ from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.torch_internals.autograd import in_forward_mode
 
 ELEMENTS = 1 << 24
-"""Elements of a block: 32 MB of low gradients that wait for the last of them. A weight of so many is a block by itself."""
+"""Elements of a block: 32 MB of low gradients that wait for the last of them. A larger weight is a block by itself."""
 ELEMENTS_APART = 1 << 22
-"""The same where several ranks train: 8 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
+"""The same if several ranks train: 8 MB, less than a bucket of DDP (25 MB), whose reduction must not wait."""
 _PLAIN = {Tensor, torch.nn.Parameter}
 """Types of weights that are dense memory and nothing else."""
 
 
 def ranks_train() -> bool:
-    """Whether this process is one of several that train together."""
+    """True if this process is one of several that train together."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def block_size() -> int:
-    """How many elements of weights may share one autograd node, in this process as it is now."""
+    """Number of weight elements that may share one autograd node, in this process at present."""
     return ELEMENTS_APART if ranks_train() else ELEMENTS
 
 
 @dataclass(frozen=True)
 class CastBlock:
-    """What a graph makes of a block of weights. A dtype that is the weight's own only unscales its gradient."""
+    """The copies that a graph makes of a block of weights. With the weight's own dtype a copy only unscales the gradient."""
 
     dtypes: Sequence[torch.dtype]
     layouts: Sequence[Layout]
@@ -56,9 +56,9 @@ class CastBlock:
 
 
 def cast_block(block: CastBlock, inverse: Tensor | None, *weights: Tensor) -> list[Tensor]:
-    """A copy of each weight as it is now, linked to it if it takes a gradient: that arrives times `inverse`, a 0-dim fp32 tensor.
+    """A copy of each weight, linked to it if it requires gradients. Gradients are multiplied by `inverse`, a 0-dim fp32 tensor.
 
-    Without gradients, too, for the graph may switch them on.
+    Copies are linked even if gradients are off, because the graph may switch them on.
     """
     with unselected(), GradMode(on=True):
         dtypes, layouts = block.dtypes, block.layouts
@@ -81,7 +81,7 @@ def cast_block(block: CastBlock, inverse: Tensor | None, *weights: Tensor) -> li
 
 
 def marked(copy: Tensor, weight: Tensor) -> Tensor:
-    """A new copy, which takes gradients if its weight does, though none is recorded: products choose their kernel by that."""
+    """A new copy with the `requires_grad` of its weight, though no gradient is recorded: products choose their kernel by that flag."""
     return copy.requires_grad_(weight.requires_grad)
 
 
@@ -105,7 +105,7 @@ class _Link(torch.autograd.Function):
     @staticmethod
     @uncaptured
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if all(gradient is None for gradient in gradients):  # a gradient inside a forward asks for some weights alone
+        if all(gradient is None for gradient in gradients):  # a gradient computed inside a forward may ask for some weights alone
             return (None,) * (3 + len(gradients))
         inner = list(gradients)
         for place, (layout, _) in enumerate(ctx.padded):

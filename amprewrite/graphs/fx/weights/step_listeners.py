@@ -1,4 +1,4 @@
-"""One hook on the steps of all optimizers, for as long as anything wants to hear of them."""
+"""One hook on the steps of all optimizers, registered while there are listeners."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 class StepListener(Protocol):
     def stepped(self, optimizer: Optimizer) -> None:
-        """Be told that `optimizer` has stepped."""
+        """Called after `optimizer` has stepped."""
 
 
 class _Listening:
-    """Who is told of a step. One hook serves them all, for as long as there are any."""
+    """The listeners of steps. One hook serves them all, while there are any."""
 
     def __init__(self) -> None:
         self._told: set[weakref.ref[StepListener]] = set()
@@ -51,12 +51,12 @@ def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 
 
 def add_listener(listener: StepListener) -> None:
-    """Tell `listener` of every step from now on. It is not kept alive."""
+    """Call `listener.stepped` after every step from now on. The listener is held by a weak reference."""
     _LISTENING.add(listener)
 
 
 def drop_listener(listener: StepListener) -> None:
-    """Tell `listener` of no more steps."""
+    """Stop calling `listener`."""
     _LISTENING.discard(listener)
 
 

@@ -1,14 +1,14 @@
 """Low copies of weights that outlive a call: for a block of calls, or until an optimizer steps.
 
-PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default
-a copy serves one call of one graph, and nothing is kept.
+PyTorch does not count every write: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. So by default a
+copy serves one call of one graph, and nothing is kept.
 
 1. Outside of a block every call makes new copies, all in one multi-tensor launch.
-2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; `cache_weights="step"` has one that never closes.
-3. A kept copy ends if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
-4. Other writes are looked for: a few rows at every call, and the copies once more at the end of a block.
+2. A `Block` keeps copies for longer. `frozen_weights()` and `generate()` open one; the block of `cache_weights="step"` never closes.
+3. A kept copy is dropped if PyTorch counted a write, if an optimizer stepped the weight, or if the user says that weights changed.
+4. Other writes are searched for: a few rows at every call, and the copies once more at the end of a block.
 
-One file because copies, the blocks that keep them and what ends them share one lock.
+One file because copies, the blocks that keep them and the events that drop them share one lock.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from amprewrite.ir.plans.pad_plan import Layout
 from amprewrite.tables.errors import AmpRewriteWarning, StaleWeightsError
 
 LOOKED_AT = 2
-"""How many kept copies one call looks at, in turn."""
+"""Number of kept copies that one call compares, in turn."""
 _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
 """id of the weight, dtype and padded layout of its copy, stream that wrote it."""
 Names = Callable[[], Mapping[int, str]]
-"""Names of weights by id, asked for by messages alone."""
+"""Names of weights by id; only messages need them."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy that is kept, and the weight as it was when the copy was made."""
+    """A copy that is kept, with the version and the address of its weight when it was made."""
 
     weight: Tensor
     copy: Tensor
@@ -53,7 +53,7 @@ class _Copy:
     address: int
 
     def counted_fresh(self, weight: Tensor) -> bool:
-        """Whether PyTorch counts no write to `weight` since."""
+        """True if PyTorch counts no write to `weight` since."""
         if self.weight is not weight or weight.is_inference():
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
@@ -64,17 +64,17 @@ Copies = dict[Key, _Copy]
 
 @dataclass(eq=False)
 class Block:
-    """Copies that outlive a call. `lasting` is that of `cache_weights="step"`, which never closes."""
+    """Copies that outlive a call. `lasting` marks the block of `cache_weights="step"`, which never closes."""
 
     cause: str
     lasting: bool = False
     depth: int = 0
     whole: bool = False
-    """Whether every element is compared at the end."""
+    """True if every element is compared at the end."""
     copies: Copies = field(default_factory=dict)
     turn: int = 0
     asked: _Answer | None = None
-    """What an accelerator was asked at an earlier call."""
+    """A comparison that an accelerator began at an earlier call."""
 
 
 class _OpenBlock(threading.local):
@@ -99,7 +99,7 @@ class WeightCache:
 
     # -- copies --------------------------------------------------------------------------
     def take(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-        """A copy of each weight as it is now, or as it was when an open block copied it."""
+        """A new copy of each weight, or the copy that an open block keeps of it."""
         streams = streams_of(weights)
         if streams and recording(_CUDA):
             self._replayed = True  # a replay steps weights and calls no hook
@@ -110,7 +110,7 @@ class WeightCache:
             (id(weight), dtype, layout, streams[weight.get_device()] if streams else 0)
             for weight, dtype, layout in zip(weights, dtypes, layouts, strict=True)
         ]
-        copies = block.copies  # replaced, not emptied, if copies end meanwhile: what is made from here on is then not found
+        copies = block.copies  # dropping copies replaces this dict: a copy made from here on is then not found
         taken: list[Tensor | None] = []
         for weight, key in zip(weights, keys, strict=True):
             found = copies.get(key)
@@ -123,7 +123,7 @@ class WeightCache:
         return taken  # type: ignore[return-value]
 
     def _make_kept(self, weights: Sequence[Tensor], keys: Sequence[Key], keep: Copies) -> list[Tensor]:
-        """New copies; those of plain weights are kept in `keep`."""
+        """New copies. Copies of plain weights are kept in `keep`."""
         states = [_state(weight) if is_plain(weight) else None for weight in weights]
         with self._lock:
             _drop_dead(keep)
@@ -137,7 +137,7 @@ class WeightCache:
 
     # -- blocks --------------------------------------------------------------------------
     def block(self) -> Block | None:
-        """The block of `frozen_weights()` that keeps the copies of a call made here and now; None outside of one."""
+        """The block that keeps the copies of a call in this thread at present; None outside of one."""
         if self._until_step is not None:
             return None if self._replayed else self._until_step
         own: Block | None = self._own.block
@@ -147,8 +147,8 @@ class WeightCache:
     def frozen(self, names: Names, cause: str, everywhere: bool) -> Iterator[None]:
         """Keep copies in this block, and check at its end that no weight changed.
 
-        `everywhere` is a promise for all threads, and every copy is checked. Else it holds for this thread, and a sample of
-        every copy is.
+        `everywhere` is a promise for all threads, and every copy is compared in full. Without it the promise is for this thread, and a
+        sample of every copy is compared.
         """
         with self._lock:
             block = self._until_step or (self._shared if everywhere else self.block())
@@ -175,7 +175,7 @@ class WeightCache:
             raise StaleWeightsError(_changed(stale, names, cause))
 
     def _leave(self, block: Block) -> list[Tensor]:
-        """Close `block` if this was its outermost user; weights whose copies have not followed them."""
+        """Close `block` if this was its outermost user; returns the weights that differ from their copies."""
         with self._lock:
             block.depth -= 1
             if block.depth:
@@ -194,14 +194,14 @@ class WeightCache:
         return stale
 
     def _end(self, block: Block, which: Callable[[Tensor], bool] = lambda weight: True) -> None:
-        """Forget the copies in `block` of the weights for `which` that holds."""
+        """Drop the copies in `block` of the weights for which `which` is true."""
         with self._lock:
             _drop_dead(block.copies)
             block.copies, block.asked = {key: found for key, found in block.copies.items() if not which(found.weight)}, None
 
     # -- the end of copies ---------------------------------------------------------------
     def clear(self) -> None:
-        """Forget all copies that are kept."""
+        """Drop all kept copies."""
         with self._lock:
             for block in self._blocks():
                 self._end(block)
@@ -212,13 +212,13 @@ class WeightCache:
 
     @property
     def listens(self) -> bool:
-        """Whether steps of optimizers end copies."""
+        """True if steps of optimizers drop copies."""
         return self._until_step is not None or bool(self._open)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """End the copies of weights that `optimizer` owns, which has stepped, and of all that train if copies are kept until a step.
+        """Drop the copies of weights that `optimizer` has stepped, and of all weights that train if copies are kept until a step.
 
-        It may step the weights of others: copies of them elsewhere, which the loop brings here.
+        It may step copies of the weights that live elsewhere, which the training loop then copies here.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
 
@@ -234,10 +234,10 @@ class WeightCache:
 
     # -- writes that no version counts -------------------------------------------------------
     def look(self, names: Names) -> None:
-        """Compare a few rows of a few kept copies with their weights, others at every call.
+        """Compare a few rows of a few kept copies with their weights, different ones at every call.
 
-        On a CPU at once, before the copies are read. An accelerator answers at a later call, so that the host does not wait.
-        A `generate()` is looked at once, at its end: each token would pay for a look.
+        On a CPU the comparison is made at once, before the copies are read. An accelerator answers at a later call, so that the host does
+        not wait. A `generate()` is compared once, at its end: otherwise each token would pay for it.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
@@ -281,7 +281,7 @@ class WeightCache:
 
 
 class _Answer:
-    """What an accelerator finds out about some weights, on its way to the host."""
+    """An accelerator's comparison of some weights, on its way to the host."""
 
     def __init__(self, weights: list[Tensor], flags: list[Tensor]) -> None:
         self.weights = weights
@@ -299,10 +299,10 @@ class _Answer:
 
 # -- copies ------------------------------------------------------------------------------
 def make_copies(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> list[Tensor]:
-    """New copies, those of plain weights in one launch; they record no gradient.
+    """New copies, all copies of plain weights in one launch. They record no gradient.
 
-    A copy has its weight's `requires_grad` all the same: products look at the flag to choose between one mm and an expanded bmm
-    (should_fold in ATen/native/LinearAlgebra.cpp).
+    A copy has its weight's `requires_grad` all the same: products choose by this flag between one mm and an expanded bmm (should_fold in
+    ATen/native/LinearAlgebra.cpp).
     """
     wanted, copies = list(zip(weights, dtypes, layouts, strict=True)), list[Tensor]()
     sources, targets = list[Tensor](), list[Tensor]()
@@ -332,24 +332,24 @@ def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _drop_dead(copies: Copies) -> None:
-    """Forget the copies of weights that nothing but these copies refers to."""
+    """Drop the copies of weights that nothing but these copies refers to."""
     held: dict[int, list[Key]] = {}
     for key in copies:
         held.setdefault(key[0], []).append(key)
     for keys in held.values():
-        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # the copies, and the call that counts
+        if sys.getrefcount(copies[keys[0]].weight) <= 1 + len(keys):  # references by the copies, and by the call that counts
             for key in keys:
                 del copies[key]
 
 
 def _state(weight: Tensor) -> tuple[int, int] | None:
-    """PyTorch's count of writes to a weight, and its address; None for one made in inference mode, whose writes are not counted."""
+    """PyTorch's count of writes to a weight, and its address; None for a weight made in inference mode, whose writes are not counted."""
     return None if weight.is_inference() else (weight._version, weight.data_ptr())
 
 
 # -- stale copies ----------------------------------------------------------------------
 def _stale(copies: Copies, whole: bool) -> list[Tensor]:
-    """Weights that differ from their copies though PyTorch counts no write; `whole` compares every element."""
+    """Weights that differ from their copies though PyTorch counts no write. `whole` compares every element."""
     stale, asked, flags = [], [], []
     with torch.no_grad():
         for (_, dtype, layout, _), found in copies.items():
