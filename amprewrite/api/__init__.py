@@ -1,1 +1,1 @@
-"""What users call: rewrite, plan, export, logs, ONNX, the command line."""
+"""Public functions: rewrite, plan, export, logs, ONNX, the command line."""

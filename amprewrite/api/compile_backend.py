@@ -1,10 +1,11 @@
-"""torch.compile(model, backend="amprewrite"): the rewrite as a backend, for loops that say torch.compile already.
+"""torch.compile(model, backend="amprewrite"): the rewrite as a backend, for loops that use torch.compile already.
 
     compiled = torch.compile(model, backend="amprewrite", options={"dtype": "bf16", "backend": "inductor"})
     amprewrite.compiled(compiled).plan
 
-Options are those of `rewrite` that are about graphs: dtype, lists, overrides, plan, device, measure, memory, high, loss_scale, pad,
-backend and strict. What is about a module as an object (granularity, inplace, cache_weights) is torch.compile's own business here.
+It takes the options of `rewrite` that concern graphs: dtype, lists, overrides, plan, device, measure, memory, high, loss_scale, pad,
+backend and strict. Options on the module as an object (granularity, inplace, cache_weights) do not apply, since torch.compile handles
+the module.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ OPTIONS = (
 def compile_backend(
     graph: Any, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """The backend that torch.compile finds by the name "amprewrite"; it is called with each graph that Dynamo captures.
+    """The backend that torch.compile finds by the name "amprewrite". Dynamo calls it with each captured graph.
 
-    `options` are those of `amprewrite.rewrite` that concern graphs, such as {"dtype": "bf16"}; OPTIONS of
-    `amprewrite.api.compile_backend` names them. `mode` is inductor's and is refused. Raises PolicyError for options that make no
-    sense. torch.compile shows it as the cause of its own error.
+    `options` are the options of `amprewrite.rewrite` that concern graphs, such as {"dtype": "bf16"}; `OPTIONS` in
+    `amprewrite.api.compile_backend` lists them. `mode` is an option of inductor and is refused. Raises PolicyError for invalid options.
+    torch.compile wraps it in its own error; ours is the cause.
     """
     from amprewrite.runtime.torch_compile import compile_graph
 
@@ -58,14 +59,14 @@ def compile_backend(
 
 
 class Compiled:
-    """What torch.compile's backend "amprewrite" has made of one module: its plans and its loss scale."""
+    """The plan and the loss scale of a module that torch.compile runs with the backend "amprewrite"."""
 
     def __init__(self, session: CompiledSession) -> None:
         self._session = session
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of every graph so far, training and evaluation and all shapes together."""
+        """The plan of all graphs so far: training, evaluation and all shapes."""
         session = self._session
         return CastPlan.of(session.plan_of(tuple(session.entries[""].graphs.regions)))
 
@@ -75,18 +76,18 @@ class Compiled:
         return self._session.loss_scale
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
-        """Guard the steps of `optimizer`, as `attach` of a rewritten model does. Others are found by themselves."""
+        """Guard the steps of `optimizer`, like `attach` of a rewritten model. Other optimizers are found automatically."""
         self._session.gate.attach(optimizer_inside(optimizer), copies)
 
     def check_patterns(self) -> None:
-        """Raise PolicyError if a pattern of `overrides` or `pad` matches no module; call it once all parts were captured."""
+        """Raise PolicyError if a pattern of `overrides` or `pad` matches no module. Call it after all parts were captured."""
         check_patterns(self._session.options, self._session.root)
 
 
 def compiled(module: nn.Module) -> Compiled:
-    """What torch.compile(module, backend="amprewrite") has captured so far, by its latest options.
+    """The plan and the loss scale of `module` under torch.compile(module, backend="amprewrite"), for its latest options.
 
-    Takes the module or what torch.compile returned. PlanError if nothing of it was captured by this backend yet.
+    `module` is the module or the result of torch.compile. Raises PlanError if this backend has captured nothing of it yet.
     """
     from amprewrite.runtime.torch_compile import sessions_of
 

@@ -1,13 +1,12 @@
-"""Capture ahead of time and whole, by torch.export: for `.pt2` files and for tools that take an ExportedProgram.
+"""Capture a whole model ahead of time with torch.export, for `.pt2` files and for tools that take an ExportedProgram.
 
 1. Export the plain model (`strict=False`) and take the exported module as an fx graph.
-2. Clean the graph: dtype checks recorded beside conversions go, guards go (the second export makes them anew), and
-   `no_grad` sub-graphs are laid open, so that the passes see every op. Autocast regions and other sub-graphs stay closed:
-   they read and give what they did.
+2. Clean the graph: drop dtype checks recorded with conversions, drop guards (the second export makes new ones), and inline `no_grad`
+   sub-graphs, so that the passes see every op. Autocast regions and other sub-graphs stay closed, with the same inputs and results.
 3. Decide and edit as for any captured graph.
-4. In fp16 run the edited graph on the inputs, as the first calls of a rewritten model are looked at: if it overflows where fp32 does
-   not, it is decided anew with the ranges seen. Buffers and random state are afterwards what they were.
-5. Of a frozen model store the weights low that are read low alone: the file is as small as the model, and holds no cast of them.
+4. In fp16, run the edited graph on the inputs, like the first calls of a rewritten model. If it overflows where fp32 does not, decide
+   anew with the ranges seen. Buffers and random state are restored.
+5. For a frozen model, store weights low that are only read low. The file is then as small as the model, and has no casts of them.
 6. Export the edited module again, with the same dynamic shapes.
 """
 
@@ -38,7 +37,7 @@ from amprewrite.tables.vocabulary import Reason
 def export_program(
     amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> torch.export.ExportedProgram:
-    """An ExportedProgram of the rewritten graph of `amp`: fp32 in and out, parameters under their own names.
+    """An ExportedProgram of the rewritten graph of `amp`, with fp32 inputs and outputs and the model's parameter names.
 
     `options` go to torch.export.export, such as `dynamic_shapes`. Raises CaptureError if export cannot capture the model.
     """
@@ -48,7 +47,7 @@ def export_program(
 def export_with_plan(
     amp: RewrittenBase, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[torch.export.ExportedProgram, CastPlan]:
-    """As `export_program`, with the plan of the exported graph."""
+    """Like `export_program`, but also returns the plan of the exported graph."""
     refuse_ambient_autocast()
     kwargs = dict(kwargs or {})
     session = session_of(amp)
@@ -58,7 +57,7 @@ def export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # else graphs that run here may stay fp32, whatever is exported
+    if session.options.low is not None:  # without dtype=, graphs that run here may stay fp32 in spite of the export
         with session.lock:
             session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)
     if region.left and session.options.strict:
@@ -74,7 +73,7 @@ def export_with_plan(
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
-    """Keep the code between the parts of a model high, as the rewritten model does; nothing if it has none."""
+    """Keep the code between the parts of a model high, as the rewritten model does. Nothing happens without parts."""
     for each in captured.with_parts() if parts else ():
         outside = {
             node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)
@@ -85,9 +84,9 @@ def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
 def capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> CapturedGraph:
-    """The whole of a plain model as one fx graph, cleaned for the passes.
+    """The whole plain model as one fx graph, cleaned for the passes.
 
-    Raises CaptureError, with what export said, where it cannot.
+    Raises CaptureError with the message of torch.export if that fails.
     """
     refuse_ambient_autocast()
     with autocast_for_fp32(model, (args, kwargs)):
@@ -114,7 +113,7 @@ def _export(
 
 
 def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """The options for the edited graph: it takes one by one what `*rest` of the model gathers, as rest_0, rest_1, and so on."""
+    """The options for the edited graph. It takes the arguments of the model's `*rest` one by one, as rest_0, rest_1, and so on."""
     shapes = options.get("dynamic_shapes")
     kinds = {name: each.kind for name, each in inspect.signature(plain.forward).parameters.items()}
     if isinstance(shapes, tuple | list):
@@ -133,7 +132,7 @@ def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
 
 
 def _keep_out_of_state(edited: nn.Module, plain: nn.Module) -> None:
-    """Buffers that the model keeps out of its state_dict stay out of the edited module's."""
+    """Keep buffers out of the edited module's state_dict if they are not in the model's."""
     kept = plain.state_dict().keys()
     for name, _ in named_buffers_in(plain, remove_duplicate=False):
         path, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Ask FSDP2 to send weights over the wire in the format in which the plan reads them."""
+"""Have FSDP2 gather weights in the low format if the plan reads them low."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ANOTHER_RANK = "another rank needs it in fp32"
 
 @dataclass(frozen=True)
 class LowGathers:
-    """Which weights travel low from now on, why the others do not, and the bytes that one gather of all of them brings each rank."""
+    """Result of `gather_low`: the weights gathered low, the other weights with reasons, and the bytes of one gather per rank."""
 
     format: str
     low: tuple[str, ...]
     full: dict[str, str]
-    """Weights that travel in fp32, each with the reason."""
+    """Weights that are gathered in fp32, each with the reason."""
     bytes_before: int
     bytes_now: int
 
@@ -42,16 +42,16 @@ class LowGathers:
 
 
 def gather_low(amp: nn.Module) -> LowGathers:
-    """Have FSDP2 gather weights in the low format where the graphs read them low; outputs and gradients stay what they are, bitwise.
+    """Have FSDP2 gather weights in the low format if the graphs read them low. Outputs and gradients stay bitwise the same.
 
     Call it on all ranks, after a step has captured the graphs: rewrite with granularity="blocks", `fully_shard` each block, then train a
-    step. A weight travels low if it belongs to a part that is captured whole, and every graph so far casts it to the low format. The
-    shards, their gradients, optimizers and checkpoints stay fp32.
+    step. A weight is gathered low if it belongs to a part that is captured whole, and every graph so far casts it to the low format.
+    Shards, gradients, optimizers and checkpoints stay fp32.
 
-    A later call that would read a rounded weight in fp32 (a new graph, code outside of the graphs, a hook) raises CaptureError
-    instead. Call this function again, on all ranks, and that weight travels in fp32.
+    A later call that would read a rounded weight in fp32 (a new graph, code outside the graphs, a hook) raises CaptureError.
+    Call this function again on all ranks, and that weight is gathered in fp32.
 
-    Raises PolicyError if the model is not rewritten or nothing in it went through `fully_shard`, PlanError before the first step.
+    Raises PolicyError if the model is not rewritten or no part of it went through `fully_shard`, PlanError before the first step.
     """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"gather_low takes a rewritten model, not {type(amp).__name__}; pass what amprewrite.rewrite returned")
@@ -92,7 +92,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
 
 
 def why_full(session: Session, sharded: Sharded) -> list[str]:
-    """For each weight of a sharded module why this rank needs it in fp32, or ""."""
+    """For each weight of a sharded module, the reason why this rank needs it in fp32; "" if it does not."""
     why = sharded.cannot() or _not_in_one_graph(session, sharded)
     if why:
         return [why] * len(sharded.names)
@@ -107,7 +107,7 @@ def why_full(session: Session, sharded: Sharded) -> list[str]:
 
 
 def _not_in_one_graph(session: Session, sharded: Sharded) -> str:
-    """Why code outside of one graph may read the weights of a sharded module, or ""."""
+    """The reason why code outside one graph may read the weights of a sharded module; "" if none may."""
     entry = session.entries.get(sharded.path)
     place = f"{sharded.path or 'the model'}"
     if entry is None or not entry.captured:

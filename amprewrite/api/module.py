@@ -1,4 +1,4 @@
-"""What users see on a rewritten model beyond its own class: its plans, its loss scale, its exports."""
+"""The methods that a rewritten model has in addition to its own class: plans, loss scale, exports."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Rewritten(RewrittenBase):
-    """What a rewritten model has beyond its own class.
+    """The methods that a rewritten model has in addition to its own class.
 
-    A part called by itself (`amp.encoder(x)`) runs rewritten too. Two things it cannot tell: a `torch.compile` of yours around
-    a part alone, and a part's `forward` called by name, which both run the part's own code. Hooks on all modules of the
-    process (`register_module_forward_hook`) see the model as one call, beside parts that run as they are written.
+    A part called by itself (`amp.encoder(x)`) runs rewritten too. Two cases cannot be detected and run the part's own code: your own
+    `torch.compile` around a part alone, and a part's `forward` called by name. Hooks on all modules of the process
+    (`register_module_forward_hook`) see one call of the model, and calls of parts that run eagerly.
     """
 
     @property
     def plan(self) -> CastPlan:
-        """The plan of all graphs that have run, in the order of their first calls. Before the first, reading it is a PlanError.
+        """The plan of all graphs that have run, in the order of their first calls. Before the first call, using it raises PlanError.
 
-        Graphs that differ in sizes or mode alone are shown once, and a note says how many there are: `plans` has each. A method that
-        calls parts, as `encode_image` does, is a call of each part.
+        Graphs that differ only in sizes or mode are shown once, with a note on their number; `plans` has each. A method that calls
+        parts, such as `encode_image`, counts as a call of each part.
         """
         session = session_of(self)
         computed_nothing = any(entry.graphs.empty for entry in list(session.entries.values()))
@@ -44,7 +44,7 @@ class Rewritten(RewrittenBase):
 
     @property
     def plans(self) -> tuple[CastPlan, ...]:
-        """One plan for every set of graphs that has run: training, evaluation, other shapes."""
+        """One plan for every set of graphs that has run, such as training, evaluation and other shapes."""
         session = session_of(self)
         return tuple(CastPlan.of(session.plan_of(regions)) for regions in list(session.calls))
 
@@ -54,23 +54,23 @@ class Rewritten(RewrittenBase):
         return session_of(self).loss_scale
 
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
-        """Guard the steps of `optimizer`: one whose gradients overflowed is skipped, and the loss scale moves.
+        """Guard the steps of `optimizer`: a step with overflowed gradients is skipped, and the loss scale is updated.
 
-        PolicyError if it is attached already or owns none of the model's parameters. Optimizers that were never attached are
-        found at the first forward, or at their first step; attaching tells mistakes early. One that steps `copies` of the
-        parameters, offloaded to another device say, cannot be found: attach it. Of a wrapper, such as
-        accelerate's, the torch optimizer inside is guarded.
+        Optimizers that were not attached are found at the first forward, or at their first step; `attach` reports mistakes early.
+        An optimizer of `copies` of the parameters, such as copies offloaded to another device, cannot be found, so attach it. If
+        `optimizer` is a wrapper, such as accelerate's, the torch optimizer inside is guarded. Raises PolicyError if it is attached
+        already or has none of the model's parameters.
 
-        `group` is a torch.distributed process group whose ranks hold other parts of one model, as the stages of a pipeline are:
-        their optimizers skip together. Each rank attaches its own optimizer with that group, and all step equally often. DDP,
-        FSDP and tensor parallel need no group.
+        `group` is a torch.distributed process group with different parts of one model on its ranks, such as stages of a pipeline.
+        Their optimizers then skip together. Each rank attaches its own optimizer with that group, and all must step equally often.
+        DDP, FSDP and tensor parallel need no group.
         """
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
             raise PolicyError(f"group= takes a torch.distributed process group, such as dist.group.WORLD, not {type(group).__name__}")
         session_of(self).gate.attach(optimizer_inside(optimizer), copies, group)
 
     def export_program(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> torch.export.ExportedProgram:
-        """A torch.export.ExportedProgram of the rewritten graph, whole and ahead of time.
+        """Export the whole rewritten model ahead of time, as a torch.export.ExportedProgram.
 
         `options` go to torch.export.export (dynamic_shapes, strict). Raises CaptureError if export cannot capture the model.
         """
@@ -81,22 +81,22 @@ class Rewritten(RewrittenBase):
     def export_onnx(
         self, path: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None, **options: Any
     ) -> OnnxResult:
-        """Write the rewritten model as an ONNX file; `amprewrite.api.onnx.convert.export_onnx` has the options and the result.
+        """Write the rewritten model as an ONNX file. `amprewrite.api.onnx.convert.export_onnx` documents the options and the result.
 
-        EmitError if the onnx extra is not installed.
+        Raises EmitError if the onnx extra is not installed.
         """
         return load_onnx_support().export_onnx(self, path, args, kwargs, **options)
 
-    # -- for inference alone --------------------------------------------------------
+    # -- for inference only ---------------------------------------------------------
     def freeze(self, *args: Any, **kwargs: Any) -> None:
-        """Store the weights as the plan reads them and let their fp32 values go: half the memory, and no cast of a weight in a call.
+        """Store weights in the format in which the plan reads them, and free their fp32 values. Memory halves, and no call casts weights.
 
-        Goes by all graphs captured so far; with arguments, calls the model on them first. A weight that every graph reads low is
-        stored low, one read in fp32 too keeps both, any other stays as it is. Results stay bitwise what they were. Parameters take no
-        gradients from then on, and say fp32 still; `state_dict()` holds what is stored. The original model, if there is one beside,
-        keeps its weights.
+        All graphs captured so far decide; with arguments, the model is called on them first. A weight that every graph reads low is
+        stored low. A weight that graphs read both low and in fp32 is stored in both formats. Other weights do not change. Results stay
+        bitwise the same. Afterwards parameters take no gradients and still report fp32; `state_dict()` holds the stored values. If the
+        rewrite was not in place, the original model keeps its weights.
 
-        PolicyError if the model trains, is frozen already or is sharded; PlanError if nothing was captured.
+        Raises PolicyError if the model trains, is frozen already or is sharded; PlanError if nothing was captured.
         """
         session = session_of(self)
         check_freezable(self)
@@ -113,10 +113,10 @@ class Rewritten(RewrittenBase):
                 capture_now(self, args, kwargs)
 
     def unfreeze(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Make a frozen model an fp32 one again that can be trained, with the fp32 values of `state_dict`.
+        """Turn a frozen model back into an fp32 model that can be trained, with the fp32 values of `state_dict`.
 
-        Without them the weights are fp32 tensors of the low values, and a warning says so. PlanError if `state_dict` lacks a weight, or
-        if the model is not frozen. `load_state_dict` of fp32 values unfreezes as well.
+        Without `state_dict` the weights are fp32 tensors of the low values, with a warning. `load_state_dict` of fp32 values unfreezes
+        as well. Raises PlanError if `state_dict` lacks a weight, or if the model is not frozen.
         """
         if session_of(self).options.frozen is None:
             raise PlanError(f"this {type(self).__name__} is not frozen")
@@ -129,16 +129,16 @@ class Rewritten(RewrittenBase):
 
     # -- low copies of weights -----------------------------------------------------
     def frozen_weights(self) -> AbstractContextManager[None]:
-        """Keep low copies of the weights while a `with` block is open: you promise that no weight changes inside, in any thread.
+        """Keep low copies of the weights inside a `with` block. You promise that no weight changes there, in any thread.
 
-        Writes that PyTorch counts are followed all the same. At the end of the outermost block every copy is compared with
-        its weight, and one that differs is a StaleWeightsError.
+        Writes that PyTorch counts are still noticed. At the end of the outermost block every copy is compared with its weight; a
+        difference raises StaleWeightsError.
         """
         session = session_of(self)
         return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)
 
     def weights_changed(self) -> None:
-        """Drop every low copy of the weights that is kept.
+        """Drop all low copies of the weights.
 
         Call it after a write that PyTorch does not count, if `frozen_weights()` or `cache_weights="step"` keeps copies.
         """

@@ -1,6 +1,6 @@
 """The public functions: rewrite a model, or just plan it.
 
-What needs Dynamo is imported by the first call: importing these functions alone is cheap.
+Modules that need Dynamo are imported by the first call, so that importing these functions stays cheap.
 """
 
 from __future__ import annotations
@@ -67,73 +67,74 @@ def rewrite(
     inplace: bool = False,
     upcast: bool = False,
 ) -> M:
-    """A mixed-precision clone of `model`: same class, same Parameters and buffers, fp32 in and out.
+    """Make a mixed-precision clone of `model`: same class, same Parameters and buffers, fp32 inputs and outputs.
 
-    Nothing is captured until the first call, which captures with the real inputs; `example_inputs` (and `example_kwargs`)
-    capture at once, so that `amp.plan` is there. The original is left as it is.
+    The first call captures the model with its real inputs. `example_inputs` (and `example_kwargs`) capture it at once, so that
+    `amp.plan` exists before a call. The original does not change.
 
     Args:
         model: an nn.Module (a GraphModule too), or a torch.export.ExportedProgram.
-        optimizer: one optimizer or several that step this model's parameters: a step whose gradients overflowed is skipped.
-            Those not named here are found at their first step.
-        dtype: "bf16", "fp16" or a torch dtype: done as asked. None: what the device does best, which may be nothing.
+        optimizer: one optimizer or several that step this model's parameters. A step with overflowed gradients is skipped. Other
+            optimizers are found at their first step.
+        dtype: "bf16", "fp16" or a torch dtype. None chooses the best format of the device, which may be fp32.
         lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
         overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`.
-        plan: follow this plan, perhaps edited, instead of deciding; one that does not fit raises PlanError.
-        calibration: what `amprewrite.calibrate` gave, or batches to calibrate with: in fp16, values that would overflow or
-            be flushed stay fp32, with the evidence in the plan. Batches run in the model's present mode.
-        tolerance: relative L2 error of the outputs that may be spent; the cheapest plan found within it is taken.
-        accuracy: "autocast": the cheapest plan found whose error is not above that of torch.autocast's rules. Both measure on
-            the calibration batches, or on `example_inputs`; `amprewrite.accuracy.frontier.search` has the details and the frontier.
-        metric: what `tolerance` and `accuracy` measure: None or "l2", the relative L2 error of all outputs; "logprob", the mean
-            Kullback-Leibler divergence in nats of the next token's probabilities (the softmax of the logits) from those of fp32; or a
-            function of (fp32 output, output) that gives a number.
-        device: plan for this device ("h100", "a100", "cpu", …; `amprewrite.tables.devices.NAMED` has them all) instead of the one at
-            hand: its prices, and with dtype=None its best format. Which kernels exist is asked of where the model runs.
-        memory: seconds that a gigabyte of activations kept for backward is worth to the plan, such as 0.01; 0 plans for speed.
+        plan: a plan to follow instead of deciding, edited or not. A plan that does not fit raises PlanError.
+        calibration: the result of `amprewrite.calibrate`, or batches to calibrate with. In fp16, values that would overflow or be
+            flushed then stay fp32, with the evidence in the plan. Batches run in the model's present mode.
+        tolerance: largest relative L2 error of the outputs. The cheapest plan found within it is taken.
+        accuracy: "autocast" takes the cheapest plan found with an error no larger than under torch.autocast's rules. Both options
+            measure on the calibration batches, or on `example_inputs`; `amprewrite.accuracy.frontier.search` gives details.
+        metric: the error that `tolerance` and `accuracy` measure. None or "l2" is the relative L2 error of all outputs. "logprob" is
+            the mean Kullback-Leibler divergence, in nats, between the next token's probabilities (the softmax of the logits) and
+            fp32's. A function of (fp32 output, output) returns a number.
+        device: the device to plan for ("h100", "a100", "cpu", …; all are in `amprewrite.tables.devices.NAMED`) instead of the device
+            at hand. It gives prices and, with dtype=None, the best format. The available kernels are those of the device on which the
+            model runs.
+        memory: price of a gigabyte of activations kept for backward, in seconds, such as 0.01; 0 plans for speed.
         parity: one plan for all graphs of the model, so that training, evaluation, inference and exports compute the same numbers.
-            "train" or "eval" say whose cost counts, a number between 0 and 1 how much a step of training counts beside a pass
-            without gradients. An op has one colour in all graphs, whatever their sizes: the graph that is captured first decides,
-            and an op that a later graph must keep high is high in all from then on. False: each graph gets the plan that is
-            cheapest for it, and numbers differ by the rounding.
-        measure: time ops and casts on the device at hand instead of taking prices from the table; kept on disk.
-        high: "fp32". TF32 is no choice: PyTorch has one switch for the whole process, which kernels read as they start, so
-            no region of a graph can have its own without changing it for everybody and breaking torch.compile's guards.
-            Where it is set (`torch.set_float32_matmul_precision("high")`), ops that stay high use it and are priced so.
-        loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", the name of a preset, a number that stays, None, or
+            "train" or "eval" chooses the cost that counts; a number between 0 and 1 is the weight of a training step against a pass
+            without gradients. An op has one colour in all graphs, whatever their sizes. The graph that is captured first decides; if a
+            later graph must keep an op high, it is high in all graphs from then on. With False, each graph gets its own cheapest plan,
+            and numbers differ by rounding.
+        measure: whether to time ops and casts on the device at hand instead of using the table's prices. Times are kept on disk.
+        high: "fp32". TF32 is not offered: PyTorch has one switch for the whole process, which kernels read as they start. A region
+            cannot have its own setting without changing it for all other code and breaking torch.compile's guards. If it is set
+            (`torch.set_float32_matmul_precision("high")`), ops that stay high use TF32 and are priced accordingly.
+        loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", the name of a preset, a number for a static scale, None, or
             a LossScale, which several models may share. It is built into the training graphs: gradients arrive unscaled.
-        granularity: "model" captures as much as it can at once. "blocks" captures each repeated block by itself, as FSDP2
-            block by block needs it; a list of module paths (shell patterns) names the blocks. One loss scale serves all.
-        pad: round dims of low matrix products up to what Tensor Cores want: "auto" where the device's cost table says it pays,
-            "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
+        granularity: "model" captures as much as possible at once. "blocks" captures each repeated block by itself, as needed for FSDP2
+            block by block. A list of module paths (shell patterns) names the blocks. All blocks share one loss scale.
+        pad: round dims of low matrix products up to the multiple that Tensor Cores need: "auto" (if the device's cost table predicts a
+            gain), "always", "never", "measure" (times the products on the GPU), a multiple, or `{"module:encoder.*": …}`. Parameters,
             gradients, state_dict and results keep their sizes.
-        products: let bf16 products of rows and a matrix (linear, addmm, mm, matmul of a matrix) read fp8 copies of their operands where it
-            pays: "fp8" (a scale a tensor; gradients of weights by price, too), "fp8-safe" (a scale a row; gradients of weights stay in
-            bf16), "fp8-rowwise", or "fp8-all" (whatever the kernels take at any price, for tests). A mapping has rules as well:
-            `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. Needs
-            dtype="bf16". A device without fp8 units computes the same numbers by emulation, where a rule or "fp8-all" asks for it.
+        products: let bf16 products of rows and a matrix (linear, addmm, mm, matmul of a matrix) read fp8 copies of their operands if that
+            is faster: "fp8" (one scale per tensor; gradients of weights by price, too), "fp8-safe" (one scale per row; gradients of
+            weights stay bf16), "fp8-rowwise", or "fp8-all" (all products that the kernels take, at any price, for tests). A mapping adds
+            rules: `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. Needs
+            dtype="bf16". A device without fp8 units emulates the same numbers if a rule or "fp8-all" asks for fp8.
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its
-            kernels, so its numbers differ from those of "eager" by the rounding; "inductor-exact" fuses less and gives the same numbers.
-        cache_weights: True: eager graphs on a GPU cast many weights in one launch, and in training few launches bring their
-            gradients back; a compiler and a CPU cast each weight where it is read. Copies serve one call alone, so no write is
-            missed. `amp.frozen_weights()` keeps those of calls without gradients for a block, and `generate()` for itself.
-            "step": copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager training too, so
-            gradient accumulation casts nothing twice; copies of weights that take no gradient outlive the step. Call
-            `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives): most are found
-            at a later call, with a warning, but not all. False: every weight is cast where it is read, everywhere.
-        strict: whatever cannot be captured raises CaptureError instead of running in fp32 with a warning.
-        inplace: turn `model` itself into the rewritten model and return it, for code that goes on with the object it has, as
-            many trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model is as it was.
-        upcast: make fp32 master weights of parameters that are bf16 or fp16 and take gradients, in place, as a checkpoint that was
-            loaded in half precision needs it; the original, whose parameters they are, is fp32 then, too. `amp.plan` says how many.
-            Frozen ones stay half. False: such a model is a PolicyError.
+            kernels, so its numbers differ from "eager" by rounding; "inductor-exact" fuses less and gives the same numbers.
+        cache_weights: with True, eager graphs on a GPU cast many weights in one launch, and a few launches cast their gradients back in
+            training; a compiler and a CPU cast each weight at its reads. Copies last for one call, so no write is missed. In calls
+            without gradients, `amp.frozen_weights()` keeps copies for a block, and `generate()` for its own duration. With "step",
+            copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager training too, so that gradient
+            accumulation casts no weight twice; copies of weights without gradients outlive the step. Then call `amp.weights_changed()`
+            after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives): most are found at a later call, with a
+            warning, but not all. With False, every weight is cast at its reads.
+        strict: whether code that cannot be captured raises CaptureError instead of running in fp32 with a warning.
+        inplace: turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many trainers do.
+            `amprewrite.restore(model)` undoes it. If anything raises, the model does not change.
+        upcast: convert parameters that are bf16 or fp16 and take gradients to fp32 master weights, in place, for a checkpoint that was
+            loaded in half precision. The original shares these parameters, so it is fp32 afterwards, too. `amp.plan` notes their
+            number. Parameters without gradients stay half. With False, such a model raises PolicyError.
 
     Raises:
-        PolicyError: options that make no sense.
-        CaptureError: a model that cannot be captured, or with `strict=True` is another one when it is.
-        PlanError: a plan that does not fit.
-        CalibrationError: batches that cannot be run, ranges of another model.
-        AccuracyError: an accuracy that cannot be reached.
+        PolicyError: invalid options.
+        CaptureError: the model cannot be captured, or with `strict=True` computes other values when captured.
+        PlanError: the plan does not fit.
+        CalibrationError: batches cannot be run, or the ranges are of another model.
+        AccuracyError: the accuracy cannot be reached.
     """
     from amprewrite.api.module import Rewritten
     from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
@@ -172,7 +173,7 @@ def rewrite(
 
 
 def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, note: str) -> Any:
-    """`amp` with its optimizers attached, and captured if there are example inputs. If that raises, no optimizer is guarded."""
+    """Attach the optimizers to `amp`, and capture it if there are example inputs. If that raises, no optimizer stays guarded."""
     from amprewrite.runtime.model.rewritten import capture_now, session_of
 
     if note:
@@ -189,10 +190,10 @@ def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapp
 
 
 def restore(model: M) -> M:
-    """Turn a rewritten model back into the plain fp32 model it was, in place, and return it.
+    """Turn a rewritten model back into the plain fp32 model, in place, and return it.
 
-    Parameters, buffers, hooks and what `.compile()` made before `rewrite(model, inplace=True)` are as they were. Its optimizers are
-    no longer guarded. PlanError if the model was never rewritten; CaptureError if it went through fully_shard since.
+    Parameters, buffers, hooks and the result of an earlier `.compile()` are kept. Its optimizers are no longer guarded. Raises PlanError
+    if the model was never rewritten, CaptureError if it went through fully_shard after the rewrite.
     """
     from amprewrite.runtime.model.rewritten import unwrap_in_place
 
@@ -210,7 +211,7 @@ def measured_options(
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Run the model on sample batches for the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
+    """Run the model on sample batches to set the options `calibration` and `keep_high`. `target` is (tolerance, accuracy, metric)."""
     if calibration is None and all(each is None for each in target):
         return {}
     from amprewrite.accuracy.calibrate import calibrate
@@ -240,14 +241,14 @@ def measured_options(
 
 
 def plan(model: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, **options: Any) -> CastPlan:
-    """The plan that `rewrite(model, **options)` would run for these inputs, without rewriting anything.
+    """The plan of `rewrite(model, **options)` for these inputs. The model is not rewritten.
 
     Args:
-        args: the positional arguments of one call, as a tuple. Their shapes, dtypes and devices count, and whether gradients are on.
-        kwargs: its keyword arguments.
-        options: those of `rewrite`; after `upcast=True` the parameters are half again.
+        args: the positional arguments of one call, as a tuple. The plan depends on their shapes, dtypes and devices, and on grad mode.
+        kwargs: the keyword arguments of the call.
+        options: the options of `rewrite`. After `upcast=True` the parameters are half again.
 
-    Raises what `rewrite` raises.
+    Raises the same errors as `rewrite`.
     """
     with half_put_back(model, always=True) if isinstance(model, nn.Module) else contextlib.nullcontext():
         amp = rewrite(model, example_inputs=args, example_kwargs=kwargs, **options)
@@ -273,14 +274,14 @@ def checked_options(
     parity: str | float = "train",
     products: Any = None,
 ) -> Options:
-    """The options of `rewrite` that can be checked without a model; raises as `rewrite` does."""
+    """Check the options of `rewrite` that need no model. Raises the same errors as `rewrite`."""
     if not is_flag(cache_weights) and not is_word(cache_weights, "step"):
         raise PolicyError(f"cache_weights={shown(cache_weights)} is not understood: use True, False or 'step'")
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     if plan is not None:
         dtype = plan.low if dtype is None else dtype
-        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists  # they decide what is one op
+        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists  # lists decide which calls count as one op
     cache_weights = cache_weights if isinstance(cache_weights, str) else bool(cache_weights)
     strict = flag("strict", strict)
     low = None if dtype is None else parse_format(dtype)
@@ -331,7 +332,7 @@ def _check_backend(backend: Any) -> None:
 
 
 def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
-    """`loss_scale` as `parse_loss_scale` takes it; PolicyError if it does not."""
+    """`loss_scale` in a form for `parse_loss_scale`. Raises PolicyError if it is invalid."""
     if loss_scale is None:
         loss_scale = "none"
     parse_loss_scale(loss_scale, low or FP32)
@@ -339,7 +340,7 @@ def _checked_scale(loss_scale: Any, low: Format | None) -> Any:
 
 
 def _checked_device(device: Any, measure: bool) -> str:
-    """The name of the device to plan for, "" for the one at hand."""
+    """The name of the device to plan for; "" for the device at hand."""
     if device is None:
         return ""
     if measure:
@@ -349,14 +350,14 @@ def _checked_device(device: Any, measure: bool) -> str:
 
 
 def _checked_memory(memory: Any) -> float:
-    """`memory` in seconds a byte; PolicyError if it is no price a gigabyte."""
+    """`memory` in seconds per byte. Raises PolicyError if it is no price of a gigabyte."""
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
         raise PolicyError(f"memory={shown(memory)} is no price; give the seconds that a gigabyte kept for backward is worth, or 0")
     return memory / 1e9
 
 
 def _checked_parity(parity: Any) -> float | None:
-    """How much a step of training counts in the prices of all graphs; None if each graph has its own."""
+    """The weight of a training step in the prices of all graphs; None if each graph has its own prices."""
     words = {"train": 1.0, "eval": 0.0}
     if isinstance(parity, str) and parity in words:
         return words[parity]
@@ -368,7 +369,7 @@ def _checked_parity(parity: Any) -> float | None:
 
 
 def _checked_products(products: Any, low: Format | None, plan: CastPlan | None, backend: Any) -> ProductPolicy | None:
-    """`products` as `parse_products` reads it; PolicyError if the other options leave nothing for it to choose."""
+    """The parsed `products`. Raises PolicyError if it contradicts the other options."""
     checked = parse_products(products, not is_word(backend, "eager"))
     if checked is not None and plan is not None:
         raise PolicyError("plan= says which products run in fp8 and leaves products= nothing to choose; edit the plan, or pass one of them")
@@ -390,7 +391,7 @@ def _check_high(high: Any) -> None:
 
 
 def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """One optimizer or several as a list; PolicyError for anything else."""
+    """One optimizer or several, as a list. Raises PolicyError for anything else."""
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):

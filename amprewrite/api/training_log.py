@@ -1,4 +1,4 @@
-"""What loss scaling does during training, as JSON lines and as TensorBoard scalars."""
+"""Log the loss scale and skipped steps during training, as JSON lines and as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from amprewrite.tables.errors import EmitError, PolicyError
 
 
 class ScalarWriter(Protocol):
-    """What is asked of a writer: torch.utils.tensorboard.SummaryWriter has it."""
+    """The method that a writer must have, such as torch.utils.tensorboard.SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class TrainingLog:
-    """One record every `every` calls of `step`: scale, steps, skipped steps, and where the last overflow began.
+    """Writes a record every `every` calls of `step`: scale, steps, skipped steps, and the place of the last overflow.
 
-    `path` gets a line of JSON a record, `writer` (a TensorBoard SummaryWriter, or anything with add_scalar) three scalars. A record
-    reads the scale back to the host, which waits for the device: raise `every` where that counts. Use it as a context manager, or
-    call `close`.
+    Each record is a line of JSON in `path`, and three scalars in `writer` (a TensorBoard SummaryWriter, or any object with add_scalar).
+    A record copies the scale to the host, which waits for the device; raise `every` if that is too slow. Use it as a context manager,
+    or call `close`.
 
     Raises PolicyError if `amp` is not rewritten or there is nothing to write to, EmitError if `path` cannot be written.
     """
@@ -45,7 +45,7 @@ class TrainingLog:
         self._file = None if path is None else _opened(path)
 
     def step(self, **more: float | str | None) -> dict[str, Any] | None:
-        """Call it after `optimizer.step()`; `more` goes into the record as it is. Gives the record, None between records."""
+        """Count a step; call it after `optimizer.step()`. `more` is added to the record. Returns the record, or None between records."""
         self._calls += 1
         if self._calls % self._every:
             return None
@@ -67,7 +67,7 @@ class TrainingLog:
         return record
 
     def close(self) -> None:
-        """Close the file, if the log opened one; the writer is the caller's."""
+        """Close the log's file. The writer is left to the caller."""
         if self._file is not None:
             self._file.close()
 
@@ -79,7 +79,7 @@ class TrainingLog:
 
 
 def _opened(path: str | Path) -> io.FileIO:
-    """Open the file to append to. A line that a killed process left unfinished is ended first."""
+    """Open a file for appending. If a killed process left its last line unfinished, that line is ended first."""
     try:
         file = io.FileIO(path, "a+")
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def _opened(path: str | Path) -> io.FileIO:
 
 
 def _append(file: io.FileIO, line: str, path: Any) -> None:
-    """Write one whole line, in one call: a process that is killed leaves no half of it in a buffer."""
+    """Write one whole line without a buffer, so that a killed process loses no written record."""
     content = f"{line}\n".encode()
     try:
         while content:

@@ -1,1 +1,1 @@
-"""amprewrite as a value of options that trainers take already; each file needs the library that it is named after."""
+"""amprewrite as a plugin of trainers and loaders. Each file needs the library of its name."""

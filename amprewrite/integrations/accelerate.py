@@ -17,12 +17,12 @@ except ImportError as error:
 
 
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None, **options: Any) -> Any:
-    """`accelerator.prepare(*objects)`, with every module among them rewritten in place first.
+    """Rewrite every module among `objects` in place, then call `accelerator.prepare(*objects)`.
 
-    `options` are those of `amprewrite.rewrite`. Optimizers among the objects are guarded from their first step on. Checkpoints of
-    `save_state` have the loss scale, for it is in the optimizer's; `optimizer_step_was_skipped` tells of skipped steps.
+    `options` are the options of `amprewrite.rewrite`. Optimizers among the objects are guarded from their first step on. Checkpoints of
+    `save_state` include the loss scale, as part of the optimizer's state. `optimizer_step_was_skipped` reports skipped steps.
 
-    Raises PolicyError if the accelerator brings a mixed precision of its own.
+    Raises PolicyError if the accelerator has its own mixed precision, or if there is no module among the objects.
     """
     if accelerator.mixed_precision != "no":
         raise PolicyError(

@@ -1,9 +1,9 @@
 """Lightning and Fabric: `Trainer(plugins=[AmpRewritePrecision("fp16")])`, `Fabric(plugins=[AmpRewritePrecision("bf16")])`.
 
-1. `convert_module` rewrites the module in place, for some strategies go on with the object that they have.
-2. Gradients arrive unscaled, so clipping, with fused optimizers too, is Lightning's own.
-3. A schedule that moves by steps stands still for a step that was skipped.
-4. The loss scale is in the optimizer's checkpoint; Lightning's own part for the precision has it, too.
+1. `convert_module` rewrites the module in place, since some strategies keep the object that they have.
+2. Gradients arrive unscaled, so Lightning clips them itself, with fused optimizers too.
+3. A learning-rate schedule with interval "step" does not advance if the step was skipped.
+4. The loss scale is in the optimizer's checkpoint, and in Lightning's state of the precision plugin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from amprewrite.runtime.session import Session
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""The library's two names, which have classes of their own: the one that the user imported counts."""
+"""The two packages of the library. Each has its own classes, so the package that the user imported is used."""
 
 
 def _precision_class() -> type:
@@ -42,9 +42,9 @@ else:
 
 
 class AmpRewritePrecision(Precision):  # type: ignore[misc]
-    """A precision plugin whose modules are rewritten; `dtype` and `options` are those of `amprewrite.rewrite`.
+    """A precision plugin that rewrites modules. `dtype` and `options` are the options of `amprewrite.rewrite`.
 
-    Leave the trainer's own `precision=` out: its default, fp32, is what the module's parameters stay in.
+    Leave the trainer's own `precision=` out: the module's parameters stay in fp32, its default.
     """
 
     precision = "32-true"
@@ -55,7 +55,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         self._sessions: list[Session] = []
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Rewrite `module` in place. One that is rewritten already stays as it is: a trainer may fit, test and fit again."""
+        """Rewrite `module` in place, unless it is rewritten already: a trainer may fit, test and fit again."""
         if not is_rewritten(module):
             rewrite(module, inplace=True, **self._options)
         session = session_of(module)
@@ -64,7 +64,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Guard the optimizers from their first step on, and hold the schedules of skipped steps."""
+        """Guard the optimizers from their first step on, and hold their schedules for skipped steps."""
         for optimizer in optimizers:
             for session in self._sessions:
                 session.gate.attach_if_own(optimizer)
@@ -73,7 +73,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # Fabric has no trainer, whose callbacks these methods of the Trainer's base class call. They are Fabric's own there.
+    # The Trainer's base class calls callbacks of the trainer in these methods. Fabric has no trainer, so its own base class is called.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 
@@ -89,7 +89,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return above.optimizer_step(optimizer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each module's loss scale, by number."""
+        """The state of each module's loss scale, by number of the module."""
         return {str(number): state for number, session in enumerate(self._sessions) if (state := session.loss_scale.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -104,18 +104,18 @@ def _has_trainer(module: Any) -> bool:
 
 
 class HeldSchedule:
-    """A learning-rate schedule that stands still for a step that was skipped; all else is the schedule's own."""
+    """Wraps a learning-rate schedule so that it does not advance for a skipped step. All other attributes are the schedule's."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on, unless the optimizer's latest step was skipped."""
+        """Advance the schedule, unless the optimizer's latest step was skipped."""
         if not step_was_skipped(self.scheduler.optimizer):
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # a copy that is being made has none yet
+        if name == "scheduler":  # while `copy` makes a copy, it has no attributes yet
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

@@ -5,8 +5,8 @@
 
 1. The config is registered under the name "amprewrite" when this file is imported. A model that was loaded with it is saved with it.
    A process that loads that model again imports this file first.
-2. Both rewrite the model in place, for transformers goes on with the object that it has.
-3. What a model class names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stays fp32, unless `overrides` says otherwise.
+2. Both rewrite the model in place, since transformers keeps the object that it has.
+3. Modules in a model class's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stay fp32, unless `overrides` says otherwise.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ except ImportError as error:
 
 NAME = "amprewrite"
 _SAVED = ("dtype", "lists", "overrides", "plan", "loss_scale", "pad", "granularity", "backend", "cache_weights", "strict")
-"""The options that a config.json can say; the others of `rewrite` concern one machine or one batch."""
+"""The options that config.json can hold. The other options of `rewrite` depend on one machine or one batch."""
 
 
 @register_quantization_config(NAME)
 class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Options of `amprewrite.rewrite` that are saved with a model; `plan` is a CastPlan or its JSON text.
+    """Options of `amprewrite.rewrite` that are saved with a model. `plan` is a CastPlan or its JSON text.
 
-    PolicyError for an option that makes no sense, or that JSON cannot say.
+    Raises PolicyError for an invalid option, or for a value that JSON cannot hold.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -66,18 +66,18 @@ class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         checked_options(**{name: value for name, value in self.rewrite_options().items() if name != "granularity"})
 
     def rewrite_options(self) -> dict[str, Any]:
-        """The options as `rewrite` takes them."""
+        """The options for `rewrite`, with the plan as a CastPlan."""
         plan = self.options.get("plan")
         return {**self.options, **({} if plan is None else {"plan": CastPlan.from_json(plan)})}
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as they are written into config.json."""
+        """The options for config.json."""
         return {"quant_method": self.quant_method, **self.options}
 
 
 @register_quantizer(NAME)
 class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers calls around loading a model with an AmpRewriteConfig."""
+    """The hooks that transformers calls as it loads a model with an AmpRewriteConfig."""
 
     is_trainable = True
     is_qat_trainable = True
@@ -88,7 +88,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype to load weights in: fp32, for they are the master weights. Warns if another was asked for."""
+        """The dtype for loading weights: fp32, since they are the master weights. Warns if a low format was asked for."""
         if dtype in LOW_DTYPES:
             warnings.warn(
                 f"this model would be loaded in {dtype_name(dtype)}; with AmpRewriteConfig its weights are loaded in fp32, as master "
@@ -99,22 +99,22 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return FP32.dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        """Make the empty model fp32: transformers 5.0 asks `update_dtype` and does not heed the answer."""
+        """Make the empty model fp32, since transformers 5.0 calls `update_dtype` and ignores the result."""
         upcast(model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         return rewrite(model, inplace=True, **_with_fp32_modules(model, self.quantization_config.rewrite_options()))  # type: ignore[attr-defined]
 
     def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
-        """What `model.dequantize()` does: the plain model again."""
+        """Restore the plain model, for `model.dequantize()`."""
         return restore(model)
 
 
 class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
-    """Rewrites the Trainer's model in place, guards its optimizer, and logs the loss scale and the skipped steps.
+    """Rewrites the Trainer's model in place, guards its optimizer, and logs the loss scale and skipped steps.
 
-    `options` are those of `amprewrite.rewrite`; a model that is rewritten already stays as it is. PolicyError if the Trainer's arguments
-    ask for a mixed precision of its own, or for torch.compile around the model.
+    `options` are the options of `amprewrite.rewrite`. A model that is rewritten already does not change. Raises PolicyError if the
+    Trainer's arguments ask for mixed precision or for torch.compile around the model.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -168,14 +168,14 @@ def _refuse_own_precision(args: Any) -> None:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model inside wrappers of distributed training, which call it."""
+    """The model inside wrappers of distributed training."""
     while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = model.module
     return model
 
 
 def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with overrides for what the model's class keeps in fp32. A plan to follow has decided that already."""
+    """The options, with overrides for modules that the model's class keeps in fp32. With a plan to follow, nothing is added."""
     if options.get("plan") is not None:
         return dict(options)
     low = options.get("dtype")
@@ -185,7 +185,7 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 
 
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
-    """Paths of the modules that transformers keeps in fp32: always the strict ones, the others only in a narrow format."""
+    """Paths of the modules that transformers keeps in fp32: the strict list always, the other list only in a narrow format."""
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if narrow:
         names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}

@@ -23,6 +23,8 @@ PLAIN = (
     "amprewrite/graphs/log_quiet.py",
     "amprewrite/graphs/mask_rules.py",
     "amprewrite/graphs/small_steps.py",
+    "amprewrite/api",
+    "amprewrite/integrations",
     "amprewrite/ir",
     "amprewrite/planner",
     "amprewrite/report",

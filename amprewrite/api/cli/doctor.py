@@ -1,10 +1,10 @@
-"""`amprewrite doctor`: what this machine has and gains, and whether a small model computes what it should. Paste it into a bug report.
+"""`amprewrite doctor`: report versions and speeds of this machine, and check a small model. Paste the output into a bug report.
 
-1. Versions of what amprewrite is built on and works with.
-2. For each device: the low formats that its row in the device table names, and the speed of a matrix product in each, timed here.
-3. Kernels: Triton, and optimizers whose fused steps skip by themselves.
-4. Self-check: a small model in each low format, forward, capture, backward, and a step that overflows, against fp32. Status 1 if one
-   fails.
+1. Versions of the packages that amprewrite is built on or works with.
+2. For each device: the low formats in its row of the device table, and the measured speed of a matrix product in each.
+3. Kernels: Triton, and optimizers with fused steps that skip overflows without a wait.
+4. Self-check: a small model in each low format, compared with fp32 in forward, capture, backward, and a step that overflows. The
+   status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from amprewrite.tables.version import VERSION
 PACKAGES = ("torch", "numpy", "networkx", "scipy", "triton", "onnx", "onnxruntime", "transformers", "accelerate", "lightning", "peft")
 _SIDE = {"cpu": 384, "cuda": 4096}
 _ROOM = 16
-"""Relative errors that a small model may have, in units of the format's own rounding."""
+"""Largest relative error allowed for the small model, in eps of the format."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What one device makes of one format."""
+    """The speed of one format on one device."""
 
     device: str
     format: str
     speed: float
-    """Of a matrix product, against fp32."""
+    """Speed of a matrix product relative to fp32."""
     note: str
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question to the small model, and its answer."""
+    """The result of one check of the small model."""
 
     device: str
     format: str
@@ -59,7 +59,7 @@ class Check:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what was found; status 1 if a check failed."""
+    """Print the report. The status is 1 if a check failed."""
     began = time.perf_counter()
     devices = [_at_hand(options.run_on)] if options.run_on else _devices()
     versions, kernels = dict(_versions()), dict(_kernels(devices))
@@ -97,7 +97,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _at_hand(device: str) -> str:
-    """The device that the checks run on, if they can."""
+    """The device on which the checks run. Raises UsageError if it is not here."""
     if device not in ("cuda", *_devices()):
         raise UsageError(f"--run-on {device}: doctor checks {', '.join(_devices())} here")
     return device
@@ -131,7 +131,7 @@ def _gains(device: str) -> Iterator[Gain]:
 
 
 def _seconds_of_product(device: str, row: Format) -> float:
-    """Seconds that a matrix product takes in a format: the best of three runs."""
+    """Seconds of a matrix product in a format, as the best of three runs."""
     side = _SIDE[torch.device(device).type]
     x = torch.randn(side, side, device=device).to(row.dtype)
     return min(_seconds(lambda: x @ x, device) for _ in range(3))
@@ -146,7 +146,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 
 
 class _Small(nn.Module):
-    """A residual block with attention: the usual ops of both colours."""
+    """A residual block with attention, with typical ops of both colours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Small(nn.Module):
 
 
 def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check]:
-    """Results, gradients, and a step that overflows, on the plan for a device. An error of any kind is an answer, too."""
+    """Check results, gradients, and a step that overflows, with the plan for a device. Any exception becomes a failed check."""
     with torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
         torch.manual_seed(0)
         model, x = _Small().to(device), torch.randn(4, 16, 32, device=device)
@@ -184,7 +184,7 @@ def _checks(device: str, low: Format, planned_for: str | None) -> Iterator[Check
         kept = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         skipped = kept and amp.loss_scale.report().skipped == 1
         yield Check(device, low.name, "overflow", skipped, "the step was skipped" if skipped else "the step was not skipped")
-    except Exception as error:  # whatever goes wrong on a user's machine is what the report is for
+    except Exception as error:  # the report must show any failure on a user's machine
         yield Check(device, low.name, "ran to the end", False, f"{type(error).__name__}: {one_line(error)}")
 
 

@@ -1,4 +1,4 @@
-"""The command line's grammar, and how errors leave it: one line on stderr and status 2, a traceback only with --debug."""
+"""The command line: its arguments, and its errors, which are one line on stderr with status 2, and a traceback with --debug."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ EXAMPLES = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}; {self.prog} --help lists what there is\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole grammar."""
+    """The parser of all commands."""
     top = _Parser(prog="amprewrite", description="Mixed precision as a graph rewrite: see the cast plan, question it, convert, verify.")
     top.add_argument("--version", action="version", version=f"amprewrite {VERSION}")
     top.set_defaults(debug=False)
@@ -166,7 +166,7 @@ def _policy(made: argparse.ArgumentParser) -> None:
 
 
 def _devices(made: argparse._ActionsContainer) -> None:
-    """Two options that any command gives the same meaning."""
+    """Add --device and --run-on, which mean the same for every command."""
     named = "plan for this device of `amprewrite devices`, such as h100, at hand or not; for the one it runs on if left out"
     made.add_argument("--device", metavar="NAME", type=_planned_for, help=named)
     _runs_on(made)
@@ -200,14 +200,14 @@ def _seconds(word: str) -> float | str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status. Errors go to stderr in one line."""
+    """Run one command and return its exit status. Errors are one line on stderr."""
     options = parser().parse_args(arguments)
     folders = list(sys.path)
     try:
         status: int = options.run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of the pipe has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(folders: list[str]) -> None:
-    """Take off the import path what finding a MODEL put in front."""
+    """Remove the folders from sys.path that the search for a MODEL added."""
     for folder, times in (Counter(sys.path) - Counter(folders)).items():
         for _ in range(times):
             sys.path.remove(folder)
@@ -241,12 +241,12 @@ def _fail(said: str) -> int:
 
 
 def _warning(message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
-    """Our own warnings in a line; other people's are not for users of the command line."""
+    """Print our own warnings in one line, and drop warnings of other libraries."""
     if issubclass(category, UserWarning) and category.__module__.startswith("amprewrite"):
         ERR.print(f"amprewrite: warning: {printable(_one_line(str(message)))}", style="yellow" if ERR.is_terminal else None, markup=False)
 
 
 def run() -> NoReturn:
-    """The console script, whose process is its own: warnings are shown as it shows errors."""
+    """The console script. It has its own process, so it may change how warnings are shown."""
     warnings.showwarning = _warning
     sys.exit(main())

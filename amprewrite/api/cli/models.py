@@ -1,7 +1,7 @@
-"""What a word on the command line names: a factory, a `.pt2` file, an `.onnx` file, or a saved plan.
+"""Load the MODEL that an argument of the command line names: a factory, a `.pt2` file, an `.onnx` file, or a saved plan.
 
-A factory is code, and only what the user names is called. `.onnx` and `.json` files are data. A `.pt2` file may hold code that
-torch.export.load runs: it is loaded if it provably holds none, or if the user trusts it.
+A factory is code, and only the factory that the user names is called. `.onnx` and `.json` files are data. A `.pt2` file may hold code
+that torch.export.load runs. It is loaded only if it provably holds none, or if the user trusts it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RETURNS = "return (module, inputs) or (module, args, kwargs): inputs is a tuple 
 
 
 class UsageError(AmpRewriteError):
-    """A command line that makes no sense, or names what is not there."""
+    """A wrong command line, or one with a name that does not exist."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class TorchModel:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> TorchModel:
-        """This model and its inputs on `device`. UsageError if they cannot be moved there."""
+        """This model and its inputs on `device`. Raises UsageError if they cannot be moved there."""
 
         def move(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
@@ -69,7 +69,7 @@ Source = TorchModel | OnnxModel | CastPlan
 
 
 def load(word: str, trust: bool = False) -> Source:
-    """What `word` names; `trust`: a .pt2 file may run code. UsageError or another AmpRewriteError that says what is wrong with it."""
+    """Load the model or plan that `word` names. With `trust`, a .pt2 file may run code. Raises UsageError or another AmpRewriteError."""
     path = Path(word)
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():
@@ -85,7 +85,7 @@ def load(word: str, trust: bool = False) -> Source:
 
 
 def load_plan(path: Path) -> CastPlan:
-    """A plan that `plan --json` or `to_json` wrote."""
+    """Read a plan that `plan --json` or `to_json` wrote."""
     try:
         return CastPlan.from_json(read_text(path))
     except ValueError as error:
@@ -109,7 +109,7 @@ def _load_pt2(path: Path, trust: bool) -> TorchModel:
 
 
 def load_batches(word: str) -> Iterable[Any]:
-    """The batches that a callable returns, such as a DataLoader. UsageError that says what is wrong with it."""
+    """The batches that the callable `word` returns, such as a DataLoader. Raises UsageError if it returns none."""
     place, colon, name = word.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"{word!r} names no batches; name them as package.module:callable or file.py:callable")
@@ -182,7 +182,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 
 def _missing(factory: Callable[..., Any]) -> list[str]:
-    """Names of arguments that a call without any would lack."""
+    """Names of the required arguments of `factory`."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -207,7 +207,7 @@ def _checked(word: str, name: str, made: Any) -> TorchModel:
 
 
 def torch_model(source: Source, command: str) -> TorchModel:
-    """`source` if it is a PyTorch model; UsageError if the command cannot take anything else."""
+    """`source` if it is a PyTorch model. Raises UsageError for anything else."""
     if isinstance(source, TorchModel):
         return source
     what = "an ONNX file" if isinstance(source, OnnxModel) else "a saved plan"
@@ -215,7 +215,7 @@ def torch_model(source: Source, command: str) -> TorchModel:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its kind."""
+    """The first line of an error's message, or its type if the message is empty."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return said[:300] or type(error).__name__
 

@@ -1,4 +1,4 @@
-"""How the command line prints: tables in columns, colour on terminals only, progress on stderr, JSON where asked for."""
+"""Output of the command line: tables in columns, colours on terminals only, progress on stderr, JSON with --json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ERR = console(stderr=True, soft_wrap=True)
 
 
 def say(lines: Iterable[tuple[str, str]]) -> None:
-    """Print (kind, text) lines: coloured and cut to the width on a terminal, whole and plain in a pipe."""
+    """Print (kind, text) lines. A terminal gets colours and lines cut to its width, a pipe plain whole lines."""
     for kind, text in lines:
         text = printable(text)
         shown = text if not OUT.is_terminal or len(text) <= OUT.width else f"{text[: OUT.width - 1]}…"
@@ -30,14 +30,14 @@ def say(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def text(found: str) -> None:
-    """Print text as it is, long lines left to the terminal to wrap."""
+    """Print text with whole lines. The terminal wraps long ones."""
     for line in found.split("\n") if found else ():
         bad = line.startswith(("heavy op left high", "left out"))
         OUT.print(Text(printable(line), style=STYLES["high"] if bad else ""))
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """Lay rows out in columns: a (kind, text) pair for each line. The last column is left ragged."""
+    """Align rows in columns. Returns a (kind, text) pair for each line. The last column is not padded."""
     held = [list(map(str, row)) for row in rows]
     widths = [max([len(title), *(len(row[column]) for row in held)]) for column, title in enumerate(titles)]
     named = [*kinds] or [""] * len(held)
@@ -51,7 +51,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: Iterable[
 
 
 def as_json(data: Any) -> None:
-    """Print data as JSON; infinities and nan go as words, for JSON has none."""
+    """Print data as JSON. Infinities and NaN become strings, since JSON has none."""
     sys.stdout.write(json.dumps(_sound(data), indent=1) + "\n")
 
 
@@ -65,7 +65,7 @@ def _sound(data: Any) -> Any:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner with the time spent, on terminals."""
+    """Show a spinner with the elapsed time, on terminals only."""
     if not ERR.is_terminal:
         yield
         return

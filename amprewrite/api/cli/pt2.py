@@ -1,13 +1,13 @@
-"""Exported programs as files: how they are written, and which `.pt2` files are data alone.
+"""Write exported programs to `.pt2` files, and check that a `.pt2` file is data without code.
 
-torch.export.load runs code that a file asks for: it unpickles weights, constants and example inputs, evaluates expressions of
-sizes, imports classes of containers, runs guards, and calls any function that a node names. A file is loaded without the user's
-word only if it asks for none of that:
+torch.export.load runs code from the file: it unpickles weights, constants and example inputs, evaluates expressions of sizes, imports
+classes of containers, runs guards, and calls any function that a node names. Without --trust, a file is loaded only if it does none
+of that:
 
-1. It is an archive with these parts alone: the program, weights and constants stored as bytes, and example inputs.
-2. The example inputs are read by torch.load(weights_only=True), which runs nothing.
+1. It is an archive of only these parts: the program, weights and constants stored as bytes, and example inputs.
+2. torch.load(weights_only=True) reads the example inputs, which runs no code.
 3. All nodes call ATen ops or arithmetic. Sizes are numbers, names and arithmetic. Containers are tuples, lists and dicts.
-4. What was looked at is what is loaded: the parts go into a fresh archive, so that no second reading of the file can differ.
+4. The checked parts are copied into a fresh archive, which is then loaded. So a change of the file after the check has no effect.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ ARITHMETIC = "getitem|add|sub|mul|neg|floordiv|truediv|mod|eq|ne|lt|le|gt|ge|and
 TARGET = re.compile(rf"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.({ARITHMETIC})")
 FUNCTIONS = "Mul|Add|Integer|Rational|Max|Min|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod"
 SIZE = re.compile(rf"(Symbol\('[a-z]+\d+'(, [a-z]+=(True|False))*\)|({FUNCTIONS})\(|[-\d(), ])*")
-"""Sizes as sympy writes them, without powers: they are evaluated, and 9**9**9 takes for ever."""
+"""Sizes in sympy's notation, without powers: they are evaluated, and 9**9**9 would never end."""
 CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 MOST_BYTES = 2**36
-"""Bytes of all parts together: more is no program that this machine could look at."""
+"""Most bytes of all parts together that are read."""
 
 
 class NotPlain(Exception):
-    """Why a file may run code."""
+    """The reason why a file may run code."""
 
 
 def plain_copy(path: Path) -> io.BytesIO:
-    """The program as a fresh archive that runs no code when it is loaded. NotPlain with the reason if that cannot be shown.
+    """Copy the program into a fresh archive that runs no code when it is loaded. Raises NotPlain if that cannot be guaranteed.
 
-    OSError and what zipfile raises if the file is no archive.
+    Raises OSError or an error of zipfile if the file is no archive.
     """
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
@@ -78,9 +78,9 @@ def plain_copy(path: Path) -> io.BytesIO:
 
 
 def save_program(program: torch.export.ExportedProgram, path: Any) -> None:
-    """Write a program, whole or not at all. EmitError if it cannot be written.
+    """Write a program, completely or not at all. Raises EmitError if it cannot be written.
 
-    It is put together in memory: torch's own writer aborts the process on a full disk.
+    It is built in memory first, since torch's own writer aborts the process on a full disk.
     """
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
@@ -111,7 +111,7 @@ def _check_program(program: Any) -> None:
 
 
 def _entries(data: Any) -> Iterator[tuple[str, Any]]:
-    """Every key of every mapping inside `data`, with its value."""
+    """All keys of all mappings inside `data`, with their values."""
     waiting = [data]
     while waiting:
         found = waiting.pop()
@@ -123,7 +123,7 @@ def _entries(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _archive(parts: dict[str, bytes]) -> io.BytesIO:
-    """The parts as torch writes them."""
+    """An archive of the parts in the form that torch writes."""
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name, content in parts.items():

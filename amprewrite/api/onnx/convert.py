@@ -1,4 +1,4 @@
-"""ONNX, both roads: rewrite an fp32 file that never saw PyTorch, and export a rewritten model."""
+"""Two functions on ONNX: rewrite an fp32 file from any source, and export a rewritten PyTorch model."""
 
 from __future__ import annotations
 
@@ -47,23 +47,26 @@ def rewrite_onnx(
 
     Args:
         model: a path, a ModelProto or an onnx_ir model; it is not changed.
-        out: where to write; an existing file is only replaced by one that passed all checks. None: write nothing.
-        dtype: "fp16" (the default, or the plan's) or "bf16".
-        overrides: as for `rewrite`; ops may be named as in ONNX ("Softmax"), modules as torch's exporter recorded them.
-        plan: follow this plan, of this very model and perhaps edited, instead of deciding.
-        calibration: a mapping of input names to arrays, an .npz path, or any iterable of such, taken one at a time. Their
-            magnitudes decide what fits the low format, and the first eight measure the error; None: made-up inputs do.
+        out: the path to write; None writes nothing. An existing file is replaced only if the result passed all checks.
+        dtype: "fp16" or "bf16". None takes the plan's, or "fp16".
+        lists: as for `rewrite`.
+        overrides: as for `rewrite`. Ops may have ONNX names ("Softmax"); modules have the names that torch's exporter recorded.
+        plan: a plan of this model to follow instead of deciding, edited or not.
+        calibration: a mapping of input names to arrays, an .npz path, or an iterable of these, read one at a time. Their ranges show
+            the values that fit the low format, and the first eight measure the error. None uses made-up inputs.
         keep_io: inputs and outputs stay fp32.
-        external_data: True, False, or "auto": weights go into `out`.data where they do not fit one protobuf.
-        plan_path: write the plan there, too, as JSON.
-        verify: full check, load and run in ONNX Runtime, and the error under true rounding.
-        max_rel_err: an error under true rounding beyond this raises AccuracyError, and nothing is written.
-        time_limit: seconds that one sample run may take, four times that under true rounding; None: no limit. "auto": 5, and one
-            more for every 20 MB of weights.
+        external_data: whether weights are written into `out`.data. "auto" does so if they do not fit one protobuf.
+        plan_path: a path to write the plan to as JSON.
+        verify: whether to run the full check, load and run the result in ONNX Runtime, and measure the error under true rounding.
+        max_rel_err: largest error under true rounding. A larger error raises AccuracyError, and nothing is written.
+        time_limit: most seconds of one sample run; a run under true rounding may take four times as long. None sets no limit. "auto" is
+            5, and one more for every 20 MB of weights.
 
     Raises:
-        CaptureError: no ONNX model, or one that cannot be read. PolicyError: options that make no sense. PlanError: a plan
-        that does not fit. EmitError: the result cannot be written or fails a check; AccuracyError is one of them.
+        CaptureError: `model` is no ONNX model, or cannot be read.
+        PolicyError: invalid options.
+        PlanError: the plan does not fit.
+        EmitError: the result cannot be written or fails a check. AccuracyError is a kind of EmitError.
     """
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
@@ -100,25 +103,25 @@ def export_onnx(
     max_rel_err: float | None = None,
     time_limit: TimeLimit = "auto",
 ) -> OnnxResult:
-    """Write a rewritten model as an ONNX file: its plain fp32 clone goes through torch.onnx.export, the result through the passes.
+    """Write a rewritten model as an ONNX file. torch.onnx.export exports the plain fp32 clone, and the passes rewrite the file.
 
-    The model's dtype, lists and overrides decide, `node:` overrides and a plan given to `rewrite` by the module and op that
-    they name. Loss scaling and padding are no part of the file.
+    The model's dtype, lists and overrides apply. `node:` overrides, and a plan given to `rewrite`, are matched by the module and op that
+    they name. The file has no loss scaling and no padding.
 
     Args:
-        args: example inputs; they are the sample run, too, unless there is `calibration`.
-        kwargs: those given by keyword.
+        args: example inputs. Without `calibration` they are also the sample run.
+        kwargs: example inputs by keyword.
         opset: for torch.onnx.export.
         dynamic_shapes: for torch.onnx.export.
-        plan: follow this plan instead of deciding: an edited one of an earlier export, or of the PyTorch graph.
+        plan: a plan to follow instead of deciding: of an earlier export, edited or not, or of the PyTorch graph.
 
-    The other arguments are those of `rewrite_onnx`.
+    The other arguments are the same as for `rewrite_onnx`.
 
     Raises:
         CaptureError: torch.onnx.export cannot export the model.
-        PlanError: a plan that does not fit.
-        PolicyError: as `rewrite_onnx`.
-        EmitError: as `rewrite_onnx`.
+        PlanError: the plan does not fit.
+        PolicyError: as for `rewrite_onnx`.
+        EmitError: as for `rewrite_onnx`.
     """
     from amprewrite.api.onnx.export import exported, kept_out, torch_plan
 
@@ -146,7 +149,7 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Errors of parsers and libraries as ours: CaptureError if the source itself is to blame, PassError if we are."""
+    """Turn errors of parsers and libraries into ours: CaptureError if the source is faulty, PassError if our code is."""
     try:
         yield
     except Rejected as error:
@@ -169,7 +172,7 @@ def _blamed(source: Source) -> Iterator[None]:
 
 
 def _source_problem(source: Source) -> str:
-    """What is wrong with a source: what onnx.checker says, or that it cannot be written again as it was read; "" if nothing is."""
+    """The fault of a source: the complaint of onnx.checker, or the error of writing it again; "" if there is none."""
     try:
         model = load(source)
         if any(isinstance(word, bytes) for graph in model.graphs() for node in graph for word in (node.name, node.op_type, node.domain)):
@@ -198,12 +201,12 @@ def _target(out: Any) -> Path | None:
     target = Path(out).absolute()
     if not os.path.isdir(target.parent):  # noqa: PTH112  # it raises for no name
         raise EmitError(f"{target} cannot be written: there is no folder {target.parent}; make it first")
-    resolved(target)  # what stands there may be no file to replace: say so before the work is done
+    resolved(target)  # raise now, before the work, if the target is no file that can be replaced
     return target
 
 
 def _onnx_names(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Op overrides in the vocabulary's words."""
+    """The overrides with ONNX op names replaced by the names in our op table."""
     if not isinstance(overrides, Mapping):
         raise PolicyError(f"overrides= takes a dict such as {{'Softmax': 'deny'}}, not {type(overrides).__name__}")
     return {VOCABULARY.get(key, key) if find_op(key) is None else key: word for key, word in overrides.items()}

@@ -1,4 +1,4 @@
-"""PyTorch → fp32 ONNX: the plain clone of a rewritten model through torch.onnx.export, and its example inputs by name."""
+"""Export the plain clone of a rewritten model to fp32 ONNX with torch.onnx.export, and name its example inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TALKATIVE = [
         "torch.onnx._internal.exporter._registration", "torch.onnx._internal.exporter._compat", "onnxscript.version_converter"
     )
 ]  # fmt: skip
-"""Loggers of the exporter that print advice on what is checked here anyway."""
+"""Loggers of the exporter whose advice is not needed, since the export is checked here."""
 AGREES = 1e-2
 """Relative L2 error beyond which an fp32 export is wrong."""
 
@@ -46,7 +46,7 @@ AGREES = 1e-2
 def exported(
     amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
-    """The fp32 model, the example inputs as a feed, the policy, and notes. CaptureError if the exporter fails."""
+    """The fp32 model, the example inputs as a feed, the policy, and notes. Raises CaptureError if the exporter fails."""
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
     if args is None and kwargs is None:
@@ -89,9 +89,9 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """What PyTorch nodes the user chose colours for: a plan, and whether only nodes that an override names count.
+    """The user's choice of colours for PyTorch nodes: a plan, and whether only its nodes with an override count.
 
-    `plan` goes before one that was given to `rewrite`, and that before `node:` overrides; None where there is none of them.
+    `plan` takes precedence over a plan given to `rewrite`, and that over `node:` overrides. None if there is none of these.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -107,7 +107,7 @@ def kept_out(
 ) -> frozenset[str]:
     """ATen base names of the ops that the model runs with torch.autocast disabled. The exporter drops such regions; a capture has them.
 
-    Where a part was not captured, any op in a region of the file may be one.
+    If a part of the model was not captured, all ops in such regions of the file count.
     """
     inside = region_ops(model)
     if not inside:
@@ -120,7 +120,7 @@ def kept_out(
 
 
 def _captured_plan(amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> ModelPlan:
-    """The plan for these inputs, captured as a call would do; `amp` itself stays as it is."""
+    """The plan of a call with these inputs, from a clone. `amp` itself does not change."""
     clone = wrap(plain_of(amp), session_of(amp).options, face_of(amp))
     with torch.no_grad():
         capture_now(clone, tuple(args or ()), dict(kwargs or {}))
@@ -140,7 +140,7 @@ def _export(
         with ONE_EXPORT, Quiet(*_TALKATIVE), torch.no_grad(), autocast_for_fp32(plain, (args, kwargs)):
             program = torch.onnx.export(
                 plain,
-                args if kwargs else (*args, {}),  # without keyword arguments it takes a dict at the end for them, the model's own, too
+                args if kwargs else (*args, {}),  # without kwargs, the exporter reads a last dict as keyword arguments
                 kwargs=kwargs,
                 dynamo=True,
                 verbose=False,
@@ -149,7 +149,7 @@ def _export(
                 optimize=optimize,
             )
     except Exception as error:
-        cause = error.__cause__ or error  # the exporter wraps what went wrong in a page of advice
+        cause = error.__cause__ or error  # the exporter wraps the error in a page of advice
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         raise CaptureError(
             f"torch.onnx.export cannot export {type(plain).__name__}: {type(cause).__name__}: {' '.join(lines[:2])[:300]}; "
@@ -161,7 +161,7 @@ def _export(
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the file gives what the model gives; True, too, if one of them cannot be run here or results differ in number."""
+    """Whether the file gives the model's results. Also True if one of them cannot run here, or if the shapes of results differ."""
     if is_large(model) or not has_runtime():
         return True
     try:
@@ -175,13 +175,13 @@ def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any
 
 
 def _is_random(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model gives something else with another seed."""
+    """Whether the model's results depend on the random seed."""
     once, again = (_results(plain, args, kwargs, seed) for seed in range(2))
     return not all(a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(once, again, strict=True))
 
 
 def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> list[np.ndarray]:
-    """The tensors that the model gives; it, its inputs and the process stay as they were."""
+    """The result tensors of the model. The model, its inputs and the random state do not change."""
     with torch.no_grad(), state_kept(plain):
         if seed is not None:
             torch.manual_seed(seed)
@@ -190,7 +190,7 @@ def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _feed(model: ir.Model, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed:
-    """Example inputs by the file's input names; empty if they do not correspond one to one."""
+    """The example inputs by the file's input names; empty if they do not match one to one."""
     names = [str(value.name) for value in model.graph.inputs]
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     if not args and set(names) == set(tensors):

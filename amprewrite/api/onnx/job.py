@@ -1,10 +1,11 @@
-"""One ONNX model on its way from fp32 to mixed: sample, read, decide, edit, write, verify.
+"""Convert one ONNX model from fp32 to mixed precision: sample, read, decide, edit, write, verify.
 
-1. Run samples: reference outputs, and the magnitudes that decide what fits.
+1. Run samples for reference outputs and ranges of values.
 2. Read the op graph, run the same deciding passes as for PyTorch graphs, plan the constants.
-3. Edit as planned; write beside the target; check, load, run, and measure under true rounding; only then move into place.
+3. Edit by the plan and write a temporary file. Check, load and run it, and measure it under true rounding. Only then move it to the
+   target.
 
-By name it knows `Constant`: such a node holds a weight.
+`Constant` is known by name, since such a node holds a weight.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour
 
 TARGET = "meta"
-"""Device whose lists and costs are used: no particular one, a file is made for any accelerator."""
+"""Device for lists and costs: none in particular, since a file may run on any accelerator."""
 LONGEST = 1e6
-"""Seconds beyond which a time limit is none."""
+"""Largest time limit, in seconds."""
 
 
 class Rejected(EmitError):
-    """A rewritten model fails a check. Whose fault it is, its source tells."""
+    """A rewritten model fails a check. A check of the source shows whether the source or our code is at fault."""
 
     def __init__(self, said: str) -> None:
         super().__init__(f"{said}; please report this model")
@@ -65,25 +66,25 @@ class Rejected(EmitError):
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """What was checked about a rewritten file, and what it cost.
+    """The checks of a rewritten file, its errors and its size.
 
-    Errors are over all outputs. Rows of attention that a mask blocks wholly carry no meaning, and may differ in fp16: fp32 spreads
-    them evenly, and where a mask's number saturates, fp16 does not.
+    Errors are over all outputs. Rows of attention that a mask blocks completely have no meaning, and may differ in fp16: fp32 spreads
+    them evenly, but fp16 does not if the mask's number is clamped.
     """
 
     strict_error: float | None = None
-    """Relative L2 error of the outputs against fp32, every low result really rounded; None if it was not measured."""
+    """Relative L2 error of the outputs against fp32, with every low result truly rounded; None if it was not measured."""
     runtime_error: float | None = None
-    """The same as ONNX Runtime computes it here; its CPU provider hides rounding."""
+    """The same error in ONNX Runtime on this machine. Its CPU provider hides rounding."""
     samples: int = 0
-    """Sample runs from which ranges come."""
+    """Number of sample runs from which ranges come."""
     valid: bool = False
-    """Whether onnx.checker's full check was run, and passed. Where the source does not pass it, a note says so."""
+    """Whether the file passed onnx.checker's full check. If the source fails it too, there is a note."""
     weights_before: int = 0
     weights_after: int = 0
-    """Bytes of constants."""
+    """Bytes of constants after the rewrite."""
     losses: tuple[Loss, ...] = ()
-    """Constants that do not simply round."""
+    """Constants that lose more than one rounding in the low format."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -101,25 +102,25 @@ class OnnxReport:
 
 @dataclass(frozen=True)
 class OnnxResult:
-    """A rewritten ONNX model, its plan and what was found out about it."""
+    """A rewritten ONNX model, its plan and its report."""
 
     plan: CastPlan
     report: OnnxReport
     path: Path | None
-    """Where it was written; None if it was only made."""
+    """The file that was written; None if none was."""
     plan_path: Path | None
-    """Where its plan was written as JSON."""
+    """The JSON file of the plan; None if none was written."""
     ir_model: ir.Model = field(repr=False)
 
     @property
     def model(self) -> onnx.ModelProto:
-        """The model as a protobuf; one beyond 2 GB refers to the data beside `path`."""
+        """The model as a protobuf. A model beyond 2 GB refers to its data file next to `path`."""
         return ir.to_proto(self.ir_model)
 
 
 @dataclass(frozen=True)
 class Order:
-    """Where a result goes and what is asked of it."""
+    """The paths and checks that were asked for."""
 
     target: Path | None = None
     plan_target: Path | None = None
@@ -149,34 +150,34 @@ class Order:
 
 
 class Job:
-    """One ONNX model on its way from fp32 to mixed, step by step.
+    """The conversion of one ONNX model from fp32 to mixed precision, step by step.
 
-    `given` is a plan of this ONNX graph, `torch_plan` one of the PyTorch graph it came from.
+    `given` is a plan of this ONNX graph, `torch_plan` a plan of the PyTorch graph from which it was exported.
     """
 
     def __init__(
         self, model: ir.Model, policy: Policy, keep_io: bool, notes: Iterable[str] = (), exported: bool = False, name: str = "the model"
     ) -> None:
         self.name = name
-        self.policy = replace(policy, cache_weights="step")  # a file keeps its weights as they are read
+        self.policy = replace(policy, cache_weights="step")  # a file stores each weight in the format of its readers
         self.low, self.keep_io = policy.low, keep_io
         self.lists = policy.op_lists(op_lists(policy.lists, policy.low, "cuda"))
         self.notes, self.exported = list(notes), exported
         self.before = constant_bytes(model)
         self.model = model
         self.before_raising: list[ir.Model] = []
-        """The model at its own opset, and between two raises, if that was raised."""
+        """The model at its original opset, and after each step, if the opset was raised."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
         """The plan, and whether only nodes that an override names count."""
         self.kept_out = frozenset[str]()  # ops that the model runs with torch.autocast disabled
         self.source: Source | None = None
-        """What the model was read from; None: torch's exporter made it."""
+        """The file or object from which the model was read; None if torch's exporter made it."""
         self.example_inputs = False
-        """Whether the samples are what the model was exported with, and not what the caller chose for the purpose."""
+        """Whether the samples are the example inputs of the export, and not calibration data."""
 
     def prepare(self) -> None:
-        """Make the model ready and check overrides against it."""
+        """Prepare the model for the passes, and check overrides against it."""
         ready = make_ready(self.model, self.low, self.lists)
         self.model, self.before_raising = ready.model, ready.before
         self.notes += ready.notes
@@ -229,7 +230,7 @@ class Job:
         return samples
 
     def take_invalid(self, samples: Samples, remedy: str) -> None:
-        """Note what onnx.checker says of the source. CaptureError if ONNX Runtime does not run it either."""
+        """Add a note with onnx.checker's complaint about the source. Raises CaptureError if ONNX Runtime does not run it either."""
         if samples.problem:
             why = samples.refusal or samples.problem
             said = f"onnx.checker says {samples.invalid}, and ONNX Runtime does not run it either: {why}"
@@ -253,11 +254,14 @@ class Job:
             if order.target is not None:
                 made.keep({} if order.plan_target is None else {order.plan_target: plan.to_json()})
                 if is_large(model):
-                    model = ir.load(order.target)  # the data that it was made from may just have been replaced
+                    model = ir.load(order.target)  # the data file of the source may just have been replaced
         return OnnxResult(plan, replace(report, notes=plan.notes), order.target, order.plan_target, model)
 
     def verify(self, made: Written | None, report: OnnxReport, samples: Samples, order: Order) -> OnnxReport:
-        """Full check, load and run, and the true rounding error. EmitError for what fails, but for what onnx.checker says of the source."""
+        """Run the full check, load and run the model, and measure the error under true rounding.
+
+        Raises EmitError for any failure, except complaints of onnx.checker that the source has, too.
+        """
         proto, outside = (to_proto(self.model), False) if made is None else (made.proto, made.outside)
         file = str(made.path) if made is not None and outside else None
         complaint = invalid(file or proto)
@@ -276,7 +280,7 @@ class Job:
         return replace(report, valid=not complaint, runtime_error=loaded, strict_error=strict)
 
     def check_accuracy(self, region: RegionPlan, report: OnnxReport, order: Order) -> None:
-        """Raise AccuracyError if the error is larger than asked for, or unknown."""
+        """Raise AccuracyError if the error exceeds `max_rel_err`, and EmitError if it is unknown."""
         if order.max_rel_err is None:
             return
         error = report.strict_error
@@ -320,7 +324,7 @@ class Job:
             raise Rejected(f"ONNX Runtime fails on the rewritten model: {one_line(error)}") from error
 
     def _refused_itself(self) -> str:
-        """Why ONNX Runtime, as it is by itself, does not load what the model was read from; "" if it does."""
+        """The error of ONNX Runtime, with default options, in loading the source; "" if it loads."""
         source = self.source
         if source is None:
             return ""
@@ -332,7 +336,10 @@ class Job:
         return ""
 
     def _unoptimised(self, made: str | onnx.ModelProto, error: Exception) -> Any:
-        """A session without ONNX Runtime's optimiser, if that fails on the source as well; a note says so. Rejected if it does not."""
+        """A session without ONNX Runtime's optimiser, and a note, if the optimiser fails on the source as well.
+
+        Raises Rejected if the source loads, or if this model fails without the optimiser, too.
+        """
         said = self._refused_itself()
         if not said:
             raise Rejected(f"ONNX Runtime refuses the rewritten model: {one_line(error)}") from error
@@ -347,13 +354,13 @@ class Job:
         return runner
 
     def unchanged(self, order: Order) -> OnnxResult:
-        """Write the model as it is: its policy is fp32."""
+        """Write the model without changes, for the policy fp32."""
         report = OnnxReport(weights_before=self.before, weights_after=self.before)
         return self.emit(RegionPlan(REGION, (), ()), report, Samples(), order)
 
 
 def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples: Samples, given: ModelPlan | None = None) -> RegionPlan:
-    """Run the deciding passes over what was read; edits nothing. PlanError if `given` does not fit."""
+    """Run the deciding passes on the graph that was read. Nothing is edited. Raises PlanError if `given` does not fit."""
     seen = RegionRanges(fingerprint(reading.graph), REGION, reading.ranges)
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
@@ -365,11 +372,11 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """The constants that a low copy harms, and whether an op that reads one stays fp32 by the plan."""
+    """The constants that a low copy would damage, each with whether an op that reads it stays fp32 in the plan."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        if read.loss is not None and (kept or not read.loss.kept):  # else its error drowns
+        if read.loss is not None and (kept or not read.loss.kept):  # otherwise its error is negligible
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())
 

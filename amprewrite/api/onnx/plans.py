@@ -1,10 +1,10 @@
-"""Plans that were made before, on an ONNX graph read now.
+"""Apply saved plans to an ONNX graph.
 
-1. A plan of an ONNX file names its nodes: it must fit node by node, and is followed as it is.
-2. A plan of a PyTorch model names nodes of another graph. torch's exporter leaves on each ONNX node the module path and the
-   ATen op that it came from; the n-th node of an op in a module there is the n-th of that op in that module here. Where their
-   numbers differ, all must have one colour to be carried over.
-3. High is always carried over; low is where no fact forbids it, as overrides do.
+1. A plan of an ONNX file has the file's node names. It must fit node by node, and is followed exactly.
+2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op.
+   The n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers
+   differ, the colour is carried over only if all of them have the same.
+3. High is always carried over. Low is carried over if no fact forbids it, like an override.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from amprewrite.tables.ops.op_lists import find_op
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 REGION = "onnx"
-"""Name of the one region of a plan of an ONNX file."""
+"""Name of the only region in a plan of an ONNX file."""
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
 """Reasons of colours that the user chose node by node."""
 SOFT = (Reason.CONSTANT, Reason.CANCELS)
-"""Facts that a given plan of the very graph may overrule: its author has seen them."""
+"""Facts that a given plan of the same graph may overrule, since its author has seen them."""
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """The region to follow. PlanError if the plan is not of this graph, or asks for what no op can do."""
+    """The region to follow. Raises PlanError if the plan is of another graph, or makes an op low that must be high."""
     region = match_region(plan, problem)
     for planned in region.nodes:
         vertex = problem.graph.nodes.get(planned.name)
@@ -47,12 +47,12 @@ def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 @dataclass(frozen=True)
 class Carried:
-    """What became of a plan of a PyTorch graph."""
+    """The result of carrying a plan of a PyTorch graph over to a file."""
 
     followed: int
-    """ONNX nodes whose colour comes from it."""
+    """Number of ONNX nodes with a colour from the plan."""
     missed: tuple[str, ...]
-    """Its nodes that are no op of their own in the file."""
+    """Nodes of the plan that have no node in the file."""
 
     def note(self) -> str:
         text = f"the plan of the PyTorch graph decides {self.followed} ops of the file"
@@ -63,7 +63,7 @@ class Carried:
 
 
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carried:
-    """Pin the vertices of `reading` to the colours of a PyTorch plan; `only_chosen`: those that an override names."""
+    """Pin the vertices of `reading` to the colours of a PyTorch plan. With `only_chosen`, only nodes with an override count."""
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:
@@ -90,9 +90,9 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carr
 
 
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
-    """Pin high what the model runs with torch.autocast disabled, and give a note on it; `ops` are the names of such ops.
+    """Pin ops high that the model runs with torch.autocast disabled, and return a note. `ops` are the names of such ops.
 
-    A product in another kind of region, such as one of torch.no_grad, stays open unless one of its name is among `ops`.
+    A product in another kind of region, such as torch.no_grad, is not pinned unless its name is in `ops`.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
@@ -112,9 +112,9 @@ def region_ops(model: ir.Model) -> frozenset[str]:
 
 
 def _in_region(node: ir.Node) -> bool:
-    """Whether torch's exporter took a node from a region of its own, as that of torch.autocast or torch.no_grad.
+    """Whether torch's exporter took a node from a separate region, such as torch.autocast or torch.no_grad.
 
-    It runs such a region as generated code, which then is what the node's stack trace names.
+    The exporter runs such a region as generated code, and the node's stack trace names that code.
     """
     return node.metadata_props.get("pkg.torch.onnx.stack_trace", "").startswith('File "<eval_with_key>')
 
@@ -130,7 +130,7 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
             return False
         if vertex.kind is None or (vertex.kind is OpKind.DENY and not chosen):
             return False
-    low = planned.colour is Colour.LOW  # what the user chose low stays so, with a note on what that risks
+    low = planned.colour is Colour.LOW  # the user's choice of low is kept, with a note on its risk
     reason = Reason.ASKED if planned.reason is Reason.ASKED or (chosen and low) else Reason.IN_PLAN
     pinned = (planned.colour, reason, f"{planned.name} of the PyTorch graph")
     reading.graph.nodes[name] = replace(vertex, pinned=pinned)
@@ -138,13 +138,13 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
 
 
 def base_name(op: str) -> str:
-    """The name that an op has in the tables."""
+    """The name of an op in the op table."""
     row = find_op(op)
     return row.name if row is not None else op
 
 
 def _origin(node: ir.Node) -> tuple[str, str, str] | None:
-    """Module path, ATen base name and FX name that torch's exporter left on a node; None if it left none."""
+    """Module path, ATen base name and FX name that torch's exporter recorded on a node; None if it recorded none."""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     target = re.search(r"target=torch\.ops\.\w+\.(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
     if not scopes or target is None:

@@ -1,4 +1,4 @@
-"""The door to all that needs the onnx extra: it loads nothing of what captures and runs PyTorch models."""
+"""Load the ONNX functions, which need the onnx extra. This loads no code that captures or runs PyTorch models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from amprewrite.tables.errors import EmitError
 
 
 def load_onnx_support() -> ModuleType:
-    """amprewrite.api.onnx.convert, which needs the onnx extra; EmitError with the install line if that is missing."""
+    """Import amprewrite.api.onnx.convert. Raises EmitError with the install command if the onnx extra is missing."""
     try:
         from amprewrite.api.onnx import convert
     except ImportError as error:
