@@ -1,1 +1,1 @@
-"""Facts in rows, and the words that everything else speaks: errors, number formats, devices, ops."""
+"""Facts in rows, and the shared vocabulary: errors, number formats, devices, ops."""

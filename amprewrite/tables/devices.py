@@ -1,10 +1,10 @@
-"""What a device is good at: FLOP/s of each format, bytes/s of its memory, seconds that starting a kernel takes.
+"""Performance of devices: FLOP/s of each format, bytes/s of memory, seconds to launch a kernel.
 
-Rates of NVIDIA's rows are the data sheets' (dense, no sparsity; SXM boards where there are several), bandwidths too:
-V100 (2020), T4 (2019), A100 80 GB (2021), L4 (2023), H100 (2023), H200 (2024) and HGX B200 (2024, an eighth of the board). Formats
-that the matrix units do not have run on the fp32 units. "fp8" is the rate of products that read e4m3 or e5m2 and give bf16; devices
-without it have none. A launch is what eager PyTorch pays for an op, 4 to 5 µs. The CPU rows are
-round figures for eight server cores on two channels of memory; `measure=True` asks the machine instead.
+Rates of NVIDIA's rows are the data sheets' (dense, no sparsity; SXM boards where there are several), bandwidths too: V100 (2020), T4
+(2019), A100 80 GB (2021), L4 (2023), H100 (2023), H200 (2024) and HGX B200 (2024, an eighth of the board). Formats that the matrix units
+lack run on the fp32 units. "fp8" is the rate of products that read e4m3 or e5m2 and return bf16; devices without it have none. A launch is
+the cost of an op in eager PyTorch, 4 to 5 µs. The CPU rows are round figures for eight server cores on two channels of memory;
+`measure=True` measures instead.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Device:
     type: str
     """As in torch: "cpu", "cuda"."""
     flops: Mapping[str, float] = field(hash=False)
-    """Dense FLOP/s of a matrix product in "fp32", "tf32", "fp16", "bf16" and "fp8", the last four where they differ from fp32."""
+    """Dense FLOP/s of a matrix product in "fp32", "tf32", "fp16", "bf16" and "fp8", the last four if they differ from fp32."""
     bandwidth: float
     """Bytes per second."""
     launch: float
-    """Seconds that starting one kernel takes in eager PyTorch."""
+    """Seconds to launch one kernel in eager PyTorch."""
     low_formats: tuple[str, ...]
-    """Formats that the matrix units multiply natively, best first; empty: low precision gains nothing."""
+    """Formats that the matrix units multiply natively, best first; empty if low precision gains nothing."""
 
     @property
     def flash_attention(self) -> bool:
-        """Whether PyTorch's flash attention runs here: from sm_80 on, as bf16 does (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+        """True if PyTorch's flash attention runs here: from sm_80 on, as bf16 does (ATen/native/transformers/cuda/sdp_utils.cpp)."""
         return self.type != "cpu" and "bf16" in self.low_formats
 
     @property
     def fp8(self) -> bool:
-        """Whether its matrix units multiply fp8: from sm_89 on."""
+        """True if the matrix units multiply fp8: from sm_89 on."""
         return "fp8" in self.flops
 
     def rate(self, fmt: str) -> float:
@@ -57,7 +57,7 @@ GPUS: list[Device] = []
 
 
 def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str, fp8: float = 0) -> Device:
-    """A row in TFLOP/s and GB/s."""
+    """Make a row from TFLOP/s and GB/s."""
     rates = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, **dict.fromkeys(low_formats, low * 1e12)}
     rates |= {"fp8": fp8 * 1e12} if fp8 else {}
     GPUS.append(Device(name, "cuda", rates, bandwidth * 1e9, 4e-6, low_formats))
@@ -80,11 +80,11 @@ OTHER = Device("other accelerator", "other", {"fp32": 2e13, "fp16": 1e14, "bf16"
 DEVICES = (CPU, CPU_BF16, *GPUS, CUDA_OLD, CUDA_NO_TENSOR_CORES, OTHER)
 
 NAMED: dict[str, Device] = {"cpu": CPU, "cpu-bf16": CPU_BF16, **{row.name: row for row in GPUS}}
-"""Devices that `device=` knows."""
+"""Devices that `device=` accepts."""
 
 
 def named_device(name: str) -> Device:
-    """The row called `name`; PolicyError, which lists the known ones, for any other."""
+    """The row called `name`. PolicyError, which lists the known names, for any other."""
     row = NAMED.get(name.lower()) if isinstance(name, str) else None
     if row is None:
         near = difflib.get_close_matches(name.lower(), NAMED, 1) if isinstance(name, str) else []
@@ -94,7 +94,7 @@ def named_device(name: str) -> Device:
 
 
 def device_row(device: str | torch.device) -> Device:
-    """The row that describes `device` on this machine: by its name, else the nearest by compute capability."""
+    """The row for `device` on this machine: by its name, otherwise the nearest by compute capability."""
     kind = torch.device(device).type
     if kind == "cpu":
         return CPU_BF16 if _cpu_has_bf16() else CPU
@@ -119,13 +119,13 @@ def device_row(device: str | torch.device) -> Device:
 
 
 def best_format(device: str | torch.device | Device) -> Format | None:
-    """The low format that this device multiplies fastest and safest, None if it gains nothing."""
+    """The low format that this device multiplies fastest and safest; None if it gains nothing."""
     formats = (device if isinstance(device, Device) else device_row(device)).low_formats
     return FORMATS[formats[0]] if formats else None
 
 
 def fp32_rate(row: Device, convolution: bool) -> str:
-    """How `row` multiplies fp32 under torch's present settings: "tf32" or "fp32"; convolutions have a switch of their own."""
+    """Format in which `row` multiplies fp32 under torch's present settings: "tf32" or "fp32". Convolutions have a switch of their own."""
     if row.type != "cuda":
         return "fp32"
     cudnn: Any = torch.backends.cudnn  # its submodules and properties are set up at run time
@@ -136,6 +136,6 @@ def fp32_rate(row: Device, convolution: bool) -> str:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 natively (AVX512-BF16 or AMX on x86)."""
+    """True if the CPU multiplies bf16 natively (AVX512-BF16 or AMX on x86)."""
     has = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(has and has())

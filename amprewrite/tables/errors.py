@@ -1,4 +1,4 @@
-"""One error class a stage; every message says what, where, and what to do."""
+"""One error class for each stage. Every message says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OpListError(AmpRewriteError):
 
 
 class PolicyError(AmpRewriteError):
-    """What the user asked for makes no sense: an unknown dtype, a pattern that matches nothing, a contradiction."""
+    """The user's request is invalid: an unknown dtype, a pattern that matches nothing, a contradiction."""
 
 
 class CaptureError(AmpRewriteError):
@@ -26,7 +26,7 @@ class PlanError(AmpRewriteError):
 
 
 class CalibrationError(AmpRewriteError):
-    """Sample batches that cannot be run or compared, or ranges that are of another model."""
+    """Sample batches cannot be run or compared, or ranges belong to another model."""
 
 
 class PassError(AmpRewriteError):
@@ -38,7 +38,7 @@ class EmitError(AmpRewriteError):
 
 
 class AccuracyError(EmitError):
-    """The accuracy asked for cannot be had. Where a file was to be written, none was; `result` holds what it would have been."""
+    """The requested accuracy cannot be reached. No file was written; `result` holds what it would have been."""
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
@@ -57,9 +57,9 @@ class MissingPackageError(AmpRewriteError, ImportError):
 
 
 class AmpRewriteWarning(UserWarning):
-    """Something runs other than asked, and the message says what and why."""
+    """Something runs differently than asked. The message says what and why."""
 
 
 def one_line(error: object, most: int = 300) -> str:
-    """What a foreign error says, on one line of at most `most` characters."""
+    """The text of a foreign error, on one line of at most `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__

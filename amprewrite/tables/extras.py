@@ -1,4 +1,4 @@
-"""Extras: parts that a copy of amprewrite can do without. Delete the files of one and its line in EXTRAS, and everything else works.
+"""Extras: parts that a copy of amprewrite can do without. Delete an extra's files and its line in EXTRAS, and all other parts work.
 
 Passes that only save time are extras too. Their line is in `passes/__init__.py`: `FusePatterns`, `SplitLosses`, `KeepConstants`.
 """
@@ -14,14 +14,14 @@ from amprewrite.tables.errors import PolicyError
 
 @dataclass(frozen=True)
 class Extra:
-    """A part that can be taken out."""
+    """A part that can be removed."""
 
     home: str
-    """The module that gives its functions."""
+    """The module with its functions."""
     files: tuple[str, ...]
     """Its files and folders."""
     public: tuple[str, ...] = ()
-    """Names of `amprewrite.__all__` that `home` gives."""
+    """Names of `amprewrite.__all__` that `home` defines."""
 
 
 _ACCURACY = tuple(f"amprewrite/accuracy/{name}.py" for name in ("sensitivity", "frontier", "error_cut"))
@@ -35,7 +35,7 @@ EXTRAS = {
 
 
 def load_extra(name: str, option: str) -> ModuleType:
-    """The home of an extra. PolicyError if it was taken out, for the `option` that needs it."""
+    """The module of an extra. PolicyError for the `option` that needs it if the extra was removed."""
     if name not in EXTRAS:
         raise PolicyError(f"{option} needs the part {name!r}, which this copy of amprewrite leaves out: install amprewrite whole")
     return import_module(EXTRAS[name].home)

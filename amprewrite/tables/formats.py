@@ -26,19 +26,19 @@ class Format:
     smallest_subnormal: float
     eps: float
     pad_multiple: int
-    """Elements in 16 bytes: what Tensor Core kernels want the inner dims to be a multiple of (NVIDIA's GEMM guide)."""
+    """Elements in 16 bytes: Tensor Core kernels want the inner dims to be a multiple of it (NVIDIA's GEMM guide)."""
     narrow: bool
-    """Its range ends long before fp32's, so values have to be kept within it."""
+    """True if its range is much smaller than fp32's, so that values have to be kept within it."""
     spellings: tuple[str, ...]
-    """Other names that users give it."""
+    """Other names that users may give it."""
     library_name: str
-    """What numpy (with ml_dtypes) and Triton call it."""
+    """Its name in numpy (with ml_dtypes) and Triton."""
     onnx: str
-    """What ONNX's TensorProto calls it."""
+    """Its name in ONNX's TensorProto."""
     onnx_type: str
     """The type string of ONNX's schemas."""
     ort_cpu: bool
-    """ONNX Runtime has CPU kernels for it."""
+    """True if ONNX Runtime has CPU kernels for it."""
 
 
 def _row(name: str, dtype: torch.dtype, *spellings: str, onnx: str, narrow: bool = False, ort_cpu: bool = True) -> Format:
@@ -74,13 +74,13 @@ LOW_NAMES = tuple(row.name for row in LOW_FORMATS)
 LOW_DTYPES = tuple(row.dtype for row in LOW_FORMATS)
 NARROW_DTYPES = tuple(row.dtype for row in LOW_FORMATS if row.narrow)
 SCALED_FORMATS: dict[str, Format] = {row.name: row for row in (E4M3, E5M2)}
-"""Formats of eight bits. A value in one means something only times a scale, so no op runs in them: products read copies (`recipes.py`)."""
+"""Formats of eight bits. A value in one has a meaning only with a scale, so no op runs in them: products read copies (`recipes.py`)."""
 NARROWEST = FP16
-"""The format whose range decides what a loss scale may be."""
+"""The format whose range limits the loss scale."""
 DEFAULT_LOW = BF16
-"""What tools show and measure if no format is named."""
+"""The format that tools show and measure if none is named."""
 DEFAULT_ONNX = FP16
-"""What ONNX files are converted to if no format is named: every runtime loads it."""
+"""The format to which ONNX files are converted if none is named: every runtime loads it."""
 
 CONVERSIONS = tuple(word for row in FORMATS.values() for word in row.spellings if hasattr(torch.Tensor, word))
 """Methods of a tensor that convert it: float, half, bfloat16."""
@@ -89,17 +89,17 @@ _SPELLINGS = {spelling: row.name for row in FORMATS.values() for spelling in row
 
 
 def is_far(value: object, fmt: Format) -> bool:
-    """Whether `value` is a finite number beyond the range of `fmt`."""
+    """True if `value` is a finite number beyond the range of `fmt`."""
     return isinstance(value, float) and math.isfinite(value) and abs(value) > fmt.max
 
 
 def saturate(value: torch.Tensor, limit: float) -> torch.Tensor:
-    """Finite values clamped to [-limit, limit]; infinities stay, for the model wrote them itself."""
+    """Finite values clamped to [-limit, limit]. Infinities are kept, because the model wrote them itself."""
     return torch.where(value.isinf(), value, value.clamp(-limit, limit))
 
 
 def parse_format(dtype: str | torch.dtype | Format) -> Format:
-    """The format named `dtype`: "bf16", "fp16", "fp32", a longer spelling of those, or a torch dtype.
+    """The format named `dtype`: "bf16", "fp16", "fp32", a longer spelling of these, or a torch dtype.
 
     Raises PolicyError for anything else.
     """

@@ -1,4 +1,4 @@
-"""The enums that all else speaks: what a list says of an op, what a node runs in, why, and how exact torch.autocast keeps a value."""
+"""Shared enums: kinds of ops, colours of nodes, reasons for them, and how exact torch.autocast keeps a value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 
 class OpKind(Enum):
-    """What the op lists say of an op."""
+    """The kind of an op in the op lists."""
 
     ALLOW = "allow"
     """Always low: Tensor Cores make it several times faster."""
@@ -26,7 +26,7 @@ class OpKind(Enum):
 
 
 class Edit(Enum):
-    """What is done to one op beside its casts and pads."""
+    """A change to one op in addition to casts and pads."""
 
     DROP_CAUSAL_MASK = "drop causal mask"
     DROP_FULL_MASK = "drop full mask"
@@ -58,21 +58,21 @@ _EDITS = {
 
 
 class Colour(Enum):
-    """What a node runs in."""
+    """The precision that a node runs in."""
 
     LOW = "low"
     """fp16 or bf16, as the policy says."""
     HIGH = "high"
-    """The format that the node had before: fp32."""
+    """The node's format before the rewrite: fp32."""
     PLAIN = "plain"
-    """Carries no fp32 value (integers, booleans, half precision of the model's own, fp64, complex, sparse): never cast."""
+    """Carries no fp32 value (integers, booleans, the model's own half precision, fp64, complex, sparse): never cast."""
 
 
 class Held(IntEnum):
-    """How exact torch.autocast holds a value."""
+    """Precision in which torch.autocast holds a value."""
 
     EXACT = 0
-    """In fp32, and it may have an offset of any size, or be far more exact than a product: a rounding may leave nothing of it."""
+    """In fp32, and it may have an offset of any size, or be far more exact than a product: rounding may destroy it."""
     PLAIN = 1
     """In fp32, without an offset, but no product has rounded it: weights, rows of a table, results of norms."""
     ROUNDED = 2

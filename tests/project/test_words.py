@@ -18,16 +18,13 @@ ROOT = Path(__file__).parents[2]
 PLAIN = (
     "amprewrite/__init__.py",
     "amprewrite/accuracy",
-    "amprewrite/graphs/__init__.py",
-    "amprewrite/graphs/fx",
-    "amprewrite/graphs/log_quiet.py",
-    "amprewrite/graphs/mask_rules.py",
-    "amprewrite/graphs/small_steps.py",
     "amprewrite/api",
+    "amprewrite/graphs",
     "amprewrite/integrations",
     "amprewrite/ir",
     "amprewrite/planner",
     "amprewrite/report",
+    "amprewrite/tables",
     "amprewrite/torch_internals",
     "passes",
 )  # fmt: skip

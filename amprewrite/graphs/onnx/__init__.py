@@ -1,1 +1,1 @@
-"""ONNX models: ops and their schemas, and what must hold before a model is run. Needs the onnx extra."""
+"""ONNX models: ops, their schemas, and checks before a model is run. Needs the onnx extra."""

@@ -1,10 +1,11 @@
-"""What must hold of an ONNX model before any of it is run: it is whole, valid, of bounded size, and reads only its own files.
+"""Check an ONNX model before any of it is run: it must be whole, valid and of bounded size, and read only its own files.
 
-1. External data lies in the model's folder: no absolute path, no way out of it, no link to elsewhere, no second hard link.
+1. External data is in the model's folder: no absolute path, no way out of it, no link out of it, no second hard link.
 2. Every constant holds as many bytes as its shape says.
-3. Functions do not multiply into more nodes than anyone can process, and do not call each other in a circle.
-4. No node leaves out one of a list of operands. onnx.checker does not ask for that, and ONNX Runtime dies of it.
-5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that does not: it is tried in another one first.
+3. Functions do not multiply into more nodes than can be processed, and do not call each other in a circle.
+4. No node leaves out an operand of a variadic list. onnx.checker does not test that, and ONNX Runtime crashes on it.
+5. onnx.checker's full check passes. ONNX Runtime may abort the process on a model that fails it: such a model is tried in a separate
+   process first.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
 
 MOST_NODES = 20_000
-"""Nodes that functions may make of a file when they are inlined, unless the file itself is of that order."""
+"""Nodes that functions may produce when a file is inlined, unless the file itself has about as many."""
 GROWTH = 20
-"""How many times the nodes of a larger file functions may make."""
+"""Factor by which functions may multiply the nodes of a larger file."""
 
 
 # -- validity --------------------------------------------------------------------------
 def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
-    """What onnx.checker says against a model; "" if it passes. A path serves for models of any size."""
+    """Error of onnx.checker on a model; "" if it passes. A path works for models of any size."""
     try:
         onnx.checker.check_model(str(model) if isinstance(model, Path) else model, full_check=full)
-    except Exception as error:  # the checker's own, protobuf's, and what shape inference raises
+    except Exception as error:  # errors of the checker, of protobuf, and of shape inference
         return one_line(error).rstrip(".")
     return ""
 
 
 def same_complaint(one: str, other: str) -> bool:
-    """Whether onnx.checker says the same of two models, whatever numbers it says it with: those of types are others in a rewritten one."""
+    """True if onnx.checker has the same complaint about two models, apart from numbers: those of types differ in a rewritten model."""
     return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
 # -- constants -----------------------------------------------------------------------------
 def check_constants(model: ir.Model, name: str, folder: Path) -> None:
-    """Raise CaptureError that names the first constant which is missing, cut off, elsewhere than in `folder`, or of another size."""
+    """Raise CaptureError with the name of the first constant that is missing, cut off, outside of `folder`, or of another size."""
     for where, tensor in _constants(model, name):
         dims = [dim for dim in tensor.shape if isinstance(dim, int)]
         if len(dims) != len(tensor.shape) or min(dims, default=0) < 0:
@@ -64,7 +65,7 @@ def check_constants(model: ir.Model, name: str, folder: Path) -> None:
 
 
 def _constants(model: ir.Model, name: str) -> Iterator[tuple[str, ir.TensorProtocol]]:
-    """All tensors of a model, each with words that say where it stands."""
+    """All tensors of a model, each with a text that says where it is."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is None:
@@ -132,7 +133,7 @@ def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int],
 
 # -- operands --------------------------------------------------------------------------------
 def check_operands(model: ir.Model, name: str) -> None:
-    """Raise CaptureError if a node leaves out an operand of a list of any length: the empty name stands for optional operands alone."""
+    """Raise CaptureError if a node leaves out an operand of a variadic list: only optional operands may have the empty name."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for node in graph:
             takes = signature(node.domain, node.op_type, model.opset_imports.get(node.domain, 1)) if None in node.inputs else None
@@ -143,7 +144,7 @@ def check_operands(model: ir.Model, name: str) -> None:
 
 # -- memory ----------------------------------------------------------------------------------
 def memory() -> int:
-    """Bytes of memory that this machine has free, or as much as it has in all if it does not tell."""
+    """Bytes of free memory on this machine, or a default of 16 GiB if they are unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -154,12 +155,12 @@ def memory() -> int:
 
 
 def _least_bytes(dtype: ir.DataType | None) -> float:
-    """Bytes that an element takes at least; a string says nothing of its length."""
+    """Least bytes of an element. The length of a string is unknown."""
     return 1 if dtype is None or dtype == ir.DataType.STRING else dtype.itemsize
 
 
 def too_large(model: ir.Model) -> str:
-    """Which value is declared larger than this machine's memory; "" if none is."""
+    """The value that is declared larger than this machine's memory; "" if there is none."""
     most = memory()
     for graph in model.graphs():
         for value in (*graph.inputs, *(result for node in graph for result in node.outputs)):

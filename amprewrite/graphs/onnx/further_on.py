@@ -1,7 +1,7 @@
-"""What is done with a value further on in an ONNX graph: who reads it, and whether a pole, a softmax or the root of a distance follows.
+"""Uses of a value further on in an ONNX graph: its readers, and whether a pole, a softmax or the root of a distance follows.
 
-By name it knows powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` that a mask is made for,
-`scaled_dot_product_attention`, and what distances are written with (`matmul`, `cat`, `sum`, `sqrt`).
+By name it knows powers (`pow`), bounds (`clamp`, `maximum`), the `softmax` that a mask is made for, `scaled_dot_product_attention`, and the
+ops that compute distances (`matmul`, `cat`, `sum`, `sqrt`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from amprewrite.tables.vocabulary import OpKind
 
 BOUNDS, DIVIDES, SCALES = ops_with(Trait.BOUNDS), ops_with(Trait.DIVIDES), ops_with(Trait.SCALES)
 LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
-"""Ops whose constants say what becomes of a number beyond the range."""
+"""Ops whose constants decide the fate of a number beyond the range."""
 MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
-"""Which operand attention adds to its scores: of onnx's own op, and of ONNX Runtime's two."""
+"""Position of the mask of attention: in onnx's own op, and in ONNX Runtime's two."""
 
 
 def has_pole(op: str, index: int) -> bool:
-    """Whether an op has a pole where its operand at this place is zero."""
+    """True if an op has a pole where its operand at this position is zero."""
     return op in POLES or (op in DIVIDES and index == 1)
 
 
 def before_a_pole(value: ir.Value) -> bool:
-    """Whether a value, or what hands it on while it is small, is divided by or raised to a power that may be negative."""
+    """True if a value, or a small value passed on from it, becomes a divisor or the base of a power that may be negative."""
     seen, waiting = set[ir.Node](), [value]
     while waiting:
         for use in waiting.pop().uses():
@@ -51,19 +51,19 @@ def _is_positive(value: ir.Value | None) -> bool:
 
 
 class Readers(MaskRules[ir.Value]):
-    """Who reads a value of a graph, inside the bodies of its loops and branches, too."""
+    """Readers of the values of a graph, including readers inside the bodies of its loops and branches."""
 
     def __init__(self, graph: ir.Graph, low: Format) -> None:
         super().__init__(low)
         self._leaving: dict[ir.Value, list[ir.Value]] = {}
-        """What a body gives, with what it may be outside or in the next turn."""
+        """Results of a body, each with the values that it may become outside or in the next iteration."""
         for node in graph.all_nodes():
             for body in bodies(node):
                 for value in body.outputs:
                     self._leaving.setdefault(value, []).extend((*node.outputs, *body.inputs))
 
     def reads(self, value: ir.Value) -> Iterator[Read[ir.Value]]:
-        """The reads of `value`; one that makes the value itself, by no op, where it leaves the model."""
+        """The reads of `value`. A model output is read without an op, and stays the value itself."""
         for made in self._leaving.get(value, [value] if value.is_graph_output() else []):
             yield Read("", OpKind.CLEAR if made is not value else None, made, floating=is_float(made))
         for use in value.uses():
@@ -78,12 +78,12 @@ class Readers(MaskRules[ir.Value]):
         return op_of(maker), [each for each in maker.inputs if each is not None and is_float(each) and constant_tensor(each) is None]
 
     def results_only_block(self, node: ir.Node, sides: Set[int]) -> bool:
-        """Whether numbers beyond the range, which the results of a node hold on `sides` of zero, block and do nothing else."""
+        """True if numbers beyond the range, on `sides` of zero in the results of a node, are only used to block positions."""
         made = [*node.outputs, *(each for body in bodies(node) for each in body.inputs)]
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
     def masks_scores(self, value: ir.Value) -> bool:
-        """Whether all that reads a value makes scores of it for a softmax, and none takes it for a bound."""
+        """True if every reader of a value makes scores of it for a softmax, and none uses it as a bound."""
         uses = value.uses()
         return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 
@@ -102,7 +102,7 @@ def _read(node: ir.Node, place: int, made: ir.Value, crosses: bool) -> Read[ir.V
 
 
 def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float, ...]:
-    """The least and the largest of the finite numbers of constants; () if there are none, or of more signs than one."""
+    """Least and largest of the finite numbers of constants; () if there are none, or with `of_one_sign` if they have both signs."""
     held = [tensor.numpy() for tensor in map(constant_tensor, values) if tensor is not None and tensor.size]
     finite = [each[np.isfinite(each)] for each in held if each.dtype.kind == "f"]
     ends = [float(end(each)) for each in finite if each.size for end in (np.min, np.max)]
@@ -110,7 +110,7 @@ def _ends(values: Sequence[ir.Value], of_one_sign: bool = False) -> tuple[float,
 
 
 def is_distance(node: ir.Node) -> bool:
-    """Whether a node is the product in `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
+    """True if a node is the product in `sqrt(clamp(cat(-2 * a, sum(a**2), 1) @ cat(b, 1, sum(b**2)).T, 0))`."""
     if op_of(node) != "matmul" or not all(_holds_sum(value) for value in node.inputs):
         return False
     bounded = [use.node for use in node.outputs[0].uses()]
@@ -119,7 +119,7 @@ def is_distance(node: ir.Node) -> bool:
 
 
 def _holds_sum(value: ir.Value | None) -> bool:
-    """Whether a value is joined of others, one of which is a sum, but for a transposition. A folded one cannot be told: it may be."""
+    """True if a value is a concatenation with a sum among its parts, perhaps transposed. A folded constant may be one, and counts."""
     while value is not None and (maker := value.producer()) is not None and op_of(maker) != "cat":
         row = find_op(op_of(maker))
         if row is None or row.kind is not OpKind.CLEAR or constant_tensor(value) is not None:

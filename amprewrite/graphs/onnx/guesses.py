@@ -1,7 +1,7 @@
-"""Types and shapes that no file declared: they are for planning, and no file is given them.
+"""Types and shapes that no file declares: they are used for planning and never written to a file.
 
-onnx's shape inference is wrong about some ops, and what a file declares is believed: ONNX Runtime refuses a model whose values are of
-another shape. So what was worked out is marked where it stands, and left out of every protobuf that is made.
+onnx's shape inference is wrong about some ops, and runtimes believe the declarations of a file: ONNX Runtime refuses a model with values of
+another shape. So inferred types and shapes are marked on the value, and left out of every protobuf.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def guessed(model: ir.Model) -> list[ir.Value]:
 
 
 def describe_copy(copy: ir.Value, like: ir.Value, kind: ir.TypeProtocol | None) -> None:
-    """Give a copy of a value its own type, and the shape of the value: declared if the value's is."""
+    """Give a copy of a value its own type, and the shape of the value. It counts as declared if the value's does."""
     copy.type, copy.shape = kind, like.shape
     if is_guessed(like):
         copy.meta[KEY] = True
@@ -46,14 +46,14 @@ def declared(model: ir.Model) -> set[str]:
 
 
 def mark_guesses(model: ir.Model, told: set[str]) -> None:
-    """Take what is known of any value but those `told` for a guess: a converter worked it out."""
+    """Mark all types and shapes as guesses except those of the values in `told`: a converter inferred them."""
     for value in _values(model):
         if _is_known(value) and value.name not in told:
             value.meta[KEY] = True
 
 
 def forget_guesses(model: ir.Model, but: Collection[ir.Value] = ()) -> None:
-    """Leave no type and no shape that the model does not declare; `but` these values keep theirs."""
+    """Remove every type and shape that the model does not declare, except those of the values in `but`."""
     for value in guessed(model):
         if value in but:
             continue
@@ -63,7 +63,7 @@ def forget_guesses(model: ir.Model, but: Collection[ir.Value] = ()) -> None:
 
 @contextlib.contextmanager
 def without_guesses(model: ir.Model) -> Iterator[None]:
-    """What is written inside holds no guess."""
+    """A context in which the model has no guessed types and shapes."""
     hidden = [(value, value.type, value.shape) for value in guessed(model)]
     try:
         for value, _, _ in hidden:
@@ -75,7 +75,7 @@ def without_guesses(model: ir.Model) -> Iterator[None]:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model as a protobuf that holds no guess."""
+    """The model as a protobuf without guesses."""
     with without_guesses(model):
         return ir.to_proto(model)
 

@@ -1,4 +1,4 @@
-"""Types and shapes that a model does not declare, worked out by onnx's inference and by the schemas of ops. All are guesses."""
+"""Infer types and shapes that a model does not declare, by onnx's inference and by the schemas of ops. All are guesses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from amprewrite.tables.errors import one_line
 from amprewrite.tables.ops.onnx_names import FLOW
 
 HOLLOW = 1024
-"""Elements from which on an initialiser is no shape or axis, so that type inference need not see it."""
+"""Elements from which on an initialiser cannot be a shape or axes, so that type inference need not see it."""
 
 
 def infer_types(model: ir.Model) -> list[str]:
-    """Guess missing types and shapes of the top graph; the reader works out those of bodies. Notes on failure."""
+    """Guess missing types and shapes of the top graph; returns notes on failure. The reader infers those of bodies."""
     missing = [v for node in model.graph if node.op_type not in FLOW for v in node.outputs if v.name and v.type is None]
     if not missing:
         return []
@@ -28,7 +28,7 @@ def infer_types(model: ir.Model) -> list[str]:
     except Exception as error:
         return [f"onnx could not infer types, so ops that read such values stay fp32: {one_line(error)}"]
     _take(missing, inferred.graph)
-    for node in model.graph:  # behind ops that onnx does not know
+    for node in model.graph:  # after ops that onnx does not know
         if node.op_type not in FLOW:
             fill_types(node, model.opset_imports[""])
     return []
@@ -36,10 +36,10 @@ def infer_types(model: ir.Model) -> list[str]:
 
 @contextlib.contextmanager
 def all_types(model: ir.Model) -> Iterator[None]:
-    """The model with the types of all values, those in bodies included, as far as they can be worked out; afterwards as it was."""
+    """A context in which all values have types if they can be inferred, also in bodies. Afterwards the guesses are removed."""
     known = set(guessed(model))
     try:
-        with contextlib.suppress(Exception):  # what onnx cannot infer, the schemas may tell
+        with contextlib.suppress(Exception):  # schemas may know types that onnx cannot infer
             _take_all(model.graph, onnx.shape_inference.infer_shapes(_hollow(model)).graph)
         for graph in model.graphs():
             for node in graph:
@@ -69,7 +69,7 @@ def _take(missing: list[ir.Value], inferred: onnx.GraphProto) -> None:
 
 
 def _hollow(model: ir.Model) -> onnx.ModelProto:
-    """A protobuf of the model in which larger weights are inputs, for type inference, which would copy them."""
+    """A protobuf of the model with large weights as inputs, because type inference would copy them."""
     proto = ir.to_proto(model)
     graph = proto.graph
     small = []

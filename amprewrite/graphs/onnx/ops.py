@@ -1,7 +1,7 @@
-"""ONNX ops in amprewrite's vocabulary, and what their schemas say: which operands share the result's type, which types they take.
+"""ONNX ops in amprewrite's vocabulary, and facts from their schemas: operands of the result's type, and types that they take.
 
-The names stand in `tables/ops/onnx_names.py`; everything else is read off onnx.defs, at the opset of the model. By name this file
-knows `Pow`, whose exponent may make it another op, and `Cast` and `Constant`, whose attributes say the type of their result.
+The names are in `tables/ops/onnx_names.py`. All other facts are read from onnx.defs, at the opset of the model. By name this file knows
+`Pow`, whose exponent may make it another op, and `Cast` and `Constant`, whose attributes give the type of their result.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FIXED = {
     "tensor(bool)": ir.DataType.BOOL,
 }  # fmt: skip
 OLDEST = 7
-"""Opsets before it broadcast by attribute: they are raised to it."""
+"""Opsets before this one broadcast by attribute: such models are raised to it."""
 NEWEST = 24
-"""No opset is raised beyond it: runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
+"""Highest opset to raise a model to. Runtimes in use do not load newer ones, so an op that takes a type only there stays fp32."""
 
 def op_of(node: ir.Node) -> str:
     """Vocabulary name of a node; the op type, with its domain, if there is none."""
@@ -51,7 +51,7 @@ def _scalar(value: ir.Value) -> float:
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of an initialiser that is no input, or of a Constant node; None for what is computed or passed in."""
+    """The tensor of an initialiser that is no input, or of a Constant node; None for any other value."""
     if value.is_initializer() and not value.is_graph_input():
         return value.const_value
     node = value.producer()
@@ -65,17 +65,17 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def describe(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> None:
-    """Give a tensor the doc string and metadata of the one that it stands for."""
+    """Give a tensor the doc string and metadata of the tensor that it replaces."""
     tensor.doc_string = like.doc_string
     tensor.metadata_props.update(like.metadata_props)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What the schema of an op says of floats."""
+    """Floating types in the schema of an op."""
 
     inputs: tuple[str, ...]
-    """Type variable or type of each formal input; the last repeats where the op takes any number."""
+    """Type variable or type of each formal input. The last one repeats if the op is variadic."""
     outputs: tuple[str, ...]
     takes: tuple[tuple[str, frozenset[str]], ...]
     """Types that each type variable may stand for."""
@@ -91,11 +91,11 @@ class Signature:
         return any(name == variable and _TYPE_STRINGS[fmt.name] in types for name, types in self.takes)
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """Whether operand `index` has the type of `group`, or is cast along with it."""
+        """True if operand `index` has the type of `group`, or is cast along with it."""
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """Whether result `index` has the type of `group`, or one that goes along with it."""
+        """True if result `index` has the type of `group`, or a type that changes with it."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:
@@ -128,7 +128,7 @@ def _contrib_signature(op_type: str) -> Signature | None:
 
 
 def fill_types(node: ir.Node, opset: int) -> None:
-    """Give results without a type the one that the schema says: that of an operand of the same type variable, or a fixed one."""
+    """Give results without a type the type in the schema: the type of an operand with the same type variable, or a fixed one."""
     if all(value.type is not None for value in node.outputs):
         return
     if node.op_type == "Cast" and not node.domain:
@@ -174,7 +174,7 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
 
 
 def changed_ops(model: ir.Model, opset: int) -> list[str]:
-    """Ops of a model that may mean something else at another opset, by their schemas."""
+    """Ops of a model that may have another meaning at another opset, by their schemas."""
     own = model.opset_imports.get("", 1)
     used = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain in ("", "ai.onnx")})
     return [op_type for op_type in used if not _means_the_same(op_type, own, opset)]
@@ -182,9 +182,9 @@ def changed_ops(model: ir.Model, opset: int) -> list[str]:
 
 @cache
 def _means_the_same(op_type: str, opset: int, raised: int) -> bool:
-    """Whether an op only got more types, operands that may be left out, and attributes that change nothing by themselves.
+    """True if an op only gained types, optional operands, and attributes with neutral defaults.
 
-    Broadcasting by attribute goes, too: the converter writes out what it did.
+    Attributes for broadcasting may disappear: the converter writes their effect out.
     """
     try:
         old, new = (onnx.defs.get_schema(op_type, version, "") for version in (opset, raised))
@@ -213,7 +213,7 @@ def _is_neutral(op_type: str, added: onnx.defs.OpSchema.Attribute) -> bool:
 
 
 def _goes_on(old: Sequence[onnx.defs.OpSchema.FormalParameter], new: Sequence[onnx.defs.OpSchema.FormalParameter]) -> bool:
-    """Whether operands or results are what they were, and those that were added may be left out."""
+    """True if all operands or results are unchanged and the new ones are optional."""
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional
     same = all(a.option == b.option or b.option == optional for a, b in zip(old, new, strict=False))
     return len(old) <= len(new) and same and all(each.option == optional for each in new[len(old) :])
@@ -231,7 +231,7 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
 
 
 def is_float(value: ir.Value) -> bool:
-    """Whether a value holds numbers with fractions, as one of an unknown type may."""
+    """True if a value may hold fractions. An unknown type may."""
     return value.dtype is None or value.dtype.is_floating_point()
 
 

@@ -1,1 +1,1 @@
-"""What crosses the library's edge, checked: arguments, JSON, text that is printed, files that are written."""
+"""Checks at the library's edge: arguments, JSON, printed text, written files."""

@@ -1,4 +1,4 @@
-"""What users pass: checks that several places share, and values as messages quote them."""
+"""User arguments: checks that several places share, and values as messages quote them."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ _QUOTE.maxlist = _QUOTE.maxtuple = _QUOTE.maxset = _QUOTE.maxfrozenset = _QUOTE.
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`repr(value)` on one line of at most `most` characters, the middle of longer ones left out; its type if that fails.
+    """`repr(value)` on one line of at most `most` characters, without the middle of longer ones; its type if repr fails.
 
-    >>> shown("bf61")
-    "'bf61'"
+        >>> shown("bf61")
+        "'bf61'"
     """
     try:
         text = " ".join(_QUOTE.repr(value).split())
-    except Exception:  # a repr of the user's own may do anything; the message is about something else
+    except Exception:  # a user's repr may raise anything; the message is about something else
         text = f"<{type(value).__name__}>"
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.4, most: int = 3, scope: str = "") -> str:
-    """How an error on an unknown word ends: the words nearest to it, each with `scope` in front, or `otherwise` if none is near.
+    """End of an error on an unknown word: the nearest words, each with `scope` before it, or `otherwise` if none is near.
 
-    >>> did_you_mean("relo", ["relu", "gelu", "tanh"], likeness=0.6)
-    '; did you mean relu?'
+        >>> did_you_mean("relo", ["relu", "gelu", "tanh"], likeness=0.6)
+        '; did you mean relu?'
     """
     near = difflib.get_close_matches(word, list(known), most, likeness)
     return f"; did you mean {', '.join(scope + each for each in near)}?" if near else otherwise
 
 
 def names_module(pattern: str, path: str) -> bool:
-    """Whether a pattern means a module, or one of the modules around it.
+    """True if a pattern matches a module, or one of the modules around it.
 
-    >>> names_module("encoder.*", "encoder.layer.0"), names_module("layer", "encoder.layer.0")
-    (True, False)
+        >>> names_module("encoder.*", "encoder.layer.0"), names_module("layer", "encoder.layer.0")
+        (True, False)
     """
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 def is_flag(value: object) -> bool:
-    """Whether it is True or False, NumPy's included."""
+    """True if `value` is True or False, NumPy's included."""
     return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
 
 
 def flag(name: str, value: Any) -> bool:
-    """An option that is on or off; PolicyError for anything else."""
+    """A boolean option. PolicyError for anything but True or False."""
     if not is_flag(value):
         raise PolicyError(f"{name}= takes True or False, not {shown(value)}")
     return bool(value)
 
 
 def is_word(value: object, word: str) -> bool:
-    """Whether `value` is the string `word`: arrays compare element by element."""
+    """True if `value` is the string `word`. A plain `==` would compare arrays element by element."""
     return isinstance(value, str) and value == word
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Keyword arguments for a model; PolicyError for what is no mapping from names."""
+    """Keyword arguments for a model. PolicyError if they are no mapping from names."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

@@ -1,6 +1,6 @@
-"""Where the library prints: consoles that show text as it is, and bars where somebody can watch them.
+"""Output of the library: consoles that print text unchanged, and progress bars on terminals and in notebooks.
 
-rich draws from Python's random numbers as it is imported, which a rewrite must not: it is imported where it is needed.
+rich draws from Python's random numbers on import, which a rewrite must not do: it is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def console(stderr: bool = False, **options: Any) -> Console:
-    """A console that prints names as they are: no ":x:" becomes a picture, no "[x]" a style."""
+    """A console that prints names unchanged: ":x:" becomes no picture and "[x]" no style."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
@@ -22,7 +22,7 @@ def console(stderr: bool = False, **options: Any) -> Console:
 
 @contextmanager
 def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Progress where somebody can watch it: a bar on a terminal, a line in a notebook. Gives the function that counts one on."""
+    """Progress for a user who watches: a bar on a terminal, a line in a notebook. Yields the function that advances it by one."""
     screen = console(stderr=True)
     if shown and screen.is_jupyter:
         yield _line(what, total)
@@ -39,7 +39,7 @@ def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[
 
 
 def _line(what: str, total: int | None) -> Callable[[], None]:
-    """A line of the cell that counts. rich's own bar wants ipywidgets, and shows nothing without."""
+    """A line in the notebook cell that counts. rich's own bar needs ipywidgets, and shows nothing without it."""
     from IPython.display import display
 
     count, of = 0, "" if total is None else f" of {total}"

@@ -1,6 +1,6 @@
-"""How files are written: whole or not at all, whatever happens meanwhile.
+"""Write files as a whole or not at all, even if the process is interrupted.
 
-1. The content goes into a scratch file beside the target and is synced to the disk.
+1. The content is written to a scratch file next to the target and synced to the disk.
 2. The scratch file gets the target's mode and owner and replaces it in one step; then the folder is synced.
 3. A symbolic link is followed, so it stays a link. Folders, devices, pipes and sockets are refused.
 4. A killed process leaves its scratch file behind. The next write in that folder removes it.
@@ -26,13 +26,13 @@ from amprewrite.tables.errors import EmitError, PolicyError
 
 try:
     import fcntl
-except ImportError:  # no such module on Windows: writers of one model are not kept apart there
+except ImportError:  # Windows has no such module: there two writers of one model do not exclude each other
     fcntl = None  # type: ignore[assignment]
 
 MARK = ".amprewrite-"
-"""How names of scratch files begin: MARK, place, process, its start, a random word."""
+"""Beginning of the names of scratch files: MARK, place, process, its start, a random word."""
 HOUR = 3600.0
-"""Age in seconds at which a scratch file of another machine is taken to be left over."""
+"""Age in seconds at which a scratch file of another machine counts as left over."""
 PATIENCE = 10.0
 """Seconds to wait for another writer of the same folder."""
 REMEDIES = {
@@ -51,12 +51,12 @@ REMEDIES = {
 
 # -- writing ---------------------------------------------------------------------------
 def write_text(path: Any, text: str) -> Path:
-    """Replace or make a UTF-8 text file. EmitError that says why and what to do if it cannot be written."""
+    """Replace or create a UTF-8 text file. EmitError with reason and remedy if it cannot be written."""
     return write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Any, content: bytes) -> Path:
-    """Replace or make a file. EmitError that says why and what to do if it cannot be written."""
+    """Replace or create a file. EmitError with reason and remedy if it cannot be written."""
     with replacing(path) as file:
         file.write(content)
     return Path(path)
@@ -64,7 +64,7 @@ def write_bytes(path: Any, content: bytes) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the block ends; an exception leaves the old file as it was.
+    """A file to write that replaces `path` when the block ends. After an exception the old file is unchanged.
 
     EmitError if it cannot be written. Other exceptions of the block pass through.
     """
@@ -75,7 +75,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
-                take_mode(scratch, target)  # before there is content: nobody may read more than before
+                take_mode(scratch, target)  # before there is content: no one may read more than before
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -88,7 +88,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
 
 
 def read_text(path: Any) -> str:
-    """The text of a UTF-8 file. ValueError that says why if there is none."""
+    """The text of a UTF-8 file. ValueError with the reason if there is none."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -98,7 +98,7 @@ def read_text(path: Any) -> str:
 
 
 def cannot_write(path: Any, error: OSError) -> EmitError:
-    """The error to raise, with the reason and what to do."""
+    """The error to raise, with reason and remedy."""
     remedy = REMEDIES.get(error.errno or 0, "give another path")
     if error.errno == errno.ENOENT and Path(path).parent.is_dir():
         remedy = "give another path"
@@ -107,9 +107,9 @@ def cannot_write(path: Any, error: OSError) -> EmitError:
 
 # -- targets -----------------------------------------------------------------------------
 def resolved(path: Any) -> Path:
-    """The regular file that `path` names, there or not, with symbolic links followed.
+    """The regular file that `path` names, existing or not, with symbolic links followed.
 
-    PolicyError if it is no path. EmitError if its folder is missing, or if something stands there that a file must not replace.
+    PolicyError if it is no path. EmitError if its folder is missing, or if it exists and a file must not replace it.
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise PolicyError(f"a path is a string or a Path, not {type(path).__name__}")
@@ -147,13 +147,13 @@ def take_mode(scratch: Path, target: Path) -> None:
         return
     now = scratch.stat()
     if hasattr(os, "chown") and (old.st_uid, old.st_gid) != (now.st_uid, now.st_gid):
-        with contextlib.suppress(PermissionError):  # only root gives files away; others keep what they made
+        with contextlib.suppress(PermissionError):  # only root may change owners; others keep the new one
             os.chown(scratch, old.st_uid, old.st_gid)
     scratch.chmod(stat.S_IMODE(old.st_mode))
 
 
 def write_scratch(path: Path, content: bytes) -> None:
-    """Write a scratch file, which is not read before a move. OSError if that fails."""
+    """Write a scratch file, which is only read after a move. OSError if that fails."""
     with path.open("wb") as file:
         file.write(content)
 
@@ -165,7 +165,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's entries are on the disk, if the file system knows how."""
+    """Wait until a folder's entries are on the disk, if the file system can do that."""
     with contextlib.suppress(OSError), _opened(folder) as handle:  # the entries are right all the same
         os.fsync(handle)
 
@@ -181,7 +181,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes and threads that use this function out of a folder. EmitError if one stays there for long."""
+    """Keep other processes and threads that use this function out of a folder. EmitError if one stays in it for long."""
     if fcntl is None:
         yield
         return
@@ -199,21 +199,21 @@ def alone_in(folder: Path) -> Iterator[None]:
                 break
         try:
             yield
-        finally:  # closing the handle is not enough: a process forked meanwhile holds a copy
+        finally:  # closing the handle is not enough: a process forked in the meantime holds a copy
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 # -- scratch files -----------------------------------------------------------------------
 def scratch_path(folder: Path) -> Path:
-    """A fresh name in `folder` that tells whose it is. It is short, so that it fits wherever the target's name fits."""
+    """A fresh name in `folder` that identifies its process. It is short, so that it fits wherever the target's name fits."""
     pid = os.getpid()
     return folder / f"{MARK}{_place()}-{pid}-{_started(pid)}-{secrets.token_hex(4)}"
 
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A folder of one's own inside `folder`, gone afterwards. OSError if it cannot be made."""
+    """A new folder inside `folder`, removed afterwards. OSError if it cannot be made."""
     sweep(folder)
     made = scratch_path(folder)
     try:
@@ -224,7 +224,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left in `folder`. A folder that cannot be read is left alone."""
+    """Remove the files that killed processes left in `folder`. A folder that cannot be read is skipped."""
     try:
         with os.scandir(folder) as entries:
             found = [Path(entry.path) for entry in entries if entry.name.startswith(MARK)]
@@ -232,7 +232,7 @@ def sweep(folder: Path) -> None:
         return
     for path in found:
         if _is_left_over(path):
-            with contextlib.suppress(OSError):  # another process may have removed it meanwhile
+            with contextlib.suppress(OSError):  # another process may have removed it in the meantime
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -240,7 +240,7 @@ def sweep(folder: Path) -> None:
 
 
 def _is_left_over(path: Path) -> bool:
-    """Whether the process that made a scratch file is gone; of other machines' processes only the age tells."""
+    """True if the process that made a scratch file is gone. For other machines' processes only the age decides."""
     parts = path.name.removeprefix(MARK).split("-")
     if len(parts) != 4 or not parts[1].isdigit():
         return False
@@ -254,28 +254,28 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _place() -> str:
-    """A word for this machine since it started, and for the space of process numbers in it."""
+    """A word for this machine since its start, and for its space of process numbers."""
     parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # Linux alone tells
+    with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
 def _started(pid: int) -> str:
-    """When a process started, so that a later one of the same number is told apart; "gone" if there is none."""
+    """Start time of a process, to distinguish it from a later one with the same number; "gone" if there is none."""
     if Path("/proc/self/stat").exists():
         try:
             told = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            return "gone" if told[0] in "ZX" else told[19]  # dead, and not yet asked for its status
+            return "gone" if told[0] in "ZX" else told[19]  # dead, with its status not yet read
         except (OSError, IndexError):
             return "gone"
-    if os.name == "nt":  # signal 0 is no question there
+    if os.name == "nt":  # signal 0 is no test there
         return "0"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return "gone"
-    except OSError:  # it is another user's
+    except OSError:  # another user's process
         return "0"
     return "0"
 

@@ -1,7 +1,7 @@
-"""JSON → frozen data, checked field by field: what a file holds is what the class says, or an error names the place.
+"""JSON → frozen data, checked field by field: it has the types of the class, or an error names the place.
 
-Types that a field may have: str, bool, int, float, an enum, another dataclass, tuple[X, ...], tuple[X, Y], X | Y and mappings of
-strings. Numbers stay within 64 bits, so that nothing behind has to fear larger ones.
+A field may be str, bool, int, float, an enum, another dataclass, tuple[X, ...], tuple[X, Y], X | Y or a mapping of strings. Numbers stay
+within 64 bits, so that later code never gets larger ones.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from functools import cache
 from typing import Any
 
 MOST = 2**63
-"""Whole numbers are smaller than this."""
+"""Integers are smaller than this."""
 
 
 class BadData(ValueError):
-    """What is wrong, and where."""
+    """Invalid data: the message says what is wrong, and where."""
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON. BadData if it is none, is nested too deeply, or holds a number that is too long."""
+    """Parse JSON. BadData if it is invalid, nested too deeply, or holds a number that is too long."""
     try:
         found = json.loads(text)
     except RecursionError as error:

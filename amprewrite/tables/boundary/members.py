@@ -1,7 +1,7 @@
 """Parameters and buffers of a user's module.
 
-A class may define `named_parameters` and `parameters` with other signatures, or leave some out, as loss modules that hold target
-networks do. PyTorch's own walk finds everything that is registered, whatever the class defines.
+A class may define `named_parameters` and `parameters` with other signatures, or leave some out, as loss modules with target networks do.
+PyTorch's own traversal finds every registered member, whatever the class defines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def named_parameters_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """The registered parameters, then those that only the class's own `named_parameters` gives."""
+    """The registered parameters, then any further ones of the class's own `named_parameters`."""
     return _members(model, "named_parameters", remove_duplicate)
 
 
@@ -25,7 +25,7 @@ def parameters_in(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def named_buffers_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The registered buffers, then those that only the class's own `named_buffers` gives."""
+    """The registered buffers, then any further ones of the class's own `named_buffers`."""
     return _members(model, "named_buffers", remove_duplicate)
 
 
@@ -48,7 +48,7 @@ def _members(model: nn.Module, method: str, remove_duplicate: bool) -> Iterator[
 
 @functools.lru_cache(maxsize=64)
 def _takes_nothing(method: Callable[..., Any]) -> bool:
-    """Whether a method can be called without arguments."""
+    """True if a method can be called without arguments."""
     given = list(inspect.signature(method).parameters.values())[1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return all(each.default is not inspect.Parameter.empty or each.kind in variable for each in given)

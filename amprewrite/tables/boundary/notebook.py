@@ -1,4 +1,4 @@
-"""HTML that a notebook shows of a report: its lines, and a table of its rows. Inline styles only, names escaped."""
+"""HTML that a notebook shows for a report: its lines, and a table of its rows. Inline styles only, names escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CELL = "padding:2px 10px;white-space:nowrap"
 
 
 def fragment(lines: Iterable[str], titles: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> str:
-    """An HTML fragment that needs nothing around it; the first column is text, the others are figures."""
+    """A self-contained HTML fragment. The first column is text, the others are figures."""
 
     def row(tag: str, cells: Sequence[str]) -> str:
         sides = ("left", *["right"] * (len(cells) - 1))

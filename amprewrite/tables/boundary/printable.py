@@ -1,11 +1,11 @@
-"""Text that is safe to print: names from files may hold bytes that steer a terminal or that no encoding takes."""
+"""Text that is safe to print: names from files may hold control characters or bytes that no encoding takes."""
 
 from __future__ import annotations
 
 import re
 
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, marks that turn the direction of writing, line separators and lone halves of surrogate pairs."""
+"""Control characters, marks that change the direction of writing, line separators and lone halves of surrogate pairs."""
 
 
 def printable(text: object) -> str:

@@ -1,1 +1,1 @@
-"""What is known of every op: its kind and why, its spellings, and what each preset list says of it."""
+"""The op table: kind and reason of every op, its spellings, and its kind in each preset list."""

@@ -1,6 +1,6 @@
 """The lists of other systems in amprewrite's vocabulary: TensorFlow's grappler pass and torch.autocast.
 
-Both are copied as they are, with their quirks: that is what a preset is for.
+Both are exact copies, with their quirks: that is the purpose of a preset.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TF_OPS: dict[str, str] = {
     "Sqrt": "sqrt",
     "Square": "square",
     "Tanh": "tanh tanhshrink",
-    # deny in fp16, infer in bf16: layer norm and its kin are decomposed there and hang on their mean
+    # deny in fp16, infer in bf16: TensorFlow decomposes layer norm and similar ops, which then depend on their mean
     "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
     "layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",
@@ -132,7 +132,7 @@ TF_OPS: dict[str, str] = {
     "Where": "nonzero argwhere masked_select",
     "ZerosLike": "zeros_like",
 }
-"""What a torch op is, or decomposes into, in a TensorFlow graph. Cast, and whatever is missing here, is on no list there."""
+"""TensorFlow op type → torch ops that are, or decompose into, that type. Cast, and any op missing here, is on no list there."""
 
 _TF_ALLOW = _words("Conv2D Conv2DBackpropInput Conv3D Conv3DBackpropInputV2 Einsum MatMul BatchMatMulV2")
 _TF_ALLOW_CUDA_FP16 = _words("CudnnRNNV3 GRUBlockCell LSTMBlockCell MhaV2")
@@ -222,12 +222,12 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
         OpKind.DENY: "max_unpool1d",
     },
 }
-"""Ops without an autocast kernel of their own that graphs show whole, by what autocast does to their parts."""
+"""Ops without an autocast kernel of their own that graphs show as a whole, by the kind that autocast gives their parts."""
 
 
 @cache
 def autocast_kinds(device: str) -> Mapping[str, OpKind]:
-    """torch.autocast's lists of torch 2.13 on `device`, CUDA's for all but a CPU; ops on neither list follow their inputs."""
+    """torch.autocast's lists of torch 2.13 on `device`, CUDA's for all but a CPU. Ops on neither list follow their inputs."""
     device = device if device == "cpu" else "cuda"
     kinds = dict.fromkeys(_AUTOCAST_LOW[device].split(), OpKind.ALLOW)
     kinds |= dict.fromkeys(_AUTOCAST_HIGH[device].split(), OpKind.DENY)

@@ -1,8 +1,8 @@
-"""What ONNX calls the ops of the vocabulary: onnx's own op types, and those of ONNX Runtime's domain, com.microsoft.
+"""ONNX names of the ops of the vocabulary: onnx's own op types, and ops of ONNX Runtime's domain, com.microsoft.
 
-onnx has no schemas for the latter, which exporters and its optimiser put into files; the rows repeat what ONNX Runtime 1.31 registers
-(docs/ContribOperators.md), and a test compares them with it. What has no row is a high-precision wall: MatMulNBits and the other
-quantised ops among them.
+onnx has no schemas for the latter, which exporters and ONNX Runtime's optimiser put into files. The rows repeat the registrations of ONNX
+Runtime 1.31 (docs/ContribOperators.md), and a test compares them. An op without a row stays fp32: MatMulNBits and the other quantised ops
+among them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VOCABULARY: dict[str, str] = {
     "ScatterElements": "scatter", "ScatterND": "index_put", "Slice": "slice", "SpaceToDepth": "pixel_unshuffle",
     "Split": "split", "Squeeze": "squeeze", "Tile": "tile", "TopK": "topk", "Transpose": "permute", "Trilu": "tril",
     "Unsqueeze": "unsqueeze", "Where": "where",
-    # read floats, give none
+    # read floats, return none
     "ArgMax": "argmax", "ArgMin": "argmin", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "IsInf": "isinf",
     "IsNaN": "isnan", "Less": "lt", "LessOrEqual": "le", "NonZero": "nonzero", "Shape": "size", "Size": "numel",
     # denied
@@ -51,23 +51,23 @@ VOCABULARY: dict[str, str] = {
     "DequantizeLinear": "dequantize", "DFT": "_fft_c2c", "GridSample": "grid_sample", "HammingWindow": "hamming_window",
     "HannWindow": "hann_window", "QuantizeLinear": "quantize_per_tensor", "Range": "arange", "STFT": "stft",
 }  # fmt: skip
-"""ONNX op type → vocabulary name. What is missing is a high-precision wall."""
+"""ONNX op type → vocabulary name. An op type that is missing stays fp32."""
 
 POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
 """Exponents that are plain arithmetic."""
 SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
-"""Ops whose float operands beyond the result's own type go along with it: kernels of mixed types are rare."""
+"""Ops whose further float operands have the format of the result: kernels of mixed types are rare."""
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
 """Op types whose results need no rounding of their own."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
-"""Op types whose result is low by itself: an attribute of theirs says so. A dtype attribute does the same for any op."""
+"""Op types whose result is low because an attribute says so. A dtype attribute does the same for any op."""
 
 BROADCASTS = "broadcast"
-"""The attribute of ops that broadcast by attribute, as they did before opset 7."""
+"""The attribute of ops that broadcast by attribute, as ops did before opset 7."""
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
 """Attributes that such an op lost, since shapes say the rest or nothing reads them."""
 NEUTRAL = {("Cast", "saturate")}
-"""Attributes that came later with a default, and change nothing of what an op could do before: here only casts to fp8."""
+"""Attributes that were added later with a default, and do not change the earlier uses of an op: here only casts to fp8."""
 
 DOMAIN = "com.microsoft"
 
@@ -78,10 +78,10 @@ class Contrib:
 
     name: str
     inputs: str
-    """A letter each: T is the op's own type, M another floating one, U always fp32, I an integer."""
+    """A letter for each: T is the op's own type, M another floating one, U always fp32, I an integer."""
     outputs: str = "T"
     newer: bool = True
-    """Whether T may be a format that ONNX Runtime's CPU kernels lack, too (bf16)."""
+    """True if T may be a format that ONNX Runtime's CPU kernels lack (bf16)."""
 
 
 CONTRIB = {

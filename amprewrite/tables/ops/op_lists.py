@@ -1,7 +1,7 @@
-"""Op names and op lists: what every op is called, and what each preset says of it.
+"""Op names and op lists: the name of every op, and its kind in each preset.
 
-`op_name` brings the targets of fx nodes (torch functions, methods, operators, ATen overloads) to one vocabulary, `OPS`
-holds a row for every name of it, and `op_lists` gives the lists of a preset for a format and a device.
+`op_name` maps the targets of fx nodes (torch functions, methods, operators, ATen overloads) to one vocabulary, `OPS` holds a row for every
+name of it, and `op_lists` returns the lists of a preset for a format and a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rule = Literal["cost", "tf", "autocast", "all-low"]
 
 
 def index_rows(rows: Iterable[Op]) -> tuple[dict[str, Op], dict[str, Op]]:
-    """Rows by name, and rows by name or spelling; OpListError when two rows claim the same word."""
+    """(rows by name, rows by name or spelling). OpListError if two rows claim the same word."""
     by_name: dict[str, Op] = {}
     by_word: dict[str, Op] = {}
     for row in rows:
@@ -77,7 +77,7 @@ _OPERATORS = {
     "concat": "list",
     "indexOf": "contains",
 }
-"""Python's operators (operator.truediv, __truediv__) in ATen's words; the others have ATen's name already."""
+"""Python's operators (operator.truediv, __truediv__) with another name in ATen. The rest have ATen's name already."""
 
 _REFLECTED = ("add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "truediv", "xor")
 _INPLACE = frozenset(
@@ -86,7 +86,7 @@ _INPLACE = frozenset(
 _WRITES = frozenset({"setitem", "delitem", "__setitem__", "__delitem__"})
 
 _HOMES = ("torch", "builtins", "math", "_operator", "operator")
-"""Modules whose functions mean what the vocabulary means; a user's own `linear` is not torch's."""
+"""Modules whose functions have the vocabulary's meaning; a user's own `linear` is not torch's."""
 
 _PREFIXES = {
     "torch.masked": "masked_",
@@ -95,7 +95,7 @@ _PREFIXES = {
     "torch.distributed": "distributed_",
     "torch.nn.parallel": "parallel_",
 }
-"""Python modules whose functions share names with ops that are not theirs."""
+"""Python modules with functions that share a name with an op but differ from it."""
 
 
 def _operator_name(bare: str) -> str:
@@ -123,9 +123,8 @@ def _method_name(name: str) -> str:
 def op_name(target: Any) -> str:
     """Vocabulary name of an fx node's target, or of a method name.
 
-    Takes torch functions, Tensor methods, operators and ATen overloads; spellings give the name of their row and the
-    in-place underscore is dropped. What is not torch's own gives its plain name, or module.name where that would be
-    mistaken for an op.
+    Takes torch functions, Tensor methods, operators and ATen overloads. A spelling gives the name of its row, and the in-place underscore
+    is dropped. A function that is not torch's gives its plain name, or module.name if that would be mistaken for an op.
     """
     if isinstance(target, str):
         return _method_name(target)
@@ -161,10 +160,10 @@ def _schema_name(qualified: str) -> str:
 
 @cache
 def is_inplace(target: Any) -> bool:
-    """Whether calling `target` writes to its first argument, or to `out`.
+    """True if calling `target` writes to its first argument, or to `out`.
 
-    True for add_, operator.iadd, setitem and ATen overloads whose schema says so; relu(inplace=True) is an argument of
-    the call and not seen here.
+    True for add_, operator.iadd, setitem and ATen overloads with such a schema. relu(inplace=True) is an argument of the call and not seen
+    here.
     """
     if isinstance(target, OpOverload):
         arguments = target._schema.arguments
@@ -201,22 +200,22 @@ def _known(op: str) -> str:
 
 @dataclass(frozen=True)
 class OpLists:
-    """Which kind each op is of, and the rule that paints with these lists."""
+    """The kind of each op, and the rule that paints with these lists."""
 
     name: str
     rule: Rule
-    """cost: the default planner; tf: TensorFlow's grappler; autocast: torch.autocast, op by op; all-low: all low but denied."""
+    """cost: the default planner; tf: TensorFlow's grappler; autocast: torch.autocast, op by op; all-low: all low except denied ops."""
     kinds: Mapping[str, OpKind] = field(hash=False)
-    """Vocabulary name → kind. An op that is missing is a high wall, or under rule "autocast" follows its inputs."""
+    """Vocabulary name → kind. An op that is missing stays high, or under rule "autocast" follows its inputs."""
     promote: frozenset[str] = frozenset()
     """Rule "autocast": ops that take the widest of their inputs."""
     infer_after_allow: bool = True
-    """Rule "tf": an infer op right after an allow op turns low, too (TensorFlow since 2025)."""
+    """Rule "tf": an infer op right after an allow op becomes low, too (TensorFlow since 2025)."""
     asked: frozenset[str] = frozenset()
-    """Ops that `moved` put where they are: the user asked, so no fact about a single call overrules them."""
+    """Ops that `moved` put on their list: the user asked, so no fact about a single call overrules them."""
 
     def kind(self, op: str) -> OpKind | None:
-        """Kind of the op called or spelled `op`; None when it is on no list."""
+        """Kind of the op called or spelled `op`; None if it is on no list."""
         kind = self.kinds.get(op)
         if kind is not None or op not in _BY_WORD:
             return kind
@@ -275,7 +274,7 @@ def _autocast(fmt: Format, device: str) -> OpLists:
 
 
 def _o2(fmt: Format, device: str) -> OpLists:
-    """Everything low, but batch norm (Apex's keep_batchnorm_fp32)."""
+    """Everything low except batch norm (Apex's keep_batchnorm_fp32)."""
     return OpLists("o2", "all-low", _all_low() | {"batch_norm": OpKind.DENY})
 
 
@@ -284,7 +283,7 @@ def _o3(fmt: Format, device: str) -> OpLists:
 
 
 def _all_low() -> dict[str, OpKind]:
-    """All ops low but `binary_cross_entropy`: it looks at what is left of one, and divides by 1e-12 at least. Apex refuses it, too."""
+    """All ops low except `binary_cross_entropy`, which reads the rest to one and divides by 1e-12 at least. Apex refuses it, too."""
     return dict.fromkeys(OPS, OpKind.ALLOW) | {"binary_cross_entropy": OpKind.DENY}
 
 
@@ -297,7 +296,7 @@ def _preset(preset: str, fmt: Format, device: str) -> OpLists:
 
 
 def op_lists(preset: str | OpLists, fmt: Format, device: str) -> OpLists:
-    """The lists of a preset for a format and a device; lists of your own come back as they are.
+    """The lists of a preset for a format and a device. An OpLists is returned unchanged.
 
     Any device but "cpu" has the lists of "cuda". Raises OpListError for an unknown preset.
     """

@@ -1,8 +1,8 @@
-"""What a row of the op table says: one op, one kind, one reason.
+"""A row of the op table: one op, one kind, one reason.
 
-Names are ATen base names. A string in `rows` is a name followed by its other spellings in torch's dialects.
-Kinds are those of the default lists; facts about kernels (what they accumulate in, which side arguments may stay fp32,
-where a low kernel is missing) were measured on CPU and are tested there, and read from ATen's CUDA sources.
+Names are ATen base names. A string in `rows` is a name followed by its other spellings in torch's dialects. Kinds are the kinds of the
+default lists. Facts about kernels (the format they accumulate in, arguments that may stay fp32, missing low kernels) were measured on CPU
+and are tested there, and read from ATen's CUDA sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOWHERE = (*ON_CPU, "cuda:bf16", "cuda:fp16")
 
 
 class Trait(Enum):
-    """What else may be true of an op, whatever list it is on. `rows/traits.py` says of which ops it is."""
+    """Further facts about an op, whatever list it is on. `rows/traits.py` lists the ops of each."""
 
     CONVERTS = "changes a dtype and nothing else"
     TAKES_SHAPE_ONLY = "takes a shape, and unless told otherwise the dtype, of another tensor"
@@ -102,41 +102,42 @@ class Op:
     why: str
     """One short phrase that is true of this op."""
     narrow: OpKind | None = None
-    """Kind in a format of narrow range, if the range makes the difference: fp16 (65504, 6e-8)."""
+    """Kind in a format of narrow range (fp16: 65504, 6e-8), if the range makes a difference."""
     spellings: tuple[str, ...] = ()
     """Other names of the same op in torch's dialects."""
     data: tuple[str, ...] = ()
     """Names of the arguments that follow the op's colour; () means every floating tensor argument."""
     mixed_on: tuple[str, ...] = ()
-    """Devices whose kernels take low data next to fp32 arguments that are not in `data`; elsewhere those are cast along."""
+    """Devices whose kernels take low data with fp32 arguments that are not in `data`. On other devices these are cast along."""
     summands: tuple[str, ...] = ()
-    """Names of the arguments that it only adds to a product of the others: what a format flushes of them is below its result's rounding."""
+    """Names of the arguments that are only added to a product: numbers that a format flushes are below the rounding of the result."""
     promotes: bool = False
     """Operands of mixed dtype are promoted inside the kernel, forward and backward; the result has the widest."""
     bounded: bool = False
-    """Denied for the sake of its input alone: its result fits low, so what follows need not stay high."""
+    """Denied only because of its input: its result fits low, so the ops after it need not stay high."""
     low_backward: tuple[str, ...] = ()
-    """Devices whose backward adds up gradients in the low format, term by term: there it wants fp32 in training."""
+    """Devices whose backward adds up gradients in the low format, term by term: there it runs in fp32 in training."""
     uneven: tuple[str, ...] = ()
     """Devices whose low kernels round some elements of a tensor twice and others once, so that a row depends on its batch."""
     no_kernel: tuple[str, ...] = ()
-    """Where no low kernel exists, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16". PyTorch refuses low values, or
-    converts them to fp32 and runs several ops."""
+    """Devices and formats without a low kernel, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16".
+
+    PyTorch refuses low values there, or converts them to fp32 and runs several ops.
+    """
     unset: tuple[str, ...] = ()
-    """Where its low backward leaves parts of a gradient unset for some sizes: "cpu:bf16" (`graphs/fx/flow/kernel_pins.py`)."""
+    """Devices and formats whose low backward leaves parts of a gradient unwritten for some sizes (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()
-    """Arguments that it writes though its name does not say so, each with the argument that tells: not if that is None or False."""
+    """Arguments that it writes though its name does not say so, each with the argument that switches the write off by None or False."""
     forms: tuple[tuple[str, bool | str, str], ...] = ()
-    """Arguments that make another op of it, each with the value that does and the name of that op; {} is the number of dims that
-    it pads or resizes."""
+    """(argument, value, op): with this value of the argument it is another op. {} stands for the number of dims that it pads or resizes."""
     small: Literal["", "pole", "passes", "sums"] = ""
-    """What small values do to it. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are."""
+    """Effect of small values. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are small."""
     asks: bool = False
-    """Asks about a tensor without reading its numbers, unless it gives numbers itself, as `x.T` does."""
+    """Queries a tensor without reading its numbers, unless it returns numbers itself, as `x.T` does."""
     view: bool = False
-    """Moves no bytes: its result is, as a rule, the memory of its operand."""
+    """Moves no bytes: its result usually shares the memory of its operand."""
     traits: frozenset[Trait] = frozenset()
-    """What else is true of it; `rows/traits.py` fills it in."""
+    """Further facts about it, filled in from `rows/traits.py`."""
 
 
 def rows(kind: OpKind, why: str, *names: str, **fields: Any) -> Iterator[Op]:

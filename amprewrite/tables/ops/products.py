@@ -1,7 +1,7 @@
-"""How much work products of tensors are, from their shapes alone: multiply-adds times two.
+"""FLOPs of products of tensors, from their shapes alone: multiply-adds times two.
 
-A product of two operands multiplies as often as there are values of all their dims together, and adds as often. Where no dim is
-summed, as in an outer product, nothing is added: that is no matrix product.
+A product of two operands multiplies once for every combination of indices of all their dims, and adds as often. If no dim is summed, as in
+an outer product, nothing is added: that is no matrix product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def einsum_flops(equation: str, shapes: Sequence[Shape]) -> int:
         for letter, size in zip(term, shape, strict=True):
             sizes[letter] = max(sizes.get(letter, 1), size)
     letters = [letter for term in terms for letter in term]
-    # without an arrow the result has what is written once, and all that an ellipsis stands for
+    # without an arrow the result has the letters that occur once, and all dims of an ellipsis
     wanted = set(output) if arrow else {letter for letter in letters if letters.count(letter) == 1}
     if "..." in output or not arrow:
         wanted |= {letter for letter in letters if letter.isdigit()}
@@ -31,7 +31,7 @@ def einsum_flops(equation: str, shapes: Sequence[Shape]) -> int:
 
 
 def sums_products(equation: str) -> bool:
-    """Whether an einsum, by its equation alone, sums over a dim that two of its operands have."""
+    """True if an einsum, by its equation alone, sums over a dim that two of its operands have."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = [term.replace("...", ".") for term in inputs.split(",")]
     shared = {letter for letter in "".join(terms) if sum(letter in term for term in terms) > 1}
@@ -39,7 +39,7 @@ def sums_products(equation: str) -> bool:
 
 
 def pair_flops(left: Shape, right: Shape, result: Shape) -> int:
-    """FLOPs of a product of two operands that share no dim but those that are summed."""
+    """FLOPs of a product of two operands that share only the summed dims."""
     summed = math.isqrt(math.prod(left) * math.prod(right) // max(math.prod(result), 1))
     return 2 * math.prod(result) * summed
 
@@ -54,14 +54,14 @@ def chain_flops(shapes: Sequence[Shape]) -> int:
 
 
 def _spelled(term: str, rank: int) -> str:
-    """The term with a digit for each dim that its ellipsis stands for, the last of them "0"."""
+    """The term with a digit for each dim of its ellipsis, the last of them "0"."""
     before, dots, after = term.partition("...")
     missing = rank - len(before) - len(after)
     return before + "".join(map(str, range(missing - 1, -1, -1))) + after if dots and 0 <= missing <= 10 else term
 
 
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
-    """(what is there, what comes to it, letters that are read later) of each product."""
+    """(letters of the result so far, letters of the next operand, letters that are read later) of each product."""
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):
         later = wanted.union(*terms[place + 1 :])
@@ -70,7 +70,7 @@ def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], 
 
 
 def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int]) -> int:
-    """A letter of one operand alone that is not read later is summed before the product."""
+    """FLOPs of a product of two terms. A letter of one operand alone that is not read later is summed before the product."""
     shared, summed = left & right, (left & right) - later
     multiplied = math.prod(sizes[letter] for letter in shared | ((left | right) & later))
     return 2 * multiplied if summed else 0

@@ -1,1 +1,1 @@
-"""ONNX model → op graph: loading, reading, and what its constants and samples say."""
+"""ONNX model → op graph: loading, reading, and evidence from constants and samples."""

@@ -1,4 +1,4 @@
-"""Facts about the constants of an ONNX file, gathered while it is read: what a low copy would lose where, and what becomes of a mask.
+"""Facts about the constants of an ONNX file, collected during reading: the harm of low copies, and what masks become.
 
 By name it knows the bounds of `clamp` and `maximum`, `add`, which moves a mask, and `BatchNormalization`, whose further results are
 averages.
@@ -22,7 +22,7 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops whose constants are bounds: beyond the range they become its ends. What is filled in becomes an end only if it is a mask."""
+"""Ops whose constants are bounds: beyond the range they are clamped to ±max. A fill value is clamped only if it is a mask."""
 
 
 class ConstantFacts:
@@ -41,13 +41,13 @@ class ConstantFacts:
         return self._looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        """The harm of a low copy of a constant that `node` reads; None if it rounds as well as any other."""
+        """The harm of a low copy of a constant that `node` reads; None if it only rounds."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """A read of a constant in the format of the vertex `reader`; `index` is its place among the operands."""
+        """A read of a constant in the format of the vertex `reader`. `index` is its position among the operands."""
         row = find_op(op)
         summand = row is not None and bool(row.summands) and index == 2 and "beta" not in node.attributes
         pole = op if has_pole(op, index) else ""
@@ -58,15 +58,15 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """The constants that a node which gives no float, as a comparison, would read as another number in low, or as none."""
+        """Constants of a node without a float result, such as a comparison, that a low copy would change to another number."""
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
 
     def fixed_groups(self, node: ir.Node, sig: Signature, group: str) -> dict[str, Loss | None]:
-        """The type variables of an op that stay fp32 whatever its result does: their constants would be lost, or they are statistics."""
+        """Type variables of an op that stay fp32 even if its result is low: their constants would be lost, or they are statistics."""
         if node.op_type not in SIDE_FOLLOWS:
             return {}
-        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # a step of training: its averages add up over many
+        if node.op_type == "BatchNormalization" and len(node.outputs) > 1:  # a training step: its averages add up over many
             return dict.fromkeys({sig.output(index) for index in range(1, len(node.outputs))} - {group})
         return {
             sig.input(index): loss
@@ -77,20 +77,20 @@ class ConstantFacts:
 
     # -- masks and bounds -----------------------------------------------------------------------
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
-        """Whether the result may hold what a mask's constant became, or scores beside one. `beside`: an operand does."""
+        """True if the result may hold clamped numbers of a mask, or scores added to a mask. `beside`: an operand does."""
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 
     def takes_mask(self, node: ir.Node, op: str) -> bool:
-        """Whether `node` reads a mask, of which its result holds what it becomes."""
+        """True if `node` reads a mask whose clamped numbers are in its result."""
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """Whether `node` reads a constant whose numbers beyond the range become its ends."""
+        """True if `node` reads a constant whose numbers beyond the range are clamped to ±max."""
         return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
 
     def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """Whether values beyond the range in a constant of `node` may be clamped to its ends without changing its meaning."""
+        """True if values beyond the range in a constant of `node` may be clamped to ±max without changing its meaning."""
         found = self.facts(value)
         if not found.overflow:
             return False
@@ -100,19 +100,19 @@ class ConstantFacts:
         return blocks and self._only_blocks(found, node, op)
 
     def _only_blocks(self, found: Facts, node: ir.Node, op: str) -> bool:
-        """Whether the numbers beyond the range that a node gets from a constant block, whoever reads its results: none is computed with."""
+        """True if numbers beyond the range that a node takes from a constant only block positions, in all readers of its results."""
         sides = {side for side, far in ((BELOW, found.least < -self.low.max), (ABOVE, found.most > self.low.max)) if far}
         moved = op in FILLS or op in BORDERS or op == "add"
         return self.readers.results_only_block(node, sides if moved else {BELOW, ABOVE})
 
     def _is_bound(self, value: ir.Value, op: str, node: ir.Node) -> bool:
-        """Whether a constant is a bound on the side that it lies on: no value that the format holds goes beyond it."""
+        """True if a constant is a bound on its own side of the range: no value of the format lies beyond it."""
         lower = op == "maximum" or (op == "clamp" and value is node.inputs[1])
         return op in BOUNDS and bound_fits(self.facts(value).most if lower else self.facts(value).least, lower, self.low)
 
 
 def constants_of(node: ir.Node) -> list[tuple[int, ir.Value]]:
-    """The fp32 constants that a node reads, with their places."""
+    """The fp32 constants that a node reads, with their positions."""
     return [
         (index, value)
         for index, value in enumerate(node.inputs)

@@ -1,7 +1,7 @@
-"""Which products of a file multiply numbers that count something (`ir/evidence/counts.py`).
+"""Products of a file that multiply numbers that count something (`ir/evidence/counts.py`).
 
-The constants of a file count as its numbers, weights as well: a file does not say which of them were learnt. By name this file knows
-`OneHot`, which the vocabulary takes for a scatter.
+Constants of a file count by their values, weights as well, because a file does not say which were learnt. By name this file knows `OneHot`,
+which the vocabulary maps to a scatter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amprewrite.tables.formats import Format
 
 
 def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
-    """The graph that was read, with a word on every product that would round what counts something."""
+    """The graph that was read, with a mark on every product that would round numbers that count something."""
     if not any(node.flops for node in reading.graph):
         return reading.graph
     found = dict[ir.Value, Count]()
@@ -42,7 +42,7 @@ def with_counts(reading: OnnxReading, model: ir.Model, low: Format) -> OpGraph:
 
 
 def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """The nodes of a graph; those of a body come after the node that runs it."""
+    """The nodes of a graph. Nodes of a body follow the node that runs it."""
     for node in graph:
         yield node
         for body in bodies(node):
@@ -50,13 +50,13 @@ def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _entering(value: ir.Value, low: Format) -> Count:
-    """The count of what enters a graph from outside."""
+    """The count of a value that enters a graph from outside."""
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), (), low)
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
-    """The count of a value that a node reads: of a constant, whether it holds whole numbers that the low format does not."""
+    """The count of a value that a node reads. A constant counts as LARGE if it holds integers beyond the low format's exact ones."""
     if value not in found:
         held = constant_tensor(value)
         numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)

@@ -1,6 +1,6 @@
-"""Sparse constants of an ONNX protobuf made dense: onnx_ir reads none, and kernels of the low formats take dense operands alone.
+"""Make sparse constants of an ONNX protobuf dense: onnx_ir reads none, and kernels of the low formats take dense operands alone.
 
-By name it knows `Constant`, of which an attribute may hold one.
+By name it knows `Constant`, which may hold one in an attribute.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
 
 
 def densify(model: onnx.ModelProto, name: str) -> int:
-    """Make sparse initialisers, and those of Constant nodes, dense in place; how many there were.
+    """Make sparse initialisers and Constant nodes dense in place; returns their number.
 
-    CaptureError for one that is broken, that memory does not hold, or that an attribute of another op is. `name` is the model's.
+    CaptureError if a sparse tensor is broken, too large for memory, or an attribute of another op. `name` is the model's name in messages.
     """
     count, left = 0, memory() // 2
     for graph in (model.graph, *_bodies(model.graph.node), *(body for function in model.functions for body in _bodies(function.node))):
@@ -57,7 +57,7 @@ def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
-    """The graphs inside of nodes, and those inside of them."""
+    """The graphs inside nodes, and the graphs inside those."""
     for node in nodes:
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs) if attribute.HasField("g") or attribute.graphs else ():
@@ -66,7 +66,7 @@ def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
 
 
 def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.TensorProto:
-    """A sparse tensor as a dense one of the same name; `most` is how many bytes it may take."""
+    """A sparse tensor as a dense one of the same name. CaptureError if it takes more than `most` bytes."""
     if onnx.TensorProto.EXTERNAL in (sparse.values.data_location, sparse.indices.data_location):
         raise CaptureError(f"{where} lies in a file of its own; save the model with its sparse constants inside")
     try:
@@ -77,7 +77,7 @@ def _dense(sparse: onnx.SparseTensorProto, where: str, most: int) -> onnx.Tensor
         places = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), dims)
         if min(dims, default=0) <= 0 or values.shape != places.shape or ((places < 0) | (places >= math.prod(dims))).any():
             raise ValueError(f"{values.size} values at {list(indices.shape)} indices of {dims}")
-    except Exception as error:  # numpy's and onnx's own for data that is cut off, or indices out of bounds
+    except Exception as error:  # errors of numpy and onnx for truncated data, or indices out of bounds
         raise CaptureError(f"{where} does not hold what its shape says: {one_line(error)}; export the model again") from error
     if size > most:
         raise CaptureError(f"{where} takes {size:.3g} bytes when it is dense, and {most:.3g} are free; use a machine with more memory")

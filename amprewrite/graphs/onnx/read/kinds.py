@@ -1,4 +1,4 @@
-"""The list of an op of a file, by its name, its attributes, and the values that samples showed.
+"""Kind of an op of a file, by its name, its attributes, and the values in sample runs.
 
 By name it knows `exp`, an `einsum` that is a `mul`, and `Cast`.
 """
@@ -18,12 +18,12 @@ from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 EXP_MOST = 8.0
-"""An exp multiplies the relative error of its input by that input: about two where the largest result is this."""
+"""Largest result of an exp that stays open. An exp multiplies the relative error of its input by the input: about two here."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """The lists, beside what samples showed. `asked_ops`: those whose list an override names."""
+    """The lists and the ranges from samples. `asked_ops` are ops whose list an override names."""
 
     low: Format
     lists: OpLists
@@ -31,10 +31,10 @@ class Kinds:
     asked_ops: frozenset[str] = frozenset()
 
     def of(self, op: str, node: ir.Node) -> OpKind | None:
-        """The kind of the op by the lists; in fp16 that for bf16 if ranges were the reason and are seen to be kept.
+        """The kind of the op by the lists. In fp16, if samples stay within the range, it is the kind in bf16 unless other reasons deny it.
 
-        An einsum that sums over no dim of two operands, as an outer product, is no matrix product. An exp of small numbers is none that
-        magnifies errors.
+        An einsum that sums over no dim of two operands, such as an outer product, is no matrix product. An exp of small numbers does not
+        magnify errors.
         """
         row = find_op(op)
         assert row is not None
@@ -62,7 +62,7 @@ class Kinds:
         return bool(read)
 
     def pin_cast(self, node: ir.Node) -> tuple[Colour, Reason, str] | None:
-        """Pin a Cast to fp32 high; None if it may go to the low format straight away and loses nothing by that."""
+        """Pin a Cast to fp32 high; None if it may cast to the low format directly without a loss."""
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in ("fp32", self.low.name, "bool"):
             return None

@@ -1,7 +1,7 @@
-"""What comes in: ONNX models read from anywhere, and made ready for the passes.
+"""Read ONNX models from any source, and prepare them for the passes.
 
-1. Read a path, a protobuf or an onnx_ir model; refuse what is broken or incomplete. Make sparse constants dense (`densify`).
-2. Inline local functions; turn initialisers that are inputs, too, into constants.
+1. Read a path, a protobuf or an onnx_ir model; refuse a broken or incomplete one. Make sparse constants dense (`densify`).
+2. Inline local functions; turn initialisers that are also inputs into constants.
 3. Fill in missing types; raise the opset (`opsets`).
 """
 
@@ -29,15 +29,15 @@ from amprewrite.tables.ops.op_lists import OpLists
 
 Source = str | Path | onnx.ModelProto | ir.Model
 TRIES = 20
-"""How often a model is read that is replaced again and again meanwhile."""
+"""Number of tries to read a model that another process keeps replacing."""
 NOTES = "amprewrite.read"
-"""Key in `meta` of a model that was read: notes on what of it is not as it was."""
+"""Key in `meta` of a model that was read: notes on the changes made to it."""
 
 
 def load(source: Source) -> ir.Model:
-    """A copy of the model to work on. CaptureError for what is no ONNX model, or lacks its external data.
+    """A copy of the model to work on. CaptureError if it is no ONNX model, or lacks its external data.
 
-    A model that another process replaces meanwhile may lack its old data: then the new one is read.
+    If another process replaces the file while it is read, its old data may be missing: then the new file is read.
     """
     for _ in range(TRIES - 1):
         before = _version(source)
@@ -50,7 +50,7 @@ def load(source: Source) -> ir.Model:
 
 
 def _version(source: Source) -> tuple[int, ...]:
-    """A key that changes whenever a file is replaced; nothing for models in memory."""
+    """A key that changes whenever a file is replaced; () for models in memory."""
     if not isinstance(source, str | Path):
         return ()
     try:
@@ -97,7 +97,7 @@ def _load(source: Source) -> ir.Model:
 
 
 def _load_initialisers(model: ir.Model) -> None:
-    """Take all weights into memory; what they say of themselves is kept."""
+    """Load all weights into memory, with their doc strings and metadata."""
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     outside = [(value, value.const_value) for value in values if isinstance(value.const_value, ir.ExternalTensor)]
     ir.external_data.load_to_model(model)
@@ -107,7 +107,7 @@ def _load_initialisers(model: ir.Model) -> None:
 
 
 def _load_attributes(model: ir.Model) -> None:
-    """Take into memory what nodes hold outside of the file, as a Constant may: only initialisers are written beside a model."""
+    """Load tensor attributes from external files into memory, for example of a Constant: only initialisers are written outside a model."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for node in graph:
             for attribute in list(node.attributes.values()):
@@ -126,8 +126,8 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
     """The model of a proto or a file, without external data.
 
-    An input that is an output, too, is one value with one type: the input's. What the file says of the output may be wrong. What onnx_ir
-    would refuse or drop in silence is made dense, refused here, or noted in `model.meta`.
+    A value that is both an input and an output gets the input's type, because the type that the file gives the output may be wrong. Parts
+    that onnx_ir would refuse or drop silently are made dense, refused here, or noted in `model.meta`.
     """
     proto = copy.deepcopy(source) if isinstance(source, onnx.ModelProto) else onnx.load(source, load_external_data=False)
     name = name_of(source)
@@ -150,7 +150,7 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
 
 
 def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
-    """Raise CaptureError if an input or output is a map, or holds maps. Where one lies in between, it is not said of what type it is."""
+    """Raise CaptureError if an input or output is a map, or holds maps. Types of inner maps are removed."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             if _holds_map(value.type):
@@ -175,7 +175,7 @@ def _holds_map(kind: onnx.TypeProto) -> bool:
 
 
 def _not_implemented(error: BaseException | None) -> NotImplementedError | None:
-    """What onnx_ir says that it cannot read, among the causes of an error."""
+    """The NotImplementedError of onnx_ir among the causes of an error; None if there is none."""
     while error is not None and not isinstance(error, NotImplementedError):
         error = error.__cause__
     return error
@@ -188,17 +188,17 @@ def name_of(source: Source) -> str:
 
 @dataclass(frozen=True)
 class Ready:
-    """A model as the passes take it."""
+    """A model prepared for the passes."""
 
     model: ir.Model
     notes: list[str]
-    """What was done to it."""
+    """Changes made to it."""
     before: list[ir.Model]
-    """The model before its opset was raised, and between two raises, to compare them with what it became; none if it was not raised."""
+    """The model before and between changes of its opset, for a comparison; empty if it was not raised."""
 
 
 def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
-    """The model as the passes take it. CaptureError if its opset is too old and cannot be raised."""
+    """Prepare a model for the passes. CaptureError if its opset is too old and cannot be raised."""
     notes: list[str] = model.meta.pop(NOTES, [])
     opset = name_opset(model)
     sort_nodes(model)
@@ -225,7 +225,7 @@ def make_ready(model: ir.Model, low: Format, lists: OpLists) -> Ready:
 
 
 def sort_nodes(model: ir.Model) -> None:
-    """Put nodes that read before what they read is made behind it. CaptureError if that cannot be done."""
+    """Sort nodes so that each follows the makers of its operands. CaptureError if that is impossible."""
     if _is_sorted(model.graph, set()):
         return
     try:
@@ -237,7 +237,7 @@ def sort_nodes(model: ir.Model) -> None:
 
 
 def _is_sorted(graph: ir.Graph, made: set[ir.Node]) -> bool:
-    """Whether every node follows what it reads; `made` are the nodes before, and holds the graph's own afterwards."""
+    """True if every node follows the makers of its operands. `made` holds the nodes before, and afterwards also the graph's own."""
     for node in graph:
         makers = (value.producer() for value in node.inputs if value is not None)
         if any(maker is not None and maker not in made for maker in makers):

@@ -1,4 +1,4 @@
-"""The constants of a file that have an offset: what their values have in common is more than what they differ by."""
+"""Constants of a file with an offset: the common part of their values is larger than the differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amprewrite.tables.formats import FP32
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
-    """The fp32 constants with an offset among those that are added to something, and among tables, whose rows may have one in common."""
+    """fp32 constants with an offset that are added to a value, and tables whose rows have a common one."""
     added, looked_up = summands(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)

@@ -1,13 +1,13 @@
-"""The opset of a model: named where none is, raised where it is too old to read, and where listed ops take the low format only later.
+"""The opset of a model: add it if none is named, raise it if it is too old, and raise it if more ops then take the low format.
 
 1. A model of other domains alone gets an opset of onnx's own ops: casts are such ops.
-2. Opsets before OLDEST broadcast by attribute. onnx's version converter brings such a model to OLDEST.
+2. Opsets before OLDEST broadcast by attribute. onnx's version converter raises such a model to OLDEST.
 3. A newer opset is chosen if it lets more ops of the model take the low format, and ONNX Runtime still loads the model.
 
-A raised model is not trusted: what it gives on sample runs is compared with what the model as it came gives. Where nothing can be compared,
-what onnx says of its ops must be the same at both opsets but for types.
+A raised model is not trusted: its results on sample runs are compared with those of the original model. If they cannot be compared, the
+schemas of its ops must be the same at both opsets except for types.
 
-By name it knows what the converter does not raise as it should: `PRelu`, `Scan`, and the `Unsqueeze` that it puts behind constants.
+By name it knows ops that the converter raises wrongly: `PRelu`, `Scan`, and the `Unsqueeze` that it inserts after constants.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def raise_old(model: ir.Model) -> ir.Model:
     old = model.clone()
     _unbroadcast_slopes(old, said)
     proto = ir.to_proto(old)
-    problem = invalid(proto, full=False)  # the converter is given nothing that is malformed
+    problem = invalid(proto, full=False)  # never give the converter a malformed model
     if problem:
         raise CaptureError(f"{said}, and not valid ONNX: {problem}; export it again")
     try:
@@ -67,7 +67,7 @@ def raise_old(model: ir.Model) -> ir.Model:
 
 
 def _fold_unsqueezes(model: ir.Model) -> None:
-    """Shape constants once and for all if the converter put an Unsqueeze behind them: such a node has no format of its own."""
+    """Replace each Unsqueeze of a constant that the converter inserted by a reshaped constant: the node has no format of its own."""
     for graph in model.graphs():
         for node in list(graph):
             value, result = node.inputs[0] if node.inputs else None, node.outputs[0]
@@ -93,7 +93,7 @@ def _initializer(graph: ir.Graph, name: str, held: np.ndarray) -> ir.Value:
 
 
 def _unbroadcast_slopes(model: ir.Model, said: str) -> None:
-    """Give slopes of PRelu the shape that OLDEST asks for: one a channel became one broadcast from the right, and the converter forgets."""
+    """Give slopes of PRelu the shape of OLDEST: one for each channel now broadcasts from the right, and the converter ignores that."""
     for graph in model.graphs():
         for node in list(graph):
             slope = node.inputs[1] if node.op_type == "PRelu" and len(node.inputs) > 1 else None
@@ -111,7 +111,7 @@ def _is_single(value: ir.Value) -> bool:
 
 
 def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int]) -> None:
-    """Let a PRelu read its slope with further dimensions of one behind the channels."""
+    """Let a PRelu read its slope with further dimensions of one after the channels."""
     tensor, name = constant_tensor(slope), f"{slope.name}_of_{node.outputs[0].name}"
     if tensor is not None:
         shaped = _initializer(graph, name, tensor.numpy().reshape(-1, *(1 for _ in axes)))
@@ -125,7 +125,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.Model, list[str]]:
-    """The model at the opset at which all listed ops of it take the low format, as far as there is one."""
+    """(the model at the lowest opset at which all listed ops take the low format, if there is one; notes)."""
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]
     wanted = {node.op_type for node in nodes if _wants_low(node, lists)}
@@ -149,7 +149,7 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists) -> tuple[ir.M
         return model, [f"{kept}: the converter has no way"]
     _raise_ir_version(raised, needed)
     refused = refusal(raised)
-    if refused and not refusal(model):  # the newest kernels of some ops come late
+    if refused and not refusal(model):  # some ops have kernels only in later releases
         return model, [f"{kept}: ONNX Runtime does not load it then ({refused})"]
     return raised, [f"opset raised from {opset} to {needed}, at which more of its ops take {low.name}"]
 
@@ -159,7 +159,7 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
-    if node.op_type in FLOW:  # it hands on what its body makes
+    if node.op_type in FLOW:  # it returns results of its body
         bodies = (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH)
         return any(format_of(value) == "fp32" for value in (*node.outputs, *(v for body in bodies for v in (*body.inputs, *body.outputs))))
     kind = lists.kind(op_of(node))

@@ -1,15 +1,15 @@
-"""ONNX graph → op graph: one vertex a node, bodies of If, Loop and Scan laid open in the same graph.
+"""ONNX graph → op graph: one vertex a node, with bodies of If, Loop and Scan inlined in the same graph.
 
-1. Walk the nodes in order; a body is walked where its node stands, so that values may cross its border in either format.
-2. What enters and leaves a body has a vertex of its own: a loop's state enters and leaves in one colour, by a precision_group.
+1. Walk the nodes in order. A body is walked at the position of its node, so that values may cross its border in either format.
+2. Values that enter or leave a body have vertices of their own. A loop's state enters and leaves in one colour, by a precision_group.
 3. Operands that share the result's type variable follow the op's colour; all others stay fp32. ONNX promotes nothing.
-4. Constants cost nothing: an op that reads one low gets it stored low, and no cast is ever made of it.
-5. Pin what the file decides: unlisted ops, types that the opset does not take, quantised neighbours. What constants and sample runs
-   say is evidence, which passes judge.
+4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
+5. Pin facts of the file: unlisted ops, types that the opset does not take, quantised neighbours. Facts about constants and sample runs are
+   evidence, which passes judge.
 
-By name it knows bodies (`Scan`, `Loop`), what holds or takes a type of its own (`Cast`, in the vocabulary `to`, `Constant`,
-`ConstantOfShape`, `DequantizeLinear`), and products whose FLOPs it counts: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`,
-and `ConvTranspose`, which counts what it reads.
+By name it knows bodies (`Scan`, `Loop`), ops with a type of their own (`Cast`, in the vocabulary `to`, `Constant`, `ConstantOfShape`,
+`DequantizeLinear`), and products whose FLOPs it counts: `MatMul`, `FusedMatMul`, `Gemm`, `FusedGemm`, `Einsum`, and `ConvTranspose`, whose
+FLOPs follow its input.
 
 One file because one walk over the nodes fills one op graph.
 """
@@ -43,12 +43,12 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 Pin = tuple[Colour, Reason, str]
 TURNS = 64
-"""How often a loop is taken to run."""
+"""Assumed number of iterations of a loop."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place where a value is read: an input of a node or an output of a graph."""
+    """A read of a value: an input of a node or an output of a graph."""
 
     owner: ir.Node | ir.Graph
     index: int
@@ -62,29 +62,29 @@ class Slot:
 
 @dataclass
 class OnnxReading:
-    """The op graph of a model, and where in the model its vertices are."""
+    """The op graph of a model, and the values, nodes and reads of its vertices."""
 
     graph: OpGraph = field(default_factory=OpGraph)
     values: dict[str, ir.Value] = field(default_factory=dict)
-    """The value that each vertex gives."""
+    """The value of each vertex."""
     nodes: dict[str, ir.Node] = field(default_factory=dict)
     slots: dict[tuple[str, str], list[Slot]] = field(default_factory=dict)
-    """Where a vertex (first) reads the value of another (second)."""
+    """By (reader, vertex that is read): the reads in the model."""
     constants: list[ConstantRead] = field(default_factory=list)
     kept: dict[str, Loss] = field(default_factory=dict)
-    """Constants that stay fp32 where they are read, whatever passes decide, and the harm of a low copy."""
+    """Constants that stay fp32 in their readers, whatever passes decide, with the harm of a low copy."""
     masks: set[str] = field(default_factory=set)
-    """Constants and fills that block scores and do nothing else: they become less than half of the lowest number."""
+    """Constants and fills that only block scores: they become less than half of the lowest number."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
-    """Ranges of vertices in sample runs, and the ends of constants that a low copy rounds."""
+    """Ranges of vertices in sample runs, and of constants that a low copy rounds."""
     walls: Counter[str] = field(default_factory=Counter)
-    """Unlisted ops, and how often they occur."""
+    """Unlisted ops, with their numbers of occurrences."""
 
 
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> OnnxReading:
-    """Read `model`. `samples` are what sample runs showed, `asked_ops` the ops whose list an override names."""
+    """Read `model`. `samples` are the results of sample runs, `asked_ops` the ops whose list an override names."""
     reader = _Reader(model, Kinds(low, lists, samples, asked_ops), keep_io)
     reader.read_top()
     reader.read_numbers()
@@ -98,11 +98,11 @@ class _Reader:
         self.opset = model.opset_imports.get("", 1)
         self.reading = OnnxReading()
         self.masked: set[str] = set()
-        """Vertices where a mask's constant comes in, of which a low one holds the end of the range."""
+        """Vertices at which a mask's constant enters. Low, they hold ±max."""
         self.of: dict[ir.Value, str] = {}
         self.counts: Counter[str] = Counter()
         self.turns = 1
-        """How often what is being read runs, as far as costs go."""
+        """Number of runs of the code that is being read, for costs."""
 
     # -- graphs -----------------------------------------------------------------------
     def read_top(self) -> None:
@@ -156,7 +156,7 @@ class _Reader:
         return constant_tensor(value) is not None
 
     def maker(self, value: ir.Value) -> str:
-        """The vertex that gives `value`; constants get theirs when first read."""
+        """The vertex that makes `value`. Constants get theirs when first read."""
         if value not in self.of:
             if not self.constant(value):
                 raise CaptureError(f"{value.name} is read, but no node before it makes it; export the model again")
@@ -177,7 +177,7 @@ class _Reader:
         precision_group: str = "",
         may_saturate: bool = False,
     ) -> str:
-        """A vertex for a value that is no node's only result: inputs, constants, what crosses the border of a body."""
+        """Add a vertex for a value that is no node's only result: inputs, constants, values at the border of a body."""
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
         pinned = pinned if dtype == "fp32" else _PLAIN
@@ -276,7 +276,7 @@ class _Reader:
             if self.constant(value) and demand is not Demand.HIGH:
                 if gives_float:
                     self.reading.constants.append(self.held.read(made, value, name, node, op_of(node), node.outputs[0], index))
-                elif computed:  # one side of a comparison goes along with the other
+                elif computed:  # one side of a comparison follows the other
                     self.reading.constants.append(ConstantRead(constant=made, reader=name, follows=self.of[computed[0]]))
                 demand = Demand.ANY
             if demands.setdefault(made, demand) is not demand:
@@ -288,12 +288,12 @@ class _Reader:
         return tuple(Operand(made, demand, self.is_number(made), twice=times[made] > 1) for made, demand in demands.items())
 
     def is_number(self, name: str) -> bool:
-        """Whether a vertex is a constant of one element, which PyTorch has as a number."""
+        """True if a vertex is a constant of one element, a number in PyTorch."""
         held = constant_tensor(self.reading.values[name]) if name in self.reading.values else None
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep vertices in fp32 whose numbers beyond the range count as such, with what these come from; a bound lets no such number by."""
+        """Keep vertices in fp32 if an op reads their numbers beyond the range as numbers, with the vertices before them up to a bound."""
         waiting, seen = list(names), set[str]()
         while waiting:
             vertex = self.reading.graph[waiting.pop()]
@@ -307,11 +307,11 @@ class _Reader:
             self.reading.graph.nodes[name] = replace(vertex, pinned=vertex.pinned or (Colour.HIGH, Reason.CONSTANT, text))
 
     def saturates(self, operands: Iterable[Operand]) -> bool:
-        """Whether an operand may hold what a mask's constant became."""
+        """True if an operand may hold clamped numbers of a mask."""
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """The operands of an unlisted op. All that it and its bodies read stays fp32."""
+        """The operands of an unlisted op. All operands of it and of its bodies stay fp32."""
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
             slots += [Slot(each, index) for each in body.all_nodes() for index in range(len(each.inputs))]
@@ -375,13 +375,13 @@ class _Reader:
             self.leave(name, node, value, [(Slot(body, index), body.outputs[index])], precision_group)
 
     def read_turns(self, body: ir.Graph) -> None:
-        """Read a body that runs again and again: casts in it cost that much more than casts outside."""
+        """Read a body that runs many times: casts in it cost that much more than casts outside."""
         self.turns *= TURNS
         self.read_nodes(body)
         self.turns //= TURNS
 
     def enter(self, name: str, node: ir.Node, index: int, inner: ir.Value, tied: bool) -> None:
-        """Add a vertex for what a loop or scan hands into its body: its state, or a slice of a sequence."""
+        """Add a vertex for a value that a loop or scan passes into its body: its state, or a slice of a sequence."""
         outer = node.inputs[index]
         if outer is None:
             return
@@ -396,14 +396,14 @@ class _Reader:
         self.turns //= TURNS
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
-        """Add a vertex for what a body gives to the graph around it."""
+        """Add a vertex for a value that a body returns to the graph around it."""
         if outer.type is None and isinstance(inner[0][1].type, ir.TensorType):
             guess(outer, inner[0][1].type)
         if _is_fp32(outer):
             self.cross(node, f"{name}.{outer.index()}", outer, inner, precision_group)
 
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
-        """Add a vertex at the border of a body: `value` on one side, what it reads on the other."""
+        """Add a vertex at the border of a body: `value` on one side, the values that it reads on the other."""
         name = self.unique(name)
         demands: dict[str, Demand] = {}
         for slot, read in reads:
@@ -442,7 +442,7 @@ def _shape(value: ir.Value) -> tuple[int | str, ...]:
 
 
 def provenance(node: ir.Node) -> tuple[str, str]:
-    """Module path and source line that torch's exporter left on the node."""
+    """Module path and source line that torch's exporter recorded on the node."""
     module = ""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     if scopes:
@@ -455,7 +455,7 @@ def provenance(node: ir.Node) -> tuple[str, str]:
 
 
 def flops(node: ir.Node) -> int:
-    """Multiply-adds times two of a matrix product or convolution, from shapes; open dims count 64."""
+    """FLOPs (two for each multiply-add) of a matrix product or convolution, from shapes. Open dims count 64."""
     shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]
     if len(shapes) < 2 or not shapes[0] or not shapes[1]:
         return 0

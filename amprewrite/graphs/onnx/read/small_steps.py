@@ -1,7 +1,7 @@
-"""Sums of an ONNX file that go on with one value in many small steps: `x = x + 0.1 * f(x)`, unrolled or in the body of a loop.
+"""Sums of an ONNX file that change one value in many small steps: `x = x + 0.1 * f(x)`, unrolled or in the body of a loop.
 
-Factors are constants that differ along one dim at most, such as a LayerScale, which count by their root mean square, and schedules: values
-of one element that no product made.
+Factors are constants that vary along one dim at most, such as a LayerScale, which count by their root mean square, and schedules: values of
+one element that no product made.
 
 By name it knows how ops are linear: `add`, `sub`, `mul`, `div`, `neg`; and where a body begins, at a `loop` or a `scan`.
 """
@@ -23,21 +23,21 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""What hands on its first operand times one, if it has as many elements."""
+"""Ops that pass on their first operand times one, if it has as many elements as the result."""
 RANDOM = ops_with(Trait.RANDOM)
 SUMS = ops_with(Trait.ADDS_UP)
 BODIES = ("loop", "scan")
 
 
 def read_small_steps(reading: OnnxReading) -> tuple[str, ...]:
-    """Sums that go on with one value in many small steps, where products are in each, and what scales or copies that value in between."""
+    """Sums that change one value in many small steps with a product in each, and the ops that scale or copy the value between two steps."""
     steps = _OnnxSteps(reading)
     kept = steps.found(lambda name: reading.graph[name].op in SUMS and len(steps.given(name)) == 2, steps.is_state)
     return tuple(node.name for node in reading.graph if node.name in kept)
 
 
 class _OnnxSteps(SmallSteps[str]):
-    """The steps of one file, by the names of vertices."""
+    """Finds the small steps of one file, by the names of vertices."""
 
     def __init__(self, reading: OnnxReading) -> None:
         self.graph, self.nodes = reading.graph, reading.nodes
@@ -50,7 +50,7 @@ class _OnnxSteps(SmallSteps[str]):
                 self.exact.add(node.name)
 
     def is_state(self, name: str) -> bool:
-        """Whether a value is what a loop hands from turn to turn."""
+        """True if a value is the state that a loop passes from iteration to iteration."""
         node = self.graph[name]
         return node.op in BODIES and bool(node.precision_group)
 
@@ -61,7 +61,7 @@ class _OnnxSteps(SmallSteps[str]):
         return self.graph[node].shape
 
     def given(self, name: str) -> list[ir.Value]:
-        """The operands of a node; none of what is no node, or stands at the border of a body."""
+        """The operands of a node; [] for other vertices and at the border of a body."""
         node = self.graph[name]
         if node.role != "op" or node.op in BODIES or name not in self.nodes:
             return []
@@ -116,7 +116,7 @@ class _OnnxSteps(SmallSteps[str]):
 
 
 def _size(values: np.ndarray[Any, Any]) -> float:
-    """The root mean square of numbers, with the sign of their mean."""
+    """Root mean square of numbers, with the sign of their mean."""
     return math.copysign(float(np.sqrt(np.square(values.astype(np.float64)).mean())), float(values.mean()))
 
 

@@ -1,9 +1,8 @@
-"""Constants of an ONNX model in a low format: what rounds well, what would be lost, what is a mask.
+"""Constants of an ONNX model in a low format: rounding, losses, and masks.
 
-Rounding is to nearest even; signs, zeros, infinities and NaN stay; nothing within the range is clamped. Finite-minimum masks
-become the format's lowest value, and less than half of it in front of a softmax: a score that is added to one, or a second mask,
-must not make an infinity of it, as a row that is blocked whole would be NaN. Whatever else would overflow, or lose its value to
-underflow, keeps its op in fp32.
+Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite masks become the
+format's lowest value, and less than half of it before a softmax: adding a score or a second mask must not give an infinity, because a row
+that is blocked as a whole would be NaN. Any other constant that would overflow, or lose its value to underflow, keeps its op in fp32.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ from amprewrite.tables.formats import LOW_FORMATS, Format
 
 NUMPY = {row.name: np.dtype(getattr(ml_dtypes, row.library_name, row.library_name)) for row in LOW_FORMATS}
 LOSS = 4
-"""Rounding errors of a slice of weights, in units of the format's eps, beyond which bits are lost to underflow."""
+"""Relative error of a slice of weights, in units of the format's eps, beyond which bits are lost to underflow."""
 
 BLOCKED = 15 / 32
-"""What blocks a score, as a share of the lowest value. In fp16 it is -30704: two of them and a score of -4000 are finite, and one
-takes the bits from scores below 8, so that a row that is blocked whole is as even as in fp32."""
+"""Number that blocks a score, as a share of the lowest value.
+
+In fp16 it is -30704. Two of them and a score of -4000 are finite. One removes the bits of scores below 8, so that a row that is blocked as
+a whole is as even as in fp32.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Facts:
     elements: int
     overflow: int
     mask: bool
-    """Every overflowing value is so large that it can only be a mask."""
+    """True if every overflowing value is so large that it can only be a mask."""
     flushed: int
     worst: float
     """Largest relative L2 error of a slice along the first or last axis, and of the whole."""
@@ -48,7 +50,7 @@ class Facts:
 
 
 def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.ndarray:
-    """The constant in the low format: rounded to nearest even, finite values beyond the range at its ends, masks at `BLOCKED`."""
+    """The constant in the low format: rounded to nearest even, finite values beyond the range clamped to ±max, masks to `BLOCKED`."""
     with np.errstate(over="ignore", under="ignore"):
         low = values.astype(NUMPY[fmt.name])
     over = ~np.isfinite(low.astype(np.float32)) & np.isfinite(values)
@@ -59,7 +61,7 @@ def rounded(values: np.ndarray, fmt: Format, masks_scores: bool = False) -> np.n
 
 
 def facts(values: np.ndarray, fmt: Format) -> Facts:
-    """Look at a constant once."""
+    """The facts about a constant in a low format."""
     if not values.size:
         return Facts(0, 0, False, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -80,7 +82,7 @@ def facts(values: np.ndarray, fmt: Format) -> Facts:
 
 
 def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
-    """Whether low copies may lose more than a rounding: some values lie below the normal range."""
+    """True if low copies may lose more than a rounding: some values lie below the normal range."""
     return bool(largest and ((size > 0) & (size < fmt.smallest_normal)).any())
 
 
@@ -95,9 +97,9 @@ def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
 
 
 def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores: bool = False) -> Loss | None:
-    """What a low copy of the constant would lose; None if it rounds as well as any other.
+    """The harm of a low copy of the constant; None if it only rounds.
 
-    `saturates`: its reader means a large number as a mask or a bound. `masks_scores`: as a mask of scores, and so do all others.
+    `saturates`: its reader uses a large number as a mask or a bound. `masks_scores`: all its readers use it as a mask of scores.
     """
     of, kept, saturated = f"of {found.elements} values", True, False
     if found.overflow and not saturates:

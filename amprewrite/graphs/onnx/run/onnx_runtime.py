@@ -1,4 +1,4 @@
-"""ONNX Runtime, from models of any size: what fits one protobuf runs from memory, anything larger from a folder of its own."""
+"""ONNX Runtime for models of any size: a model that fits one protobuf runs from memory, a larger one from a folder of its own."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MOST_BYTES = 1_500_000_000
 """Bytes of weights beyond which a model is kept in a file with external data: one protobuf holds 2 GB."""
 SECONDS = 5.0
 BYTES_A_SECOND = 2e7
-"""A run may take SECONDS, and one second more for so many bytes of weights."""
+"""Bytes of weights for each second that a run may take in addition to SECONDS."""
 TimeLimit = float | None | Literal["auto"]
-"""Seconds that one run may take; None: any number; "auto": what the bytes of weights ask for."""
+"""Seconds that one run may take. None means no limit; "auto" derives it from the bytes of weights."""
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
 NO_RUNTIME = (
     "ONNX Runtime is not installed, so nothing can be run or verified: pip install 'amprewrite[onnx]' for the CPU, "
@@ -50,7 +50,7 @@ def has_runtime() -> bool:
 
 
 def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> Any:
-    """A session on CUDA if that is there, else on the CPU; `level` 0 to 3 sets the optimisation level."""
+    """A session on CUDA if it is available, otherwise on the CPU. `level` 0 to 3 sets the optimisation level."""
     ort = runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -62,22 +62,22 @@ def session(model: onnx.ModelProto | bytes | str, level: int | None = None) -> A
 
 
 def providers() -> list[str]:
-    """Where sessions run."""
+    """The execution providers of sessions."""
     known = runtime().get_available_providers()
     return [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
 
 
 class TooSlow(EmitError):
-    """A run that took longer than models of its size do."""
+    """A run took longer than models of its size do."""
 
 
 def seconds_for(weights: int, limit: TimeLimit = "auto") -> float | None:
-    """How long one run may take; None: as long as it likes. By itself a file of no size that runs for ever is no model."""
+    """Seconds that one run may take; None means no limit. By default a small file that runs for ever is refused."""
     return SECONDS + weights / BYTES_A_SECOND if limit == "auto" else limit
 
 
 def run_within(runner: Any, names: list[str] | None, feed: Any, seconds: float | None) -> list[Any]:
-    """Run a session. TooSlow if it takes longer than `seconds`; what ONNX Runtime raises passes through."""
+    """Run a session. TooSlow if it takes longer than `seconds`; other errors of ONNX Runtime pass through."""
     options = runtime().RunOptions()
     options.log_severity_level = 4
     if seconds is None:
@@ -109,7 +109,7 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def is_large(model: ir.Model) -> bool:
-    """Whether the weights are too many for one protobuf."""
+    """True if the weights do not fit one protobuf."""
     return weight_bytes(model) > MOST_BYTES
 
 
@@ -118,7 +118,7 @@ class Runnable:
 
     def __init__(self, model: ir.Model, limit: TimeLimit = "auto") -> None:
         self.seconds = seconds_for(weight_bytes(model), limit)
-        """How long one run may take."""
+        """Seconds that one run may take."""
         self.stack = contextlib.ExitStack()
         self.folder: Path | None = None
         if not is_large(model):
@@ -146,11 +146,11 @@ class Runnable:
         return [value.name for value in self.proto.graph.output]
 
     def invalid(self) -> str:
-        """What onnx.checker says against the model; "" if it passes."""
+        """Error of onnx.checker on the model; "" if it passes."""
         return invalid(self.proto if self.folder is None else self.folder / "model.onnx")
 
     def failure(self, feeds: Iterable[dict[str, Any]]) -> str:
-        """Why ONNX Runtime does not load the model, or run it on any of `feeds`, as a process of its own finds out; "" if it does."""
+        """The reason why ONNX Runtime, in a separate process, does not load the model or run it on any of `feeds`; "" if it does."""
         if not has_runtime():
             return NO_RUNTIME
         model = self.proto.SerializeToString() if self.folder is None else str(self.folder / "model.onnx")
@@ -163,7 +163,7 @@ class Runnable:
 
 
 def refusal(model: ir.Model) -> str:
-    """What ONNX Runtime says against loading a model, such as an op without a kernel; "" if it loads, or if there is no ONNX Runtime."""
+    """Error of ONNX Runtime when it loads a model, such as an op without a kernel; "" if it loads, or if there is no ONNX Runtime."""
     if not has_runtime():
         return ""
     with Runnable(model) as runnable:
@@ -175,7 +175,7 @@ def refusal(model: ir.Model) -> str:
 
 
 def session_of(proto: onnx.ModelProto, folder: Path | None = None, extra: Iterable[str] = ()) -> Any:
-    """An unoptimised session of `proto`, whose external data, if any, lies in `folder`."""
+    """An unoptimised session of `proto`, with its external data, if any, in `folder`."""
     own = len(proto.graph.output)
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
     try:

@@ -1,8 +1,8 @@
-"""Whether a model still gives what it gave before its opset was raised.
+"""Check that raising the opset of a model has not changed its results.
 
-1. The model as it came runs on the samples; what it gives is compared.
-2. ONNX Runtime has no kernels for much of what is old: there schemas must say that no op changed, or onnx's own evaluator that the results
-   are the same. If that finds others it proves nothing: it takes some old ops for new ones.
+1. The original model runs on the samples, and its results are compared.
+2. ONNX Runtime lacks kernels for many old ops. Then schemas must show that no op changed, or onnx's own evaluator that the results are the
+   same. If the evaluator differs, that proves nothing: it takes some old ops for new ones.
 3. A model that was raised twice may be compared from the second step on.
 """
 
@@ -25,11 +25,11 @@ from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.ops.onnx_names import FLOW
 
 SAME = 1e-3
-"""Relative error up to which two opsets of one model give the same: their kernels may sum in another order."""
+"""Relative error up to which two opsets of one model count as equal: their kernels may sum in another order."""
 
 
 def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
-    """Raise CaptureError if the last of `stages`, of which the samples are, gives something else than those before it, or might."""
+    """Raise CaptureError if the last of `stages`, which made the samples, has other results than the stages before, or might."""
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
         changed = changed_ops(before, raised)
@@ -49,7 +49,7 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
 
 
 def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]] | None:
-    """What ONNX Runtime gives on the samples; None if it does not run the model, or if that gives other numbers each time."""
+    """Results of ONNX Runtime on the samples; None if it does not run the model, or if two runs differ."""
     if not samples.feeds:
         return None
     with Runnable(model, limit) as runnable:
@@ -64,7 +64,7 @@ def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]
 
 
 def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
-    """What onnx's own evaluator gives; None if it does not run the model. It has no limit of time: loops are not run."""
+    """Results of onnx's own evaluator; None if it does not run the model. It has no time limit, so models with loops are not run."""
     if not samples.feeds or is_large(model) or any(node.op_type in FLOW for graph in model.graphs() for node in graph):
         return None
     try:

@@ -1,12 +1,12 @@
 """The strict interpreter for ONNX files: every op computes in fp32, and each low result is really rounded.
 
-ONNX Runtime's CPU provider runs chains of fp16 ops in fp32 and drops the casts between them, so its outputs hide rounding and
-overflow; for bf16 it has hardly any kernels at all. Here the file itself is made explicit:
+ONNX Runtime's CPU provider runs chains of fp16 ops in fp32 and drops the casts between them, so its outputs hide rounding and overflow; for
+bf16 it has hardly any kernels at all. Here the file itself is made explicit:
 
 1. A low value keeps its name and becomes fp32, so that its readers compute in fp32.
-2. Its maker writes a raw value instead; a cast down and a cast up lie between the two. What is low by itself (a constant, a
-   cast, a fill) needs the cast up alone.
-3. ONNX Runtime runs that, unoptimised, so that nothing is fused away.
+2. Its maker writes an unrounded value instead, with a cast to the low format and a cast back between the two. A result that is low already
+   (a constant, a cast, a fill) needs the cast back alone.
+3. ONNX Runtime runs that file unoptimised, so that nothing is fused away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from amprewrite.tables.ops.onnx_names import ROUNDS_NOTHING, TYPED_BY_ATTRIBUTE
 LOW = {row.name: onnx.TensorProto.DataType.Value(row.onnx) for row in LOW_FORMATS}
 FP32 = onnx.TensorProto.FLOAT
 ROUNDING = 4.0
-"""How many times longer a run may take that rounds every result and is not optimised."""
+"""Factor on the time limit of a run that rounds every result and is not optimised."""
 
 
 def strict_outputs(
@@ -39,10 +39,10 @@ def strict_outputs(
     folder: Path | None = None,
     limit: TimeLimit = "auto",
 ) -> list[list[np.ndarray]]:
-    """Outputs of the rewritten model under true rounding, one list a feed.
+    """Outputs of the rewritten model under true rounding, one list for each feed.
 
-    `proto` is the model as it was written, with its external data in `folder`; None: all of it is in memory. TooSlow if a run
-    takes longer than ROUNDING times what `limit` allows an ordinary one.
+    `proto` is the written model, with its external data in `folder`; None if all of it is in memory. TooSlow if a run takes longer than
+    ROUNDING times the limit of an ordinary one.
     """
     with all_types(model):
         strict, renamed = strict_model(model, to_proto(model) if proto is None else proto)
@@ -56,7 +56,7 @@ def strict_outputs(
 
 
 def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """An all-fp32 model that rounds as the low one would, and the new names of its low inputs. `proto` is left alone."""
+    """(an all-fp32 model that rounds as the low one would, new names of its low inputs). `proto` is not changed."""
     strict = onnx.ModelProto()
     strict.CopyFrom(proto)
     rounding: list[onnx.NodeProto] = []
@@ -73,7 +73,7 @@ def strict_model(model: ir.Model, proto: onnx.ModelProto) -> tuple[onnx.ModelPro
 
 
 class _UnroundedNames:
-    """Names for what a value is before it is rounded, which no value of the model has: they end as none of those does."""
+    """Names for values before they are rounded. They end in a mark that no name of the model holds."""
 
     def __init__(self, model: ir.Model) -> None:
         taken = {str(v.name) for g in model.graphs() for v in (*g.inputs, *g.initializers.values(), *(v for n in g for v in n.outputs))}
@@ -90,7 +90,7 @@ class _UnroundedNames:
 
 
 def _open_graph(graph: ir.Graph, proto: onnx.GraphProto, names: _UnroundedNames, first: Sequence[onnx.NodeProto] = ()) -> None:
-    """Edit the protobuf of a graph, bodies included: it holds the same nodes in the same order as `graph`."""
+    """Edit the protobuf of a graph, bodies included. It holds the same nodes in the same order as `graph`."""
     nodes = list(first)
     for tensor in proto.initializer:
         if tensor.data_type in LOW.values():

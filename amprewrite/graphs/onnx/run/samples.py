@@ -1,11 +1,11 @@
-"""Sample runs of an ONNX model: inputs to run it on, and the magnitudes seen at every value.
+"""Sample runs of an ONNX model: inputs to run it on, and the magnitudes of every value.
 
-1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for what feeds a table.
+1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for inputs that index a table.
 2. The fp32 model runs with its inner values as extra outputs, a GB of them at a time.
-3. Of every floating value its range is kept, over all samples, and of the first few samples the inputs and outputs, to measure
-   errors on. Samples are taken one at a time: any number of them needs the memory of one.
+3. The range of every floating value is kept, over all samples, and for the first few samples the inputs and outputs, to measure errors on.
+   Samples are taken one at a time: any number of them needs the memory of one.
 
-By name it knows `Gather`, whose table says how large an index may be.
+By name it knows `Gather`, whose table limits an index.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PolicyError, one_line
 
 Feed = dict[str, Any]
-"""What each input takes: an array, a list of arrays for a sequence, None for an optional that is left out."""
+"""Values of the inputs: an array, a list of arrays for a sequence, None for an optional that is left out."""
 CHUNK = 2**28
 """Elements of inner values that one run may hold."""
 SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
-"""Tries for (first dim, other dims) where a model leaves them open."""
+"""Sizes to try for (first dim, other dims) if a model leaves them open."""
 KEPT = 8
-"""Samples on which errors are measured, at most."""
+"""Largest number of samples on which errors are measured."""
 KEPT_BYTES = 2**28
-"""Bytes of inputs and outputs of those samples, beyond the first."""
+"""Bytes of inputs and outputs of these samples, beyond the first."""
 TAKES = "a mapping of input names to arrays, an .npz path, or an iterable of such"
 
 
 class CallersError(Exception):
-    """What the caller's own code raised while it made samples; it is handed on as it was."""
+    """An error of the caller's own code that made samples. The original is raised again."""
 
     def __init__(self, original: Exception) -> None:
         super().__init__(str(original))
@@ -49,35 +49,32 @@ class CallersError(Exception):
 
 @dataclass
 class Samples:
-    """What sample runs showed."""
+    """Results of sample runs."""
 
     feeds: list[Feed] = field(default_factory=list)
-    """The first of them."""
+    """The first samples."""
     outputs: list[list[np.ndarray]] = field(default_factory=list)
-    """What the fp32 model gave for those, one list a feed."""
+    """Results of the fp32 model on them, one list for each feed."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     seen: int = 0
-    """How many there were in all."""
+    """Number of samples in all."""
     made_up: bool = True
     empty: set[str] = field(default_factory=set)
-    """Inputs that held no finite element in a sample: it shows no range of theirs."""
+    """Inputs without a finite element in a sample, which shows no range of them."""
     problem: str = ""
-    """Why there are none."""
+    """The reason why there are no samples."""
     invalid: str = ""
-    """What onnx.checker says against the model. Then there is a `problem`, too, unless ONNX Runtime runs it all the same."""
+    """Error of onnx.checker on the model. Then there is a `problem`, too, unless ONNX Runtime runs the model all the same."""
     refusal: str = ""
-    """What ONNX Runtime says against a model that is invalid, if it was asked."""
+    """Error of ONNX Runtime on an invalid model, if it was tried."""
 
 
 # -- the caller's samples --------------------------------------------------------------
 def read_feeds(model: ir.Model, calibration: Any) -> Iterator[Feed]:
-    """Yield the caller's samples, each checked against the model's inputs as it is taken.
+    """Yield the caller's samples, each checked against the model's inputs when it is taken.
 
-    Args:
-        calibration: a mapping of input names to arrays is one sample, and so is an .npz file; any iterable of these is many.
-
-    Raises:
-        PolicyError: not such a thing, an unreadable file, or a sample whose names, dtypes or shapes are not the model's.
+    `calibration` is a mapping of input names to arrays for one sample, an .npz file with one, or an iterable of these. PolicyError if it is
+    anything else, if a file cannot be read, or if the names, dtypes or shapes of a sample are not the model's.
     """
     if isinstance(calibration, Mapping | str | Path):
         calibration = (calibration,)
@@ -95,7 +92,7 @@ def _each_checked(model: ir.Model, samples: Iterable[Any]) -> Iterator[Feed]:
 
 
 def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
-    """The caller's samples; an error of the caller's own code is told apart from those of parsers."""
+    """The caller's samples. An error in the caller's own code becomes a CallersError."""
     try:
         yield from samples
     except Exception as error:
@@ -103,7 +100,7 @@ def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
-    """The arrays of a file that the model has inputs for; of others the names alone, for a small file may hold gigabytes."""
+    """The arrays of a file. If its names are not the model's inputs, only the names are read, for a small file may hold gigabytes."""
     try:
         if not Path(path).is_file() and Path(path).exists():
             raise ValueError("it is no regular file")
@@ -118,7 +115,7 @@ def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
             if size > memory() // 2:
                 raise ValueError(f"its arrays take {size:.3g} bytes, more than half of the memory that is free")
             return dict(archive)
-    except Exception as error:  # numpy, zipfile and zlib have each their own for a damaged file
+    except Exception as error:  # numpy, zipfile and zlib each have errors of their own for a damaged file
         raise PolicyError(f"calibration file {printable(path)} cannot be read as .npz: {one_line(error)}") from error
 
 
@@ -136,7 +133,7 @@ def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
 
 
 def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, where: str) -> Any:
-    """`value` as an input of type `kind` takes it: an array; a list of them for a sequence; None, too, for an optional."""
+    """`value` in the form of an input of type `kind`: an array, a list of them for a sequence, or None for an optional."""
     if isinstance(kind, ir.OptionalType):
         return None if given is None else _checked_value(value, kind.elem_type, given, where)
     if isinstance(kind, ir.SequenceType):
@@ -148,7 +145,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
     array = np.asarray(given)
     wanted = kind.dtype.numpy() if kind is not None else array.dtype
     if wanted.kind == "O" and array.dtype.kind == "U":
-        array = array.astype(object)  # strings as NumPy holds them by itself
+        array = array.astype(object)  # strings in NumPy's own form
     if array.dtype != wanted:
         raise PolicyError(f"{where} is {array.dtype}, the model wants {wanted}")
     dims = list(value.shape) if value.shape is not None else list(array.shape)
@@ -213,10 +210,10 @@ def _rows_indexed(value: ir.Value) -> int:
 def observe(
     model: ir.Model, feeds: Iterable[Feed] | None, wanted: Iterable[ir.Value], limit: TimeLimit = "auto", lenient: bool = False
 ) -> Samples:
-    """Run the fp32 model and keep the magnitudes of the `wanted` values. `feeds` None: on made-up inputs.
+    """Run the fp32 model and keep the magnitudes of the `wanted` values. With `feeds` None it runs on made-up inputs.
 
-    A model that onnx.checker refuses is not run; `lenient`: only if a process of its own finds that ONNX Runtime does not run it either.
-    PolicyError if the model does not run on the caller's samples; made-up ones that fail leave `problem` behind.
+    A model that onnx.checker refuses is not run. With `lenient` it is, unless a trial in a separate process fails. PolicyError if the model
+    does not run on the caller's samples. If it does not run on made-up ones, `problem` says why.
     """
     problem = too_large(model)
     if problem:
@@ -250,24 +247,24 @@ def observe(
 
 
 def _peek(feeds: Iterable[Feed]) -> tuple[Iterable[Feed], list[Feed]]:
-    """The caller's samples, and the first of them."""
+    """(the caller's samples, the first of them in a list)."""
     rest = iter(feeds)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest), first
 
 
 class _Observer:
-    """Sessions of one model that give its own outputs and, a chunk each, the inner values to look at."""
+    """Sessions of one model that return its own outputs and, a chunk each, the inner values to observe."""
 
     def __init__(self, runnable: Runnable, wanted: Iterable[ir.Value]) -> None:
         self.runnable, self.own = runnable, runnable.outputs
         self.chunks = [[str(value.name) for value in chunk if value.name not in self.own] for chunk in _chunks(wanted)]
         self.sessions: list[Any] = []
         self.too_slow = False
-        """Whether a run took longer than any model of that size should."""
+        """True if a run took longer than any model of that size should."""
 
     def run(self, feed: Feed, samples: Samples) -> str:
-        """Take one sample in; what went wrong, "" if nothing did."""
+        """Run one sample and record its values; returns the error, "" if there was none."""
         ranges: dict[str, ValueRange] = {}
         outputs: list[np.ndarray] = []
         try:
@@ -295,7 +292,7 @@ class _Observer:
 
 
 def has_numbers(array: np.ndarray) -> bool:
-    """Whether an array holds an element that says something: of floats a finite one."""
+    """True if an array holds an element with information: for floats a finite one."""
     return bool(np.isfinite(array).any() if array.dtype.kind == "f" else array.size)
 
 
@@ -317,6 +314,6 @@ def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
 
 
 def elements(value: ir.Value) -> int:
-    """Elements of a value; open dims count 64."""
+    """Elements of a value. Open dims count 64."""
     dims = (dim if isinstance(dim, int) else 64 for dim in (value.shape or ()))
     return int(np.prod([*dims, 1], dtype=np.int64))

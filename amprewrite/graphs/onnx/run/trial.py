@@ -1,9 +1,9 @@
-"""A trial run of an ONNX model in a process of its own: ONNX Runtime may abort the process on a model that onnx.checker refuses.
+"""A trial run of an ONNX model in a separate process: ONNX Runtime may abort the process on a model that onnx.checker refuses.
 
 The other process runs this very file, and imports nothing of ours, so that it starts quickly.
 
 1. It loads the model without optimisations, and runs it on samples until one runs.
-2. It loads and runs it as ONNX Runtime does by itself. That may fail, but not end the process.
+2. It loads and runs it with ONNX Runtime's defaults. That may fail, but must not abort the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ START = 60.0
 
 
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
-    """Why ONNX Runtime does not load a model, or run it on any of `feeds`, each in `seconds`; "" if it does."""
+    """The reason why ONNX Runtime does not load a model, or run it on any of `feeds`, each in `seconds`; "" if it does."""
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -50,7 +50,7 @@ def _load(model: bytes | str, providers: list[str], plainly: bool) -> Any:
 
 
 def _run_any(runner: Any, feeds: list[dict[str, Any]]) -> str:
-    """What ONNX Runtime says of the last feed; "" if it runs on one."""
+    """Error of ONNX Runtime on the last feed; "" if it runs on one."""
     said = ""
     for feed in feeds:
         try:
@@ -69,7 +69,7 @@ def main() -> None:
     except Exception as error:
         said = str(error)
     if not said:
-        with contextlib.suppress(Exception):  # who runs the model finds out by itself
+        with contextlib.suppress(Exception):  # the caller that runs the model finds out by itself
             _run_any(_load(model, providers, plainly=False), feeds)
     sys.stdout.buffer.write(said.encode(errors="replace"))
 

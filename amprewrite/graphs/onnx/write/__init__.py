@@ -1,1 +1,1 @@
-"""Editing an ONNX model as its plan says, and writing it whole or not at all."""
+"""Edit an ONNX model by its plan, and write it as a whole or not at all."""

@@ -1,11 +1,11 @@
-"""Edit an ONNX model as its plan says.
+"""Edit an ONNX model by its plan.
 
-1. Values of low vertices get the low type; casts and fills that the model makes are aimed at it.
-2. Planned casts of constants become stored low copies; every other planned cast becomes one Cast beside its maker.
-3. Casts of the model that change nothing any more go, and a second cast of the same value to the same type joins the first.
-4. Every node says its colour and reason in metadata_props.
+1. Values of low vertices get the low type. The model's own casts and fills are set to it.
+2. Planned casts of constants become stored low copies. Every other planned cast becomes one Cast after its maker.
+3. Casts of the model that change nothing any more are erased, and a second cast of the same value to the same type joins the first.
+4. Every node has its colour and reason in metadata_props.
 
-By name it knows what says its own type: `Cast`, `Constant`, `ConstantOfShape`.
+By name it knows ops with a type of their own: `Cast`, `Constant`, `ConstantOfShape`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ COLOUR, REASON = "amprewrite.colour", "amprewrite.reason"
 
 
 def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: Format) -> None:
-    """Edit `model` in place; PassError if the casts made are not those planned."""
+    """Edit `model` in place. PassError if the casts in the file are not those of the plan."""
     colours = {node.name: node.colour for node in plan.nodes}
-    for node in model.graph.all_nodes():  # what an earlier rewrite wrote
+    for node in model.graph.all_nodes():  # written by an earlier rewrite
         for key in (CAST, COLOUR, REASON):
             node.metadata_props.pop(key, None)
     _retype(reading, colours, low)
@@ -89,7 +89,7 @@ def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
 
 
 def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
-    """Store a constant low: under its own name if nothing reads it high, else a second time."""
+    """Store a constant low: under its own name if nothing reads it high, otherwise in addition to it."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     users = {(slot.owner, slot.index) for user in cast.users for slot in reading.slots[user, cast.value]}
     tensor = constant_tensor(value)
@@ -97,7 +97,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
     low = ir.tensor(rounded(tensor.numpy(), to, cast.value in reading.masks), name=value.name)
     describe(low, tensor)
     node, graph = value.producer(), value.graph
-    if graph is None:  # a graph without nodes, as the branch of an If may be, is false
+    if graph is None:  # a graph without nodes is false, for example the branch of an If
         graph = (node or next(iter(value.uses())).node).graph
     assert isinstance(graph, ir.Graph)
     if {(use.node, use.idx) for use in value.uses()} <= users and not value.is_graph_output():
@@ -116,7 +116,7 @@ def _store_low(reading: OnnxReading, cast: Cast, names: _FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: _FreshNames) -> ir.Node:
-    """One Cast right behind the maker. A graph output keeps its name: what is cast gives it up."""
+    """Insert one Cast right after the maker. If it makes a graph output, it takes over the output's name."""
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
     nodes: list[ir.Node] = []
@@ -195,13 +195,13 @@ def _tidy(model: ir.Model) -> None:
 
 
 def _target(node: ir.Node) -> tuple[int, int]:
-    """The type that a Cast makes, and whether it makes the largest of what is beyond the range: casts to fp8 differ in that."""
+    """(target type of a Cast, its `saturate` attribute, in which casts to fp8 differ)."""
     return node.attributes["to"].as_int(), node.attributes.get_int("saturate", 1)
 
 
 # -- 4. provenance ----------------------------------------------------------------------
 def _annotate(reading: OnnxReading, plan: RegionPlan) -> None:
-    """Write colour and reason into the metadata of each node. Of several results the first counts."""
+    """Write colour and reason into the metadata of each node. For several results the first counts."""
     for planned in plan.nodes:
         node = reading.nodes.get(planned.name)
         if node is not None and COLOUR not in node.metadata_props:

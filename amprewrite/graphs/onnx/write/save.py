@@ -1,10 +1,10 @@
 """Write an ONNX model and its weights so that a reader finds the old pair or the new pair, never a mix.
 
-1. Weights outside the model go into a data file named by its content, `NAME.onnx.HASH.data`. It never changes once it is there.
-2. Model, data and plan are written and synced in a scratch folder beside the target, and checked there.
-3. The data file moves into place, then the model, then the plan. The model's move is the switch: it names the data it reads.
-   A plan is never ahead of its model.
-4. What fails, or is interrupted, during the moves is undone. Data files that only the old model read are removed after them.
+1. Weights outside the model are written to a data file named by its content, `NAME.onnx.HASH.data`. It never changes once it exists.
+2. Model, data and plan are written and synced in a scratch folder next to the target, and checked there.
+3. The data file moves into place, then the model, then the plan. The model's move is the switch: it names the data it reads. A plan is
+   never newer than its model.
+4. A move that fails or is interrupted is undone with all moves before it. Data files that only the old model read are removed afterwards.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ HASH = 16
 
 @dataclass(frozen=True)
 class Written:
-    """A model as files in a scratch folder, and where they are to go."""
+    """A model as files in a scratch folder, with their target."""
 
     path: Path
     target: Path | None
     proto: onnx.ModelProto
-    """The model; without its weights if they lie outside."""
+    """The model; without its weights if they are outside."""
     data: Path | None
-    """The file with its weights, if they lie outside."""
+    """The file with its weights, if they are outside."""
 
     @property
     def outside(self) -> bool:
-        """Whether weights are in a file of their own."""
+        """True if weights are in a separate file."""
         return self.data is not None
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move the files into place, and `texts` with them. EmitError if that fails; then everything is as it was before."""
+        """Move the files into place, and `texts` with them. If that fails, restore the old files and raise EmitError."""
         assert self.target is not None
         real, scratch = resolved(self.target), []
         plans = {resolved(path): text for path, text in texts.items()}
@@ -99,12 +99,12 @@ class Written:
 
 
 def _is_there(data: Path, target: Path) -> bool:
-    """Whether the very content stands at the target already, which then is not touched: a reader may have it open."""
+    """True if the target has the same content already. It is then not touched: a reader may have it open."""
     return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
 
 
 def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
-    """Move files to their targets. If one fails, or the user interrupts, put back what was there."""
+    """Move files to their targets. If one move fails, or the user interrupts, restore the old files."""
     undo: list[tuple[Path, Path | None]] = []
     try:
         for number, (source, target) in enumerate(moves):
@@ -123,7 +123,7 @@ def _move_all(moves: list[tuple[Path, Path]], scratch: Path) -> None:
 
 
 def _put_back(before: Path, target: Path) -> None:
-    """Move a file back over another folder's or disk's."""
+    """Move a file back over its target, which may be in another folder or on another disk."""
     try:
         before.replace(target)
     except OSError as error:
@@ -143,7 +143,7 @@ def _link(source: Path, target: Path) -> None:
 
 # -- data files that are no longer read --------------------------------------------------
 def _old_data(model: Path) -> list[Path]:
-    """Data files of ours beside a model: those named by content, and `NAME.data` if the model reads it."""
+    """Data files of ours next to a model: files named by content, and `NAME.data` if the model reads it."""
     ours = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{{HASH}}}\.data")
     found = [path for path in model.parent.iterdir() if ours.fullmatch(path.name) and path.is_file()]
     plain = model.with_name(f"{model.name}.data")
@@ -160,12 +160,12 @@ def _remove(old: list[Path], model: Path, kept: str) -> None:
     others = [path for path in model.parent.iterdir() if path != model and path.suffix != ".data" and path.is_file()]
     for path in gone:
         if not any(_mentions(other, path.name) for other in others):
-            with contextlib.suppress(OSError):  # the new model is in place: a file too many is no failure
+            with contextlib.suppress(OSError):  # the new model is in place: one file too many is no failure
                 path.unlink()
 
 
 def _mentions(path: Path, name: str) -> bool:
-    """Whether a file holds `name`. A file that cannot be read is taken to hold it, for then nothing is removed."""
+    """True if a file holds `name`. A file that cannot be read counts as holding it, so that nothing is removed."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(name.encode()) >= 0
@@ -178,7 +178,7 @@ def _mentions(path: Path, name: str) -> bool:
 # -- scratch files ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
-    """The model as files in a scratch folder, gone afterwards; `keep` moves them into place. EmitError if they cannot be written."""
+    """The model as files in a scratch folder, removed afterwards; `keep` moves them into place. EmitError if they cannot be written."""
     outside = is_large(model) if external_data == "auto" else bool(external_data)
     shown = target or Path(tempfile.gettempdir()) / "model.onnx"
     if is_large(model) and not outside:
@@ -203,7 +203,7 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
 
 
 def _save_outside(model: ir.Model, made: Path) -> tuple[onnx.ModelProto, Path | None]:
-    """Write the weights into a file named by its content; the model that reads it, and the file."""
+    """Write the weights into a file named by its content; returns the model that reads it, and the file."""
     first = made.with_name("weights.data")
     held = [(value, value.const_value) for graph in model.graphs() for value in graph.initializers.values()]
     try:

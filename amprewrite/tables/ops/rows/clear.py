@@ -151,7 +151,7 @@ ROWS = (
     *rows(CLEAR, "moves or copies numbers, rounds none", "embedding", low_backward=("cpu",), writes=(("weight", "max_norm"),)),
     *rows(CLEAR, "moves or copies numbers, rounds none", "index", "_unsafe_index", low_backward=("cpu",)),
     *rows(CLEAR, "moves or copies numbers, rounds none", *(f"replication_pad{dims}d" for dims in (1, 2, 3)), low_backward=("cpu",)),
-    # CUDA adds what one place gives several times up by atomic additions in the tensor's format (ATen/native/cuda: Indexing.cu,
+    # CUDA adds up the elements of one index by atomic additions in the tensor's format (ATen/native/cuda: Indexing.cu,
     # ScatterGatherKernel.cu)
     *rows(CLEAR, "moves or copies numbers, rounds none", "gather", "index_select", "take_along_dim", low_backward=("cuda",)),
     *rows(CLEAR, "moves or copies numbers, rounds none", "take", low_backward=BOTH),

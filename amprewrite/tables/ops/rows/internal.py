@@ -1,4 +1,4 @@
-"""Ops that read and write low where their neighbours do, and compute in fp32 inside the kernel."""
+"""Ops that read and write low next to low neighbours, and compute in fp32 inside the kernel."""
 
 from amprewrite.tables.ops.op_row import BOTH, DENY, INTERNAL, ON_CPU, rows
 

@@ -1,4 +1,4 @@
-"""What else is true of an op, whatever list it is on: one entry a trait, with the ops that have it.
+"""Traits of ops, whatever list they are on: one entry for each trait, with the ops that have it.
 
 The rows get their traits from here, and every set of ops elsewhere is derived from the rows.
 """
@@ -61,7 +61,7 @@ TRAITS: dict[Trait, str] = {
     Trait.ADDS_PRODUCT: "addmm baddbmm addbmm addmv",
     Trait.MULTIPLIES_ALL: "chain_matmul linalg_multi_dot",
     Trait.IN_POLYNOMIALS: "add mul",
-    # what becomes of a rounding
+    # effect of a rounding
     Trait.ADDS_UP: "add sub rsub addcmul addcdiv lerp diff",
     Trait.TAKES_AWAY: "sub rsub diff",
     Trait.TAKES_MEAN_AWAY: "layer_norm group_norm batch_norm instance_norm var var_mean std std_mean",
@@ -76,12 +76,12 @@ TRAITS: dict[Trait, str] = {
     "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d",
     Trait.SHARES_OUT: "softmax log_softmax softmin",
     Trait.LOOKS_UP: "embedding embedding_bag",
-    # whole numbers
+    # integers
     Trait.NUMBERS: "arange linspace",
     Trait.TOTALS: "sum nansum prod cumsum cumprod index_add scatter_add",
     Trait.WITHIN_ONE: "sin cos tanh erf sign sgn one_hot softmax softmin sigmoid",
     Trait.STAYS_BELOW: "remainder fmod bitwise_and clamp clamp_max",
-    # how a factor of an operand comes out
+    # effect of a factor on an operand
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
