@@ -65,8 +65,11 @@ class Options:
         return bool(self.cache_weights) and (kept or device not in WHERE_READ)
 
 
-def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str) -> Policy:
-    """The policy of these options on a device; `note` is told if it gains nothing. `kept`: how long low copies of weights are kept."""
+def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool | str, products: ProductPolicy | None) -> Policy:
+    """The policy of these options on a device; `note` is told if it gains nothing.
+
+    `kept`: how long low copies of weights are kept. `products`: what of `options.products` the kernels at hand can run.
+    """
     low = options.low
     if low is None:
         low = best_format(row)
@@ -74,7 +77,6 @@ def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: 
             note(f"left in fp32: {row.name} gains nothing from low precision; pass dtype='bf16' to rewrite anyway")
     elif low is not FP32 and low.name not in row.low_formats:
         note(f"{low.name} on {row.name}: done as asked, though its matrix units have no {low.name}")
-    products = options.products
     if products is not None and low != BASE:
         note(f"products: fp8 is made of {BASE.name} alone, and the low format on {row.name} is {(low or FP32).name}; none runs in fp8")
         products = None

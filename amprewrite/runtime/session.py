@@ -51,6 +51,7 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, unde
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
+from amprewrite.runtime.fp8_trial import runnable
 from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
 from amprewrite.runtime.model.parts import is_sharded, sharded_inside
 from amprewrite.runtime.model.weights.freezing import lost_values, refuse_training
@@ -512,7 +513,8 @@ class Session:
 
     def policy_for(self, device: str) -> Policy:
         """The policy on this device; notes say where the device gains nothing."""
-        return policy_on(self._row(device), self.options, self.note, kept="step" if self.cache.block() else self.options.cache_weights)
+        kept = "step" if self.cache.block() else self.options.cache_weights
+        return policy_on(self._row(device), self.options, self.note, kept, runnable(self.options.products, device, self.note))
 
     def note(self, text: str) -> None:
         self.notes[text] = None

@@ -86,7 +86,7 @@ class _Choice:
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
         device = self.problem.costs.device
-        self.prices = ProductPrices(device, policy.fused, kernel=find_spec("triton") is not None)
+        self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
         """Weight of a backward in the prices."""

@@ -42,6 +42,8 @@ class ProductPolicy:
     rules: tuple[ProductRule, ...] = ()
     fused: bool = False
     """Whether a compiler runs the graphs and fuses amaxes and casts with the ops around them."""
+    kernel: bool = True
+    """Whether our Triton kernel may be expected to make copies where no compiler does."""
 
     @property
     def preset(self) -> Preset:

@@ -10,9 +10,6 @@ If the device cannot multiply fp8, the product of the quantised values is comput
 from __future__ import annotations
 
 import math
-import warnings
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,11 +17,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.functional import pad
 
-from amprewrite.graphs.fx.ops.fused_copy import is_plain
-from amprewrite.tables.errors import AmpRewriteWarning
+from amprewrite.graphs.fx.ops.fp8_units import by_kernel, multiplies_fp8, multiply_units
 from amprewrite.tables.formats import Format
 from amprewrite.tables.recipes import ALIGNMENT, ROWS
-from amprewrite.torch_internals.kernels import scaled_mm
 
 SMALLEST = 1e-12
 """Lower limit of amax, so that a tensor of zeros has a scale, too."""
@@ -46,15 +41,13 @@ class Scaled(NamedTuple):
 
 def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Tensor:
     """The scale of a matrix, or of each of its rows, in `fmt`."""
-    kernels = fused_kernels(matrix)
     if guard_or_false(matrix.numel() == 0):
         amax = matrix.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
     elif scaling == ROWS:  # an inf or NaN spoils its row of the product whatever the scale is
         amax = torch.linalg.vector_norm(matrix, math.inf, -1, keepdim=True)
-    elif kernels is not None:
-        amax = kernels.amax_of(matrix)
     else:
-        amax = torch.where(matrix.isfinite(), matrix, 0).abs().amax()
+        found = by_kernel(matrix, lambda kernels: kernels.amax_of(matrix))
+        amax = torch.where(matrix.isfinite(), matrix, 0).abs().amax() if found is None else found
     # in fp64, because compilers divide fp32 numbers by multiplying with a rounded reciprocal
     scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
@@ -73,32 +66,11 @@ def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, 
 
     GPU kernels read along rows alone: there the transpose has memory of its own, so that the other copy can be freed.
     """
-    kernels = fused_kernels(matrix)
-    if kernels is not None:
-        found: tuple[Tensor, Tensor] = kernels.cast_both(matrix, scale, fmt.dtype, straight, turned)
+    found: tuple[Tensor, Tensor] | None = by_kernel(matrix, lambda kernels: kernels.cast_both(matrix, scale, fmt.dtype, straight, turned))
+    if found is not None:
         return found
     data = round_scaled(matrix.float() * scale, fmt)
     return data, data.t().contiguous() if turned and multiplies_fp8(matrix.device) else data.t()
-
-
-def fused_kernels(matrix: Tensor) -> ModuleType | None:
-    """The module of our Triton kernels if they can quantise this matrix: on a GPU with fp8 units, outside of compilers. Otherwise None."""
-    if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
-        return None
-    return _imported()
-
-
-@cache
-def _imported() -> ModuleType | None:
-    try:
-        from amprewrite.graphs.fx.ops import triton_fp8
-    except ImportError as error:
-        warnings.warn(
-            f"Triton cannot be imported ({error}); fp8 copies are made by torch in ten passes, and products= may be slower than bf16",
-            AmpRewriteWarning, stacklevel=2,
-        )  # fmt: skip
-        return None
-    return triton_fp8
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
@@ -110,22 +82,15 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     missing = -left.shape[1] % ALIGNMENT  # the rows of x and g vary with the batch; zeros add nothing
     if missing:
         left, right = (pad(each.view(torch.uint8), (0, missing)).view(each.dtype) for each in (left, right))
+    bias = None if bias is None else bias.expand(right.shape[0]).contiguous()  # the kernel ignores its strides
     if ours.dim() == theirs.dim() == 0:
-        return scaled_mm(left, right.t(), ours, theirs, bias, out_dtype=dtype, use_fast_accum=fast)
+        return multiply_units(left, right, ours, theirs, bias, dtype, fast)
     if fast:
-        ours, theirs = (scale.expand(len(each), 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
-        return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=True)
+        ours, theirs = (scale.expand(each.shape[0], 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
+        return multiply_units(left, right, ours, theirs, bias, dtype, True)
     one = ours.new_ones(())  # the kernel with one scale for each row is slow unless it may accumulate fast
-    product = scaled_mm(left, right.t(), one, one, out_dtype=dtype) * (ours * theirs.t()).to(dtype)
+    product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
 
 
-@cache
-def multiplies_fp8(device: torch.device) -> bool:
-    """True if the matrix units of this device multiply fp8: NVIDIA from sm_89 on."""
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-__all__ = ["Scaled", "multiplies_fp8", "multiply", "quantise_matrix", "round_scaled", "scale_of"]
+__all__ = ["Scaled", "multiply", "quantise_matrix", "round_scaled", "scale_of"]

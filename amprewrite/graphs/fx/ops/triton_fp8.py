@@ -1,6 +1,6 @@
 """Triton kernels that quantise a matrix: its amax, and a cast that writes it straight, transposed, or both at once.
 
-Importing this file needs Triton. Only scaled_casts.py imports it, and works without it if that fails. A value is read twice, for its amax
+Importing this file needs Triton. Only fp8_units.py imports it, and works without it if that fails. A value is read twice, for its amax
 and for its cast, and each copy is written once.
 """
 

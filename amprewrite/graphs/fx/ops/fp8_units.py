@@ -1,0 +1,180 @@
+"""Kernels of a GPU with fp8 units, which make fp8 copies and multiply them, and the fallback for each kernel that fails.
+
+The first launch of a kernel may fail: Triton compiles it then, and cuBLAS looks for an algorithm. The first failure warns, and the kernel
+is not tried again. PyTorch makes the copies in more passes. bf16 units multiply the same copies: bf16 holds every number of both fp8
+formats, and sums are kept in fp32, so only the order of the sums differs.
+
+A compiled graph cannot catch an error. So a product in it is a custom op, which catches the error at run time. An exported program holds
+`torch._scaled_mm`, because it runs without this package.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from amprewrite.graphs.fx.ops.cuda_graphs import recording
+from amprewrite.graphs.fx.ops.fused_copy import is_plain
+from amprewrite.tables.errors import AmpRewriteWarning
+from amprewrite.tables.formats import E4M3
+from amprewrite.tables.recipes import BASE, READS, ROWS, Recipe
+from amprewrite.torch_internals.dispatch import disable_dispatch_modes
+from amprewrite.torch_internals.kernels import scaled_mm
+
+T = TypeVar("T")
+TRIAL = 64
+"""Rows and columns of the matrices of a trial product."""
+_failed: set[tuple[object, ...]] = set()
+"""Keys of the kernels that failed; each holds the device."""
+
+
+@cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """True if the matrix units of this device multiply fp8: NVIDIA from sm_89 on."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def by_kernel(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
+    """The result of `use`, called with the module of our Triton kernels. None without fp8 units, in compilers, and after a failure."""
+    if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
+        return None
+    kernels = _imported() if ("casts", matrix.device) not in _failed else None
+    if kernels is None:
+        return None
+    try:
+        with torch.cuda.device(matrix.device) if matrix.is_cuda else torch.no_grad():  # Triton launches on the current device
+            return use(kernels)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton compiles at the first launch and may raise anything
+        _fails(("casts", matrix.device), f"the kernel that makes fp8 copies cannot run here ({_brief(error)}); torch makes them")
+        return None
+
+
+@cache
+def _imported() -> ModuleType | None:
+    try:
+        from amprewrite.graphs.fx.ops import triton_fp8
+    except ImportError as error:
+        _fails(("import",), f"Triton cannot be imported ({error}); torch makes fp8 copies")
+        return None
+    return triton_fp8
+
+
+def multiply_units(
+    left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """`(left * ours) · (right * theirs)ᵀ + bias` on fp8 units. Factors are 0-dim, or columns with one a row."""
+    if torch.compiler.is_exporting():
+        return _launch(left, right, ours, theirs, bias, dtype, fast)
+    if torch.compiler.is_compiling() or not is_plain(left):
+        made: Tensor = _in_graphs(left, right, ours, theirs, bias, dtype, fast)
+        return made
+    return _multiply(left, right, ours, theirs, bias, dtype, fast)
+
+
+def _multiply(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    # cuBLAS chooses an algorithm by formats, scales and sizes; rows are left out, because they change with the batch
+    kind = (left.device, left.dtype, right.dtype, ours.dim(), bias is None, fast, left.shape[1], len(right))
+    if kind not in _failed:
+        try:
+            return _launch(left, right, ours, theirs, bias, dtype, fast)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the device, a size or a layout is not supported
+            sizes = f"{len(left)} x {left.shape[1]} x {len(right)}"
+            _fails(kind, f"an fp8 product of {sizes} cannot run here ({_brief(error)}); bf16 units multiply the same copies")
+    product = wide_product(left.to(BASE.dtype), right.to(BASE.dtype).t()) * ours * theirs.t()
+    return product.to(dtype) if bias is None else product.to(dtype) + bias
+
+
+@torch.library.custom_op("amprewrite::multiply_fp8", mutates_args=())
+def _in_graphs(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    return _multiply(left, right, ours, theirs, bias, dtype, fast)
+
+
+@_in_graphs.register_fake
+def _shape(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
+
+
+def _launch(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    # a matrix with one row counts as contiguous with any strides, but the kernel checks them
+    left, right = (each.contiguous().flatten().unflatten(0, each.shape) for each in (left, right))
+    return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=fast)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two low matrices in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
+
+
+def _fails(what: tuple[object, ...], message: str) -> None:
+    _failed.add(what)
+    advice = "right, but slower than bf16 perhaps: leave products= out if it is"
+    warnings.warn(f"{message}: {advice}", AmpRewriteWarning, stacklevel=2)
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def fails_on(device: torch.device, recipe: Recipe) -> str:
+    """The error of a first product of this recipe on a GPU that should multiply fp8; "" if there is none. Each GEMM is tried once."""
+    if not multiplies_fp8(device) or recording(device):  # while a CUDA graph is captured, results cannot be read
+        return ""
+    return _trial(device, recipe)
+
+
+@cache
+def _trial(device: torch.device, recipe: Recipe) -> str:
+    for gemm in recipe.gemms:
+        try:
+            with disable_dispatch_modes(), torch.no_grad():
+                made = _multiply_ones(device, recipe, gemm)
+                if not bool((made == TRIAL).all()):
+                    return f"{gemm}: a sum of {TRIAL} ones is {made.flatten()[0].item()}"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as in _multiply
+            return f"{gemm}: {_brief(error)}"
+    return ""
+
+
+def makes_copies(device: torch.device) -> bool:
+    """False if our kernels fail on a GPU with fp8 units, or make wrong copies."""
+    return not multiplies_fp8(device) or recording(device) or _copies_ones(device)
+
+
+@cache
+def _copies_ones(device: torch.device) -> bool:
+    with disable_dispatch_modes(), torch.no_grad():
+        ones = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device)
+        amax = by_kernel(ones, lambda kernels: kernels.amax_of(ones))
+        made = by_kernel(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
+        if amax is None or made is None:
+            return False
+        right = bool(amax == 1) and all(bool((each.float() == 1).all()) for each in made)
+    if not right:
+        _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")
+    return right
+
+
+def _multiply_ones(device: torch.device, recipe: Recipe, gemm: str) -> Tensor:
+    fast = gemm in recipe.fast
+    by_rows = fast and any(recipe.scaling(role, way) == ROWS for role, way in READS[gemm])
+    left, right = (torch.ones(TRIAL, TRIAL, device=device).to(recipe.format(role).dtype) for role, _ in READS[gemm])
+    factor = torch.ones((TRIAL, 1) if by_rows else (), device=device)
+    bias = torch.zeros(TRIAL, dtype=BASE.dtype, device=device) if fast else None
+    return _launch(left, right, factor, factor, bias, BASE.dtype, fast)
+
+
+__all__ = ["by_kernel", "fails_on", "makes_copies", "multiplies_fp8", "multiply_units", "wide_product"]
