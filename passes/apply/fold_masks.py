@@ -61,7 +61,7 @@ def group_heads(call: torch.fx.Node) -> None:
     """Let an attention call read the original heads, and erase the ops that repeat them."""
     ways = read_repeated_heads(call.graph).get(call)
     if ways is None:
-        raise PassError(f"{call.name} is to read groups of heads, and its heads are not repeated by ops that nothing else reads")
+        raise PassError(f"{call.name} is to read groups of heads, but its heads are not repeated by ops that it alone reads")
     for which, way in zip((KEY, VALUE), ways, strict=True):
         if way.between:
             way.between[-1].replace_input_with(way.lined, way.heads)
@@ -72,7 +72,7 @@ def group_heads(call: torch.fx.Node) -> None:
 
 
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
-    """Edit the calls that read `mask` as asked, and erase the ops that build it if nothing else reads it.
+    """Edit the calls that read `mask` as asked, and erase the ops that build it if they have no other reader.
 
     `name` is a free attribute name.
     """

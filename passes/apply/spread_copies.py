@@ -49,7 +49,7 @@ def spread(copy: torch.fx.Node) -> None:
 
 
 def _another(copy: torch.fx.Node) -> torch.fx.Node:
-    """A second node for the same copy. If the copy is padded, its unpadded source is copied too."""
+    """Insert a second node that makes the same copy. If the copy is padded, its unpadded source is copied too."""
     source = copy.args[0]
     again = {source: _another(source)} if copy.target is resize and isinstance(source, torch.fx.Node) else {}
     with copy.graph.inserting_after(copy):

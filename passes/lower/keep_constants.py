@@ -108,7 +108,7 @@ def _can_be_kept(node: torch.fx.Node) -> bool:
 
 
 def _stays_inside(node: torch.fx.Node) -> bool:
-    """True if only ops read a value and its memory: it does not leave the graph, and its bits are not read as another dtype.
+    """True if only ops read a value and its memory: it is not returned, and its bits are not read as another dtype.
 
     The memory of integers is known from capture, because no pass changes their dtype.
     """

@@ -1,4 +1,4 @@
-"""Insert an idle conversion after each value that is returned as it leaves its op, so that one cast serves all its readers.
+"""Insert an idle conversion after each value that is returned as the tensor that its op made, so that one cast serves all its readers.
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z

@@ -108,7 +108,7 @@ class Roundings:
         return node.op in AWAY and any(operand.value in given for mean in means for operand in mean.operands)
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """True if an op passes a value on to a reader that would magnify its rounding."""
+        """True if an op passes a rounding of `value` on to a reader that magnifies it, or to a result that torch.autocast holds exactly."""
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False
         kept = self.held[node.name] is Held.EXACT is not self.held[value]

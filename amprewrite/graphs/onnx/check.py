@@ -90,10 +90,10 @@ def _check_external(tensor: ir.ExternalTensor, where: str, folder: Path) -> None
     path = Path(tensor.path)
     outside = f"{where} is refused: {printable(location)}"
     if not location or "\0" in location or Path(location).is_absolute() or ".." in Path(location).parts:
-        raise CaptureError(f"{outside} is no path inside the model's folder; keep weights beside their model")
+        raise CaptureError(f"{outside} is no path inside the model's folder; keep weights in the folder of their model")
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(base):
-        raise CaptureError(f"{outside} is a link that leads out of the model's folder; keep weights beside their model")
+        raise CaptureError(f"{outside} is a link that leads out of the model's folder; keep weights in the folder of their model")
     try:
         found = real.stat()
     except OSError:

@@ -28,7 +28,7 @@ Content = float | str
 Slot = str | int
 """An operand by the name of its value, or a result by its index."""
 Part = tuple[Slot, int] | int
-"""One dim of a slot, or a fixed extent: (4, H) for the weights of an LSTM."""
+"""One dim of a slot, or a fixed extent: the weights of an LSTM have the dim (4, H)."""
 Leg = tuple[Part, ...]
 BROADCAST = "broadcast"
 """Content of an operand that is not padded where the result is: it has one row for all columns."""
@@ -37,7 +37,7 @@ LARGEST = 1e4
 
 
 class Hazard(Exception):
-    """Padding cannot pass. The padding of the operands in `refs` is replaced by zeros; without `refs` it is sliced off."""
+    """Padding cannot pass an op. The padding of the operands in `refs` is replaced by zeros; without `refs` it is sliced off."""
 
     def __init__(self, why: str, refs: Sequence[str] = ()) -> None:
         super().__init__(why)

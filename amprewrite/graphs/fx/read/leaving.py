@@ -165,7 +165,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Results that may have a gradient and that other ops read with one. Values that the graph itself differentiates count as well."""
+    """Results through whose other readers a gradient may flow. Values that the graph itself differentiates count as well."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
@@ -284,7 +284,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """The nodes that lead to the results in this memory, and all that may write to it, without its maker."""
+        """The nodes that lead to the results in this memory, and all nodes that may write to it, without its maker."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

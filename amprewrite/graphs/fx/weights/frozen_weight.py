@@ -257,7 +257,7 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
         for each in written if isinstance(written, list | tuple) else (written,):
             if isinstance(each, FrozenWeight):
                 low, op = dtype_name(each.stored.dtype), func.overloadpacket.__name__
-                raise PolicyError(f"{op} writes a frozen weight, which is stored in {low} and would round what is written; {REMEDY}")
+                raise PolicyError(f"{op} writes a frozen weight, which is stored in {low} and would round the new values; {REMEDY}")
 
 
 def thawed(value: Any) -> Any:
@@ -266,7 +266,7 @@ def thawed(value: Any) -> Any:
 
 
 def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
-    """Replace Dynamo's example value of a frozen weight by a plain fp32 fake on each input, for the passes.
+    """On each input that Dynamo captured as a frozen weight, replace the example value by a plain fp32 fake, which passes can read.
 
     It requires gradients as the weight did, unless gradients are recorded: then the weight is a constant.
     """

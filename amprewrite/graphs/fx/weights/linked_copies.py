@@ -81,7 +81,7 @@ def cast_block(block: CastBlock, inverse: Tensor | None, *weights: Tensor) -> li
 
 
 def marked(copy: Tensor, weight: Tensor) -> Tensor:
-    """A new copy with the `requires_grad` of its weight, though no gradient is recorded: products choose their kernel by that flag."""
+    """`copy`, with the `requires_grad` of its weight, though no gradient is recorded: products choose their kernel by that flag."""
     return copy.requires_grad_(weight.requires_grad)
 
 

@@ -57,7 +57,7 @@ def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
-    """The graphs inside nodes, and the graphs inside those."""
+    """The graphs inside nodes, at any depth."""
     for node in nodes:
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs) if attribute.HasField("g") or attribute.graphs else ():

@@ -186,7 +186,7 @@ def written(model: ir.Model, target: Path | None, external_data: bool | str) -> 
     real = resolved(shown)
     if target is not None and outside and real.parent != Path(os.path.realpath(target.parent)):
         raise EmitError(
-            f"{target} is a link into another folder, and weights outside a model are looked for beside the link; "
+            f"{target} is a link into another folder, and weights outside a model are searched for in the folder of the link; "
             f"name {real} itself, or pass external_data=False"
         )
     with contextlib.ExitStack() as stack:

@@ -42,7 +42,7 @@ def batch_norm(view: View) -> Rule:
     training = call.get(5, "training", False)
     shape = view.shape(x)
     if shape is None or len(shape) < 2 or not isinstance(training, bool):
-        return Rule(why_opaque="batch_norm on what is no single tensor")
+        return Rule(why_opaque="batch_norm on something other than a single tensor")
     needs_zero = all_zero("without a scale of its own batch_norm keeps what the padding holds")
     rule = Rule(content=(lambda contents: 0.0) if isinstance(weight, Ref) else needs_zero)
     vectors = [weight, bias] if training else [mean, var, weight, bias]
@@ -86,7 +86,7 @@ def linear(view: View) -> Rule:
     x, w, b = (view.call.get(i, name) for i, name in enumerate(("input", "weight", "bias")))
     xs, ws = view.shape(x), view.shape(w)
     if xs is None or ws is None or len(ws) != 2 or not xs:
-        return Rule(why_opaque="linear on what are no plain tensors")
+        return Rule(why_opaque="linear on something other than plain tensors")
     rule = Rule(content=_weighted(w, b))
     out = len(view.out) - 1
     rule.tie(((x.name, len(xs) - 1),), ((w.name, 1),))
@@ -125,7 +125,7 @@ def matmul(view: View, first: int = 0) -> Rule:
 
 
 def with_addend(view: View) -> Rule:
-    """Rule of a product that is added to the first operand."""
+    """Rule of addmm and baddbmm, which add a matrix product to their first operand."""
     return matmul(view, 1)
 
 
@@ -159,7 +159,7 @@ def attention(view: View) -> Rule:
     q, k, v = (call.get(i, name) for i, name in enumerate(("query", "key", "value")))
     shapes = [view.shape(x) for x in (q, k, v)]
     if any(s is None or len(s) < 2 for s in shapes) or (call.get(6, "scale") is None and isinstance(shapes[0][-1], str)):  # type: ignore[index]
-        return Rule(why_opaque="attention on what are no plain tensors")
+        return Rule(why_opaque="attention on something other than plain tensors")
     rule = Rule(content=all_zero(_BOTH_ZERO))
     legs: list[Leg] = [((x.name, len(s) - 1),) for x, s in zip((q, k, v), shapes, strict=True) if s]
     legs.append(((0, len(view.out) - 1),))

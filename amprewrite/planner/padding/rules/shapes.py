@@ -67,7 +67,7 @@ def reshape(view: View) -> Rule:
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None or not view.call.shapes:
-        return Rule(why_opaque="it reshapes what is no single tensor")
+        return Rule(why_opaque="it reshapes something other than a single tensor")
     if not all(isinstance(a, int | str | tuple | Ref) for a in (*view.call.args[1:], *view.call.kwargs.values())):
         return Rule(why_opaque="it looks at the bits as another dtype")
     rule = Rule()
@@ -83,7 +83,7 @@ def permuted(view: View) -> Rule:
     source = call.get(0, "input", call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None:
-        return Rule(why_opaque="it permutes what is no single tensor")
+        return Rule(why_opaque="it permutes something other than a single tensor")
     order = permutation(call, len(shape))
     if order is None:
         return Rule(why_opaque="its order of dims is unknown")
@@ -120,7 +120,7 @@ def expand(view: View) -> Rule:
     rule = Rule()
     rule.ignored = _others(view, source)
     if view.shape(source) is None:
-        return Rule(why_opaque="it expands what is no single tensor")
+        return Rule(why_opaque="it expands something other than a single tensor")
     aligned(view, rule, [source], view.out)
     return rule
 
@@ -242,7 +242,7 @@ def chunks(view: View) -> Rule:
     shape = view.shape(source)
     dim = call.get(1 if call.op == "unbind" else 2, "dim", 0)
     if shape is None or not isinstance(dim, int) or not call.floating:
-        return Rule(why_opaque="it cuts what is no single tensor")
+        return Rule(why_opaque="it cuts something other than a single tensor")
     rule, dim, outs = Rule(), dim % len(shape), range(len(call.shapes))
     for d in range(len(shape)):
         if d != dim:
@@ -273,7 +273,7 @@ def cat(view: View) -> Rule:
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]
     if any(s is None for s in shapes) or not isinstance(dim, int) or len({len(s) for s in shapes if s}) != 1:
-        return Rule(why_opaque="it joins what are no plain tensors")
+        return Rule(why_opaque="it joins something other than plain tensors")
     rule, dim = Rule(), dim % len(view.out)
     for d in range(len(view.out)):
         if d != dim:
@@ -291,7 +291,7 @@ def stack(view: View) -> Rule:
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", 0)
     if not isinstance(tensors_, tuple) or not all(view.shape(t) is not None for t in tensors_) or not isinstance(dim, int):
-        return Rule(why_opaque="it joins what are no plain tensors")
+        return Rule(why_opaque="it joins something other than plain tensors")
     rule, dim = Rule(), dim % len(view.out)
     for d in range(len(view.out) - 1):
         rule.tie(((0, d + (d >= dim)),), *(((t.name, d),) for t in tensors_))
@@ -303,7 +303,7 @@ def padded(view: View) -> Rule:
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:
-        return Rule(why_opaque="it pads what is no single tensor")
+        return Rule(why_opaque="it pads something other than a single tensor")
     rule = Rule(content=zero_keeping if not value else lambda contents: MIXED)
     for dim, size in enumerate(shape):
         if size == view.out[dim]:
