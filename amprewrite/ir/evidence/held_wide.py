@@ -5,12 +5,13 @@
 2. Ops on torch.autocast's low list give low values. Ops on its fp32 list, and casts to fp32 in the model's code, give fp32. ONNX files
    have no such lists; there our own denied and unlisted ops give fp32.
 3. Any other op gives the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count. Neither do 0-dim
-   tensors next to tensors with dims, nor the constants of a file, which are stored in the format of their readers.
+   tensors next to tensors with dims, nor the constants of a file, which are stored in the format of
+   their readers, unless they have an offset (`offsets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Set
 
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.problem import Problem
@@ -60,7 +61,7 @@ def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
     return next(((each.value, True) for each in read if each.value in wide), (read[0].value if read else "", False))
 
 
-def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None) -> set[str]:
+def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None, offsets: Set[str] = frozenset()) -> set[str]:
     """Names of the values that torch.autocast holds in fp32 on `device`. `known` holds facts of graphs inside and around this one."""
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:
@@ -74,6 +75,7 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
         else:
             explicit = node.pinned is not None and node.pinned[:2] == (Colour.HIGH, Reason.EXPLICIT_DTYPE)
             value, widest = widest_of(node, found)
+            widest |= any(each.value in offsets for each in data_of(node))
             low = node.op in CONVERTS and not value and node.pinned is None
             wide = explicit or widest or not (value or low)
         if wide:
@@ -90,7 +92,7 @@ class _Reading:
     def __init__(self, problem: Problem) -> None:
         self.graph, self.offsets, self.found = problem.graph, problem.offsets, dict[str, Held]()
         self.from_inputs = set[str]()
-        wide = held_wide(problem.graph, problem.device, problem.held)
+        wide = held_wide(problem.graph, problem.device, problem.held, problem.offsets)
         for node in problem.graph:
             if (node.role == "input" and node.carries_fp32) or any(each.value in self.from_inputs for each in node.operands):
                 self.from_inputs.add(node.name)
