@@ -12,7 +12,7 @@ from amprewrite.ir.policies.product_policy import ProductPolicy
 
 
 def runnable(products: ProductPolicy | None, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
-    """What of `products` the kernels on a device of this kind can run; `note` is told what they cannot."""
+    """The part of `products` that the kernels on a device of this kind can run. `note` gets the reason for the rest."""
     if products is None:
         return None
     if why := fails_on(torch.device(kind), products.preset.recipe):

@@ -83,6 +83,7 @@ class Task:
 QUICK = "gpt2,llama,bert,vit,t5,resnet,convnext,odd_mlp,unet"
 TASKS = (
     Task("suite", 0.7, ("--quick", "--only", QUICK), ("--only", "odd_mlp", "--no-inductor", "--rounds", "2"), "--out", True),
+    Task("fp8", 0.19, (), ("--small",), "--json", True),
     Task("fusion", 0.12, ("--quick", "--only", "bert,resnet,unet,odd_mlp"), ("--quick", "--only", "odd_mlp"), "--json"),
     Task("onnx_converters", 0.1, ("--rounds", "10"), ("--only", "odd_mlp", "--rounds", "2"), "--json"),
     Task("padding", 0.1, ("--quick",), ("--quick", "--only", "mlp", "--rounds", "2")),

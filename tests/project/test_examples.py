@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ FAST = {
     "benchmarks/planner_cost.py": ["--only", "distilbert,resnet", "--perturb", "1"],
     "benchmarks/onnx_scale.py": ["200"],
     "benchmarks/call_overhead.py": ["--rounds", "2"],
+    "benchmarks/fp8.py": ["--small", "--json", "{out}/fp8.json"],
     "benchmarks/frozen.py": ["--rounds", "2", "--layers", "1", "--only", "vit"],
     "benchmarks/generation.py": ["--rounds", "1", "--layers", "1", "--prompts", "8", "--tokens", "4", "--batches", "1"],
     "benchmarks/first_call.py": ["--layers", "1", "--turns", "1"],
@@ -123,7 +125,30 @@ def test_everything_goes_on_where_a_part_fails(tmp_path, monkeypatch):
     assert fine.result == "ok" and (tmp_path / "fine.txt").read_text() == "1\n"
 
 
-QUICK = {"benchmarks/casts_vs_autocast.py", "benchmarks/passes_scale.py", "benchmarks/everything.py"}
+@pytest.mark.parametrize(
+    ("bar", "faster", "memory", "pays", "said"),
+    [
+        (">= 1.45, memory <= 0.85", 1.5, 0.8, True, ">= 1.45, memory <= 0.85: met"),
+        (">= 1.45, memory <= 0.85", 1.5, 0.9, True, ">= 1.45, memory <= 0.85: missed"),
+        (">= 1.45, memory <= 0.85", 1.4, 0.8, True, ">= 1.45, memory <= 0.85: missed"),
+        (">= 1.25", 1.5, 1.0, False, "bf16 plan: missed"),
+        (">= 1", 0.5, 1.0, False, "bf16 plan: met"),
+        (">= 1", 0.95, 1.0, True, ">= 1: missed"),
+        ("sign", 0.9, 1.0, True, "wrong: the plan says fp8"),
+        ("sign", 0.9, 1.0, False, "right: the plan says bf16"),
+        ("sign", 1.01, 1.0, False, "right: the plan says bf16"),
+    ],
+)
+def test_the_fp8_benchmark_judges_by_its_bars(bar, faster, memory, pays, said, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    fp8 = importlib.import_module("fp8")
+    row = fp8.Row("layer", "eager", faster=faster, memory=memory, planned=3, kernels=3, pays=pays, bar=bar)
+    assert fp8.judged(row) == said and not row.wrong
+    row.kernels = 2
+    assert row.wrong == "2 fp8 kernels for 3 products"
+
+
+QUICK = {"benchmarks/casts_vs_autocast.py", "benchmarks/passes_scale.py", "benchmarks/everything.py", "benchmarks/fp8.py"}
 """Benchmarks that `make long` runs; the others run with `make slow`."""
 
 
@@ -146,6 +171,9 @@ def test_example(name, tmp_path):
         rows = re.findall(r"<tr><td>(.*?)</tr>", (tmp_path / "index.html").read_text())
         assert len(rows) == 1 and 'href="odd_mlp.html"' in rows[0]
         assert "<svg" in (tmp_path / "odd_mlp.html").read_text() or "<canvas" in (tmp_path / "odd_mlp.html").read_text()
+    if name == "benchmarks/fp8.py":
+        rows = json.loads((tmp_path / "fp8.json").read_text())
+        assert len(rows) == 5 and all(row["planned"] >= 3 and 0 < row["error"] < 0.15 for row in rows)
     if name == "policy_gradient.py":
         assert re.findall(r"^  ours +(\S+)$", printed, re.M) == ["0", "0"]
         assert all(float(gap) > 0 for gap in re.findall(r"autocast and half +(\S+)", printed))
