@@ -68,6 +68,9 @@ class RepaintByRange(Pass[Problem, Decisions]):
                 _keep_high(decisions, problem.graph[name], text)
             for name, text in risks.readers.items():
                 _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
+        else:
+            for name, text in _beyond_the_end(problem, values).items():
+                _keep_high(decisions, problem.graph[name], text)
         for name, text in find_cancelling(problem, values).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CANCELS)
         if decisions.paints == before:
@@ -143,6 +146,14 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
     if thinned_out(seen.amax, low) and not drowned(problem.graph, node, values, low):
         return f"{node.name} stays within {seen.amax:.3g}, {low.name} thins out at {low.smallest_normal:.3g}"
     return ""
+
+
+def _beyond_the_end(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
+    """The ops whose results exceed a wide format in samples. fp32's largest numbers exceed bf16's."""
+    low = problem.policy.low
+    seen = ((node, values.get(node.name)) for node in problem.graph if node.role == "op" and node.carries_fp32 and not node.may_saturate)
+    far = ((node, each.amax) for node, each in seen if each is not None and each.amax > low.max)
+    return {node.name: f"{node.name} reaches {amax:.4g}, {low.name} ends at {low.max:.4g}" for node, amax in far}
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:
