@@ -1,8 +1,8 @@
 """Keep high the values that a low format cannot hold, known from calibration, a sample run, weights and constants.
 
-1. *Overflow* (fp16). A value is at risk if its largest magnitude comes near the format's end, or if the fit to its tail gives a forward
+1. *Overflow*. A value is at risk if its largest magnitude comes near the format's end, or if the fit to its tail gives a forward
    pass that overflows a probability above RISK. Masks that saturate by design are not.
-2. *Underflow* (fp16). A value is at risk if all of it lies below the normal range and it does not drown in larger summands, or if it would
+2. *Underflow*. A value is at risk if all of it lies below the normal range and it does not drown in larger summands, or if it would
    be flushed on its way to an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs high, and so does every op that would read a low copy of it.
 4. Weights are known without calibration: readers of a weight beyond the range run high, and so do readers of its views, such as
@@ -60,17 +60,13 @@ class RepaintByRange(Pass[Problem, Decisions]):
         values = seen.values if seen is not None else {}
         for name, text in lost_constants(problem.graph, problem.constants, values, low).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT)
-        if low.narrow:
-            if seen is None and problem.calibration is not None and problem.calibration.model:  # no model: learnt in first calls
-                decisions.note("calibration never ran this graph: no ranges are known here")
-            risks = find_risks(problem, values)
-            for name, text in risks.makers.items():
-                _keep_high(decisions, problem.graph[name], text)
-            for name, text in risks.readers.items():
-                _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
-        else:
-            for name, text in _beyond_the_end(problem, values).items():
-                _keep_high(decisions, problem.graph[name], text)
+        if low.narrow and seen is None and problem.calibration is not None and problem.calibration.model:  # no model: learnt in first calls
+            decisions.note("calibration never ran this graph: no ranges are known here")
+        risks = find_risks(problem, values)
+        for name, text in risks.makers.items():
+            _keep_high(decisions, problem.graph[name], text)
+        for name, text in risks.readers.items():
+            _keep_high(decisions, problem.graph[name], text, Reason.CONSTANT if name in risks.of_weights else Reason.OUT_OF_RANGE)
         for name, text in find_cancelling(problem, values).items():
             _keep_high(decisions, problem.graph[name], text, Reason.CANCELS)
         if decisions.paints == before:
@@ -146,14 +142,6 @@ def _out_of_range(problem: Problem, node: OpNode, values: Mapping[str, ValueRang
     if thinned_out(seen.amax, low) and not drowned(problem.graph, node, values, low):
         return f"{node.name} stays within {seen.amax:.3g}, {low.name} thins out at {low.smallest_normal:.3g}"
     return ""
-
-
-def _beyond_the_end(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """The ops whose results exceed a wide format in samples. fp32's largest numbers exceed bf16's."""
-    low = problem.policy.low
-    seen = ((node, values.get(node.name)) for node in problem.graph if node.role == "op" and node.carries_fp32 and not node.may_saturate)
-    far = ((node, each.amax) for node, each in seen if each is not None and each.amax > low.max)
-    return {node.name: f"{node.name} reaches {amax:.4g}, {low.name} ends at {low.max:.4g}" for node, amax in far}
 
 
 def _of_weight(problem: Problem, node: OpNode) -> str:

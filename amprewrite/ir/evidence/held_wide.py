@@ -5,8 +5,7 @@
 2. Ops on torch.autocast's low list give low values. Ops on its fp32 list, and casts to fp32 in the model's code, give fp32. ONNX files
    have no such lists; there our own denied and unlisted ops give fp32.
 3. Any other op gives the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count. Neither do 0-dim
-   tensors next to tensors with dims, nor the constants of a file, which are stored in the format of
-   their readers, unless they have an offset (`offsets`).
+   tensors next to tensors with dims, nor the constants of a file without an offset, which are stored in the format of their readers.
 """
 
 from __future__ import annotations
@@ -62,7 +61,10 @@ def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
 
 
 def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None, offsets: Set[str] = frozenset()) -> set[str]:
-    """Names of the values that torch.autocast holds in fp32 on `device`. `known` holds facts of graphs inside and around this one."""
+    """Names of the values that torch.autocast holds in fp32 on `device`. `known` holds facts of graphs inside and around this one.
+
+    `offsets` are constants with a common part larger than the differences of their values.
+    """
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:
         kind = kinds.get(node.op) if kinds else OpKind.DENY if node.kind in (OpKind.DENY, None) else node.kind
