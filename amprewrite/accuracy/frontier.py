@@ -178,7 +178,7 @@ def search(
     return Frontier(replace(keep, note=note), target, tuple(candidates), len(chain), len(errors), measure.unit)
 
 
-_THEIRS = "what torch.autocast keeps high, casts shared"
+_THEIRS = "the same ops high as under torch.autocast, casts shared"
 
 
 def _kept_by_autocast(trial: Trial, chain: Chain) -> KeepHigh:

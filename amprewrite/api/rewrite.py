@@ -230,12 +230,12 @@ def measured_options(
     tolerance, accuracy, metric = target
     parsed = parse_metric(metric)
     if metric is not None and tolerance is None and accuracy is None:
-        raise PolicyError("metric= says what tolerance= and accuracy= measure, and neither is given: pass one of them, or leave it out")
+        raise PolicyError("metric= defines the error for tolerance= and accuracy=, and neither is given: pass one of them, or leave it out")
     if tolerance is not None or accuracy is not None:
         frontier = load_extra("accuracy search", "tolerance=" if accuracy is None else "accuracy=")
         frontier.check_target(tolerance, accuracy, parsed)
         if options.given is not None:
-            raise PolicyError("plan= says what runs in what: it leaves nothing for tolerance= or accuracy= to choose")
+            raise PolicyError("plan= decides every op and leaves nothing for tolerance= or accuracy= to choose")
         found["keep_high"] = frontier.search(module, batches, replace(options, **found), tolerance, accuracy, metric=metric).keep_high
     return found
 
@@ -387,7 +387,7 @@ def _check_high(high: Any) -> None:
             "torch.set_float32_matmul_precision('high') sets it, and the planner prices fp32 by it"
         )
     if not is_word(high, "fp32"):
-        raise PolicyError(f"high={shown(high)} is not understood: what is not low runs in 'fp32'")
+        raise PolicyError(f"high={shown(high)} is not understood: ops that are not low run in 'fp32'")
 
 
 def optimizers_of(optimizer: Optimizers) -> list[torch.optim.Optimizer]:

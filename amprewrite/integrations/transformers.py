@@ -132,7 +132,7 @@ class AmpRewriteCallback(TrainerCallback):  # type: ignore[misc]
             session_of(self._model).gate.attach_if_own(optimizer)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add `loss_scale` and `skipped_steps` to what is logged."""
+        """Add `loss_scale` and `skipped_steps` to the logs."""
         if self._model is None or logs is None or not session_of(self._model).loss_scale.enabled:
             return
         report = session_of(self._model).loss_scale.report()

@@ -15,7 +15,7 @@ from amprewrite.tables.recipes import BASE, FP8, ROWS, STRAIGHT, Recipe, W
 
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.78, 0.92
 COMPILED_LAUNCH = 2e-6
-"""Least seconds of a kernel in a compiled graph."""
+"""Seconds that any kernel of a compiled graph takes at least."""
 WIDE, NARROW = BASE.bytes, 1
 """Bytes per element of a value and of its fp8 copy."""
 ALONE_AMAX, ALONE_CAST = (12, 4), (45, 6)

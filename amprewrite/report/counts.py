@@ -86,7 +86,7 @@ class ModuleRow:
     times: int = 1
     """Number of siblings with the same counts that share this row."""
     name: str = ""
-    """Last part of the path; several parts if a module holds one submodule only, a span if siblings share the row."""
+    """Name shown in the row: the last part of the path, several parts if a module only wraps another, or a span of siblings."""
     parts: dict[str, ModuleRow] = field(default_factory=dict)
 
     def counts(self) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ def merged(parts: Mapping[str, ModuleRow]) -> list[ModuleRow]:
 
 
 def op_dtypes(plan: ModelPlan) -> list[tuple[str, int, int, int, int]]:
-    """The op × dtype table: op, times low, times high, FLOPs low, FLOPs high; most FLOPs, then most calls first."""
+    """Rows of the op × dtype table: op, calls low, calls high, FLOPs low, FLOPs high. Most FLOPs first, then most calls."""
     table: dict[str, list[int]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

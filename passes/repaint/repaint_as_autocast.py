@@ -15,7 +15,7 @@ Rounding the result of an op is *free* if
 A value that products alone read, directly or through views, is free in any case, because they round it. An op runs low only if rounding its
 operands is free, too. A difference from a mean, `x - x.mean()`, counts as a norm. Pins and overrides stand. Ties share a colour.
 
-Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py, test_products_told.py, test_error_laws.py.
+Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py, test_error_laws.py, tests/runtime/test_products_told.py.
 
 By name it knows `getitem`, which picks the places among the results of an op.
 """
@@ -94,18 +94,24 @@ class Roundings:
         exact = self.held[value]
         if rounds(node) or exact is Held.LOW:
             return False
-        if node.op in LEVEL or self._takes_mean(node):
+        if node.op in LEVEL or self._is_norm(node):
             return exact is Held.EXACT or node.op in BATCH_NORMS
         if node.op in AWAY:
             return True
         whole = node.role == "output" or node.kind in (OpKind.DENY, None) or node.op in WHOLE
         return exact < Held.ROUNDED and (whole or self._turns(node))
 
-    def _takes_mean(self, node: OpNode) -> bool:
-        """True if an op subtracts the mean of a value from the value, as a norm does."""
+    def _is_norm(self, node: OpNode) -> bool:
+        """True if an op subtracts from a value its mean over the dims of each sample, as layer, group and instance norms do.
+
+        What samples have in common may dwarf their differences, as for a batch norm. The same holds for averages along any dim but the last.
+        """
         given = [operand.value for operand in node.operands]
-        means = (self.graph[each] for each in given if self.graph[each].op in AVERAGES)
-        return node.op in AWAY and any(operand.value in given for mean in means for operand in mean.operands)
+        for mean in (self.graph[each] for each in given if node.op in AWAY and self.graph[each].op in AVERAGES):
+            of = next((operand.value for operand in mean.operands if operand.value in given), "")
+            if of and len(mean.shape) == len(node.shape) and mean.shape[0] == node.shape[0]:
+                return mean.shape[-1] == 1 or self.graph.seen(of).op not in AVERAGES
+        return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
         """True if an op passes a rounding of `value` on to a reader that magnifies it, or to a result that torch.autocast holds exactly."""

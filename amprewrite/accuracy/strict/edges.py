@@ -47,7 +47,7 @@ class EdgeProbe:
         return leaf
 
     def alias(self, tensor: torch.Tensor, edges: Edges, edge: tuple[str, str]) -> torch.Tensor:
-        """A view of `tensor` for one reader. Backward adds the squared output error of rounding it for this reader to `edges`."""
+        """A view of `tensor` for one reader. In backward, the output error of rounding this view is added to `edges`, squared."""
         if not (tensor.requires_grad and tensor.dtype == torch.float32 and tensor.layout == torch.strided):
             return tensor
         alias = tensor.view_as(tensor)

@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)}; {self.prog} --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {printable(message)}; {self.prog} --help lists the choices\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return made
 
-    _plan(command("plan", "show what runs in which precision, and why"))
-    made = command("explain", "say why a node runs as it does, and what would change it")
+    _plan(command("plan", "show the format of each op, and why"))
+    made = command("explain", "explain a node's format, and what would change it")
     made.add_argument("model", metavar="MODEL")
     made.add_argument("node", metavar="NODE", nargs="?", default="", help="a node or a module path; the whole plan if left out")
     _policy(made)
@@ -130,7 +130,7 @@ def _plan(made: argparse.ArgumentParser) -> None:
     shown.add_argument("--code", action="store_true", help="every line of the rewritten code, annotated")
     shown.add_argument("--nodes", action="store_true", help="every node with its reason")
     shown.add_argument("--ops", action="store_true", help="op × dtype table")
-    shown.add_argument("--after", metavar="PASS", help="what was decided, and by which pass, once PASS had run")
+    shown.add_argument("--after", metavar="PASS", help="each decision after PASS, and the pass that made it")
     for name, what in (
         ("--html", "an interactive report"), ("--svg", "a picture"), ("--png", "a picture (needs the png extra)"),
         ("--dot", "Graphviz text"), ("--model-explorer", "node data for Google's Model Explorer"),

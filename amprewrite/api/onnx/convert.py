@@ -76,7 +76,7 @@ def rewrite_onnx(
     policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low))
     order, keep_io = _order(out, plan_path, external_data, verify, max_rel_err, time_limit), flag("keep_io", keep_io)
     if plan is not None and overrides:
-        raise PolicyError("plan= and overrides= both say what runs where; put the overrides into the plan with plan.edit")
+        raise PolicyError("plan= and overrides= both choose formats; put the overrides into the plan with plan.edit")
     if calibration is not None:
         runtime()
     with _blamed(model):

@@ -169,7 +169,7 @@ class Job:
         """The model at its original opset, and after each step, if the opset was raised."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
-        """The plan, and whether only nodes that an override names count."""
+        """The plan, and whether only its nodes with an override are carried over."""
         self.kept_out = frozenset[str]()  # ops that the model runs with torch.autocast disabled
         self.source: Source | None = None
         """The file or object from which the model was read; None if torch's exporter made it."""
@@ -225,7 +225,7 @@ class Job:
         elif samples.made_up:
             self.notes.append("ranges come from a run on made-up inputs; calibration= takes real ones")
         if samples.empty:
-            self.notes.append(f"{', '.join(sorted(samples.empty))} held no finite element in a sample, so what reads it shows no range")
+            self.notes.append(f"{', '.join(sorted(samples.empty))} held no finite element in a sample, so its readers have no range")
         check_raised(self.name, [*self.before_raising, self.model], samples, limit)
         return samples
 

@@ -59,7 +59,7 @@ class Carried:
         if not self.missed:
             return text
         more = f" and {len(self.missed) - 4} more" if len(self.missed) > 4 else ""
-        return f"{text}; lists decide what {', '.join(self.missed[:4])}{more} became: it is no op of its own there"
+        return f"{text}; {', '.join(self.missed[:4])}{more} have no op of their own there, so lists decide"
 
 
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carried:

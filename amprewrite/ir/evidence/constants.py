@@ -114,7 +114,7 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """Why an op must run high that divides by, or scales, a result in `small`; "" if it need not."""
+    """The reason why an op must run high because it divides by, or scales, a value of `small`; "" if it need not."""
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):
         return f"{hangs} hangs on a value that {low.name} would flush"

@@ -130,7 +130,7 @@ class PadPlan:
         return next((padded.layout for padded in self.values if padded.value == value), ())
 
     def about(self, name: str) -> list[str]:
-        """Sentences about one node."""
+        """Sentences on the padding of one node."""
         lines = [
             f"  its result is padded: {_shown(padded.layout)}"
             for padded in self.values

@@ -52,7 +52,7 @@ def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:
 
 def _problem(region: RegionPlan) -> Problem:
     if not isinstance(region.basis, Problem):
-        raise PlanError(f"the plan of {region.name} does not know what it was decided from: name the model, not a saved or edited plan")
+        raise PlanError(f"the plan of {region.name} has no problem to decide again: name the model, not a saved or edited plan")
     return region.basis
 
 

@@ -87,7 +87,7 @@ def what_would_change(node: NodePlan, bare: str, low: str, asked: WhatIf | None)
     if cause is not None:
         lines.append(f"it would run {other} if {_and(cause.nodes)} did: {_change(cause)}")
     elif forced is not None and not condition:
-        lines.append("no few other nodes decide it: it is cheapest as it is")
+        lines.append("no small set of other nodes decides it: its colour is the cheapest")
     if forced is not None:
         lines.append(f"it alone can be told to: {_change(forced)}")
     return lines
