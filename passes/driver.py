@@ -20,7 +20,7 @@ from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, copy_g
 from amprewrite.graphs.fx.flow.kernel_pins import read_bare_taps
 from amprewrite.graphs.fx.flow.readers import read_by_many, trained_values
 from amprewrite.graphs.fx.flow.repeated_heads import read_repeated_heads
-from amprewrite.graphs.fx.flow.small_steps import read_small_steps
+from amprewrite.graphs.fx.flow.traced_steps import read_small_steps
 from amprewrite.graphs.fx.node_facts import NODE, example_value, is_checkpoint, kept_meta, note_held, tensors
 from amprewrite.graphs.fx.ops.attention_masks import MASK, argument, read_masks
 from amprewrite.graphs.fx.read.bodies import KEPT, inner_graphs, kept_high, leads_nowhere, operands

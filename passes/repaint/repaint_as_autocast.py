@@ -13,9 +13,11 @@ Rounding the result of an op is *free* if
    casts to a low format.
 
 A value that products alone read, directly or through views, is free in any case, because they round it. An op runs low only if rounding its
-operands is free, too. A difference from a mean, `x - x.mean()`, counts as a norm. Pins and overrides stand. Ties share a colour.
+operands is free, too. A difference from the mean of each sample, `x - x.mean(-1)`, counts as a norm. Pins and overrides stand. Ties
+share a colour.
 
-Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py, test_error_laws.py, tests/runtime/test_products_told.py.
+Judged by: tests/passes/test_repaint_unrounded.py, test_kinks.py, test_squared_distances.py and test_error_laws.py, and by
+tests/runtime/test_products_told.py.
 
 By name it knows `getitem`, which picks the places among the results of an op.
 """
@@ -104,7 +106,7 @@ class Roundings:
     def _is_norm(self, node: OpNode) -> bool:
         """True if an op subtracts from a value its mean over the dims of each sample, as layer, group and instance norms do.
 
-        What samples have in common may dwarf their differences, as for a batch norm. The same holds for averages along any dim but the last.
+        What samples have in common may dwarf their differences, as for a batch norm. So it is for averages along any dim but the last.
         """
         given = [operand.value for operand in node.operands]
         for mean in (self.graph[each] for each in given if node.op in AWAY and self.graph[each].op in AVERAGES):

@@ -5,7 +5,7 @@ the sums are fp32, as torch.autocast keeps them. Solvers of differential equatio
 (Inception-ResNet v2, EDSR, LayerScale) are of that kind: Euler's `x + (s[i + 1] - s[i]) * f(x)`, and DDIM, which also scales x up and down.
 Large steps, as of most residual streams, lose as much by their own rounding.
 
-1. Small steps, and the ops that pass the value from one to the next, are read from the graph (`graphs/small_steps.py`, and for each kind of
+1. Small steps, and the ops that pass the value from one to the next, are read from the graph (`graphs/step_search.py`, and for each kind of
    graph `graphs/fx/flow/` and `graphs/onnx/read/`). The network's own ops, and the scaling of its result, are left to their price:
    torch.autocast rounds there, too.
 2. Running sums carry a value on and add terms that do not depend on it, `h = 0.99 * h + 0.01 * u[:, t]`, or average it by gates

@@ -25,10 +25,10 @@ from amprewrite.graphs.onnx.check import invalid, same_complaint
 from amprewrite.graphs.onnx.guesses import forget_guesses, to_proto
 from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.counts import with_counts
+from amprewrite.graphs.onnx.read.file_steps import read_small_steps
 from amprewrite.graphs.onnx.read.load import Source, make_ready
 from amprewrite.graphs.onnx.read.offsets import read_offsets
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
-from amprewrite.graphs.onnx.read.small_steps import read_small_steps
 from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
 from amprewrite.graphs.onnx.run.onnx_runtime import TimeLimit, TooSlow, is_large, run_within, runtime, seconds_for, session, weight_bytes
 from amprewrite.graphs.onnx.run.raised import check_raised

@@ -25,7 +25,7 @@ import torch
 import torch.fx
 
 from amprewrite.graphs.fx.node_facts import comparable, example_value
-from amprewrite.graphs.small_steps import Factor, SmallSteps
+from amprewrite.graphs.step_search import Factor, SmallSteps
 from amprewrite.ir.op_graph import OpGraph
 from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind

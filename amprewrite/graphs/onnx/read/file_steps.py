@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from amprewrite.graphs.onnx.ops import constant_tensor
 from amprewrite.graphs.onnx.read.reader import OnnxReading
-from amprewrite.graphs.small_steps import Factor, SmallSteps
+from amprewrite.graphs.step_search import Factor, SmallSteps
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
