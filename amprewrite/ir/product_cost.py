@@ -55,14 +55,13 @@ class ProductPrices:
                 yield "transpose", self._pass(numel, 2 * NARROW)
         elif by_rows:
             fuses = self.fused and not held
-            if way == STRAIGHT:
-                yield "amax of rows", 0 if self.fused else self._pass(numel, WIDE)
+            if way == STRAIGHT:  # a row stays in a cache between its amax and its cast
                 yield way, self._pass(numel, NARROW if fuses else WIDE + NARROW)
             else:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            known = self.fused and (not held or recipe.scaling(role, STRAIGHT) == ROWS)
+            known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)  # from the scales of rows, or while it is made
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):
                 yield "scale", self._pass(0, 0)

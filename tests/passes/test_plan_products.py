@@ -147,7 +147,7 @@ TORCHAO = {"fp8": "tensorwise", "fp8-rowwise": "rowwise", "fp8-safe": "rowwise_w
 @pytest.mark.parametrize("preset", TORCHAO)
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_sign_of_faster_is_that_of_torchao_s_roofline(preset: str, fused: bool) -> None:
-    """Over its sweep of sizes, on its figures of an H100. Without a compiler our copies by rows read a value twice, and torchao's once."""
+    """Over its sweep of sizes, on its figures of an H100. Without a compiler our kernel makes both copies of a weight in one pass."""
     roofline = pytest.importorskip("torchao.testing.training.roofline_utils")
     gpu, name = "NVIDIA H100", TORCHAO[preset]
     rates = {"fp32": 67e12, "bf16": 989e12, "fp8": 1979e12}
@@ -166,7 +166,7 @@ def test_the_sign_of_faster_is_that_of_torchao_s_roofline(preset: str, fused: bo
                 copies[role, kernel] = max(copies.get((role, kernel), 0), ticks)
         ours = sum(prices.saved(*ways[gemm]) for gemm in GEMMS if gemm in recipe.gemms) - sum(copies.values())
         right += (ours > 0) == (theirs > 0)
-    assert right >= (0.95 if fused or preset == "fp8" else 0.89) * len(sizes)
+    assert right >= (1.0 if fused or preset == "fp8-safe" else 0.96) * len(sizes)
 
 
 def test_a_price_is_the_longest_of_arithmetic_traffic_and_a_launch() -> None:

@@ -9,9 +9,10 @@ import torch
 from versions import differs_in_2_11
 
 from amprewrite.graphs.fx.ops import scaled_casts
+from amprewrite.graphs.fx.ops.quantised_products import copies
 from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply, round_scaled, scale_of
 from amprewrite.tables.formats import E4M3, E5M2, Format
-from amprewrite.tables.recipes import ROWS, TENSOR
+from amprewrite.tables.recipes import GRAD_IN, OUT, RECIPES, ROWS, TENSOR, W
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
@@ -71,6 +72,20 @@ def test_zeros_stay_zeros_and_what_is_not_finite_spoils_its_own_rows_alone(scali
     assert torch.equal(got.isfinite(), bf16.isfinite())
     assert got[9].eq(0).all()
     assert (got[0] - clean[0]).abs().max() < 0.6
+
+
+def test_the_scale_of_a_weight_is_the_same_from_its_rows_and_from_all_of_it() -> None:
+    """Also if a value is not finite: it does not count in either."""
+    recipe = RECIPES["rowwise, grad_weight in bf16"]
+    for bad in (1.0, torch.inf, torch.nan):
+        weight = torch.randn(1024, 48, dtype=torch.bfloat16)
+        weight[3, 4], weight[700, 5] = bad, 1000
+        straight, turned = copies(weight, W, recipe, (OUT, GRAD_IN))
+        assert turned.scale == copies(weight, W, recipe, (GRAD_IN,))[1].scale == scale_of(weight, E4M3, TENSOR, True) == 0.25
+        assert straight.scale.shape == (1024, 1) and (straight.scale > 0).all()
+        others = torch.arange(1024) != 3
+        assert torch.equal(straight.values()[others], quantise_matrix(weight[others], E4M3, ROWS, True).values())
+        assert turned.data.float().isnan().sum() == straight.data.float().isnan().sum() == (bad != 1.0)
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -33,19 +33,25 @@ def test_they_compile_for_every_gpu_with_fp8_units_and_for_no_older_one() -> Non
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from amprewrite.graphs.fx.ops.triton_fp8 import AMAX, BLOCK, amax_kernel, cast_kernel
+        from amprewrite.graphs.fx.ops.triton_fp8 import AMAX, BLOCK, amax_kernel, cast_kernel, rows_kernel
 
         fixed = dict.fromkeys(("MOST", "TYPE", "WAYS", "BY", "BLOCK"), "constexpr")
+        of_rows = dict.fromkeys(("SMALLEST", "MOST", "POWER", "TYPE", "BLOCK"), "constexpr")
         for target in (80, 89, 90, 100):
             amax = {"source": "*bf16", "amax": "*fp32", "count": "i32", "BLOCK": "constexpr"}
             triton.compile(ASTSource(amax_kernel, amax, {"BLOCK": AMAX}), target=GPUTarget("cuda", target, 32))
             for name, kind, most in (("fp8e4nv", tl.float8e4nv, 448.0), ("fp8e5", tl.float8e5, 57344.0)):
-                for by in (0, 1, 2):
+                for by in (0, 1, 2, "its own"):
                     types = {"source": "*bf16", "scale": "*fp32", "straight": f"*{name}", "turned": f"*{name}"}
                     types |= {"rows": "i32", "columns": "i32"}
                     values = {"MOST": most, "TYPE": kind, "WAYS": 3, "BY": by, "BLOCK": BLOCK}
+                    kernel = ASTSource(cast_kernel, types | fixed, values) if by != "its own" else None
+                    if kernel is None:
+                        types = {"source": "*bf16", "scale": "*fp32", "target": f"*{name}", "columns": "i32"}
+                        values = {"SMALLEST": 1e-12, "MOST": most, "POWER": True, "TYPE": kind, "BLOCK": AMAX}
+                        kernel = ASTSource(rows_kernel, types | of_rows, values)
                     try:
-                        made = triton.compile(ASTSource(cast_kernel, types | fixed, values), target=GPUTarget("cuda", target, 32))
+                        made = triton.compile(kernel, target=GPUTarget("cuda", target, 32))
                         print(target, name, by, len(made.asm["cubin"]) > 1000)
                     except triton.CompilationError:
                         print(target, name, by, "refused")
@@ -54,9 +60,9 @@ def test_they_compile_for_every_gpu_with_fp8_units_and_for_no_older_one() -> Non
     lines = printed.splitlines()
     for target in (89, 90, 100):
         assert [line for line in lines if line.startswith(f"{target} ")] == [
-            f"{target} {name} {by} True" for name in ("fp8e4nv", "fp8e5") for by in (0, 1, 2)
+            f"{target} {name} {by} True" for name in ("fp8e4nv", "fp8e5") for by in (0, 1, 2, "its own")
         ]
-    assert [line for line in lines if "80 fp8e4nv" in line] == [f"80 fp8e4nv {by} refused" for by in (0, 1, 2)]
+    assert [line for line in lines if "80 fp8e4nv" in line] == [f"80 fp8e4nv {by} refused" for by in (0, 1, 2, "its own")]
 
 
 def test_interpreted_they_give_what_torch_gives() -> None:
@@ -65,8 +71,8 @@ def test_interpreted_they_give_what_torch_gives() -> None:
         """
         import torch
 
-        from amprewrite.graphs.fx.ops.scaled_casts import round_scaled
-        from amprewrite.graphs.fx.ops.triton_fp8 import amax_of, cast_both
+        from amprewrite.graphs.fx.ops.scaled_casts import SMALLEST, round_scaled, scale_of
+        from amprewrite.graphs.fx.ops.triton_fp8 import amax_of, cast_both, cast_rows
         from amprewrite.tables.formats import SCALED_FORMATS
 
         for fmt in SCALED_FORMATS.values():
@@ -84,6 +90,12 @@ def test_interpreted_they_give_what_torch_gives() -> None:
                         straight, turned = cast_both(matrix, scale, fmt.dtype, *ways)
                         assert not ways[0] or torch.equal(straight.float(), wanted.float())
                         assert not ways[1] or torch.equal(turned.float(), wanted.t().float())
+                for power, matrix in ((True, holed), (False, torch.zeros(rows, columns)), (True, holed.repeat(1, 100))):
+                    made, scale = cast_rows(matrix, fmt.dtype, SMALLEST, power)
+                    wanted = scale_of(matrix, fmt, "rows", power)
+                    finite = matrix.isfinite()  # the interpreter casts NaN to a number
+                    assert torch.equal(scale, wanted)
+                    assert torch.equal(made.float()[finite], round_scaled(matrix * wanted, fmt).float()[finite])
         print("the same")
         """,
         TRITON_INTERPRET="1",

@@ -160,9 +160,10 @@ def _copies_ones(device: torch.device) -> bool:
         ones = torch.ones(TRIAL, TRIAL, dtype=BASE.dtype, device=device)
         amax = by_kernel(ones, lambda kernels: kernels.amax_of(ones))
         made = by_kernel(ones, lambda kernels: kernels.cast_both(ones, ones.new_ones((), dtype=torch.float32), E4M3.dtype, True, True))
-        if amax is None or made is None:
+        by_rows = by_kernel(ones, lambda kernels: kernels.cast_rows(ones, E4M3.dtype, 1.0, True))
+        if amax is None or made is None or by_rows is None:
             return False
-        right = bool(amax == 1) and all(bool((each.float() == 1).all()) for each in made)
+        right = bool(amax == 1) and all(bool((each.float() == 1).all()) for each in (*made, by_rows[0].float() / by_rows[1]))
     if not right:
         _fails(("casts", ones.device), "the kernel that makes fp8 copies gives wrong ones here; torch makes them")
     return right

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply, quantise_matrix, scale_of
+from amprewrite.graphs.fx.ops.scaled_casts import Scaled, multiply, quantise_matrix, quantise_rows, scale_of
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.tables.recipes import GRAD_IN, GRAD_WEIGHT, OUT, READS, RECIPES, ROWS, STRAIGHT, TENSOR, TURNED, G, Recipe
 
@@ -48,19 +49,20 @@ def quantise(value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], tran
 def copies(matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...]) -> tuple[Scaled | None, Scaled | None]:
     """(straight copy, transposed copy) of a matrix, each None if no GEMM of `gemms` reads it.
 
-    With one scale for the tensor both share it.
+    With one scale for the tensor both share it. If only the straight copy has scales of rows, the tensor's is the smallest of these.
     """
     fmt, wanted = recipe.format(role), ways(role, gemms)
-    made: dict[str, Scaled] = {}
-    whole = [way for way in wanted if recipe.scaling(role, way) != ROWS]
+    by_rows = [way for way in wanted if recipe.scaling(role, way) == ROWS]
+    made = {STRAIGHT: quantise_rows(matrix, fmt, recipe.power_of_two)} if STRAIGHT in by_rows else {}
+    whole = [way for way in wanted if way not in by_rows]
     if whole:
-        scale = scale_of(matrix, fmt, TENSOR, recipe.power_of_two)
+        known = made[STRAIGHT].scale if made and not guard_or_false(matrix.numel() == 0) else None
+        scale = scale_of(matrix, fmt, TENSOR, recipe.power_of_two) if known is None else known.amin()
         straight, turned = quantise_matrix(matrix, fmt, scale, STRAIGHT in whole, TURNED in whole)
         made |= {way: Scaled(straight if way == STRAIGHT else turned, scale) for way in whole}
-    for way in (way for way in wanted if way not in whole):
-        scale = scale_of(matrix if way == STRAIGHT else matrix.t(), fmt, ROWS, recipe.power_of_two)
-        straight, turned = quantise_matrix(matrix, fmt, scale if way == STRAIGHT else scale.t(), way == STRAIGHT, way == TURNED)
-        made[way] = Scaled(straight if way == STRAIGHT else turned, scale)
+    if TURNED in by_rows:
+        scale = scale_of(matrix.t(), fmt, ROWS, recipe.power_of_two)
+        made[TURNED] = Scaled(quantise_matrix(matrix, fmt, scale.t(), False, True)[1], scale)
     return made.get(STRAIGHT), made.get(TURNED)
 
 

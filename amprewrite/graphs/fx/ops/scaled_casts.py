@@ -41,16 +41,24 @@ class Scaled(NamedTuple):
 
 def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> Tensor:
     """The scale of a matrix, or of each of its rows, in `fmt`."""
+    found = by_kernel(matrix, lambda kernels: kernels.amax_of(matrix)) if scaling != ROWS else None
     if guard_or_false(matrix.numel() == 0):
-        amax = matrix.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
-    elif scaling == ROWS:  # an inf or NaN spoils its row of the product whatever the scale is
-        amax = torch.linalg.vector_norm(matrix, math.inf, -1, keepdim=True)
-    else:
-        found = by_kernel(matrix, lambda kernels: kernels.amax_of(matrix))
-        amax = torch.where(matrix.isfinite(), matrix, 0).abs().amax() if found is None else found
+        found = matrix.new_zeros((matrix.shape[0], 1) if scaling == ROWS else ())
+    if found is None:
+        finite = torch.where(matrix.isfinite(), matrix, 0).abs()
+        found = finite.amax(-1, keepdim=True) if scaling == ROWS else finite.amax()
     # in fp64, because compilers divide fp32 numbers by multiplying with a rounded reciprocal
-    scale = (fmt.max / amax.double().clamp(min=SMALLEST)).float()
+    scale = (fmt.max / found.double().clamp(min=SMALLEST)).float()
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
+
+
+def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
+    """The matrix in `fmt` with a scale for each row. Our kernel reads it once."""
+    found = by_kernel(matrix, lambda kernels: kernels.cast_rows(matrix, fmt.dtype, SMALLEST, power_of_two))
+    if found is not None:
+        return Scaled(*found)
+    scale = scale_of(matrix, fmt, ROWS, power_of_two)
+    return Scaled(quantise_matrix(matrix, fmt, scale, True, False)[0], scale)
 
 
 def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
@@ -93,4 +101,4 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     return product if bias is None else product + bias
 
 
-__all__ = ["Scaled", "multiply", "quantise_matrix", "round_scaled", "scale_of"]
+__all__ = ["Scaled", "multiply", "quantise_matrix", "quantise_rows", "round_scaled", "scale_of"]

@@ -1,7 +1,7 @@
 """Triton kernels that quantise a matrix: its amax, and a cast that writes it straight, transposed, or both at once.
 
 Importing this file needs Triton. Only fp8_units.py imports it, and works without it if that fails. A value is read twice, for its amax
-and for its cast, and each copy is written once.
+and for its cast, but once if each row has a scale. Each copy is written once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 BLOCK = 64
 """Rows and columns of a tile."""
 AMAX = 4096
-"""Elements that one program reads for the amax of a tensor."""
+"""Elements that one program reads at a time for the amax of a tensor or a row."""
 TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -56,6 +56,41 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     if WAYS != 1:
         transposed = column[:, None].to(tl.int64) * rows + row[None, :]
         tl.store(turned + transposed, tl.trans(cast), mask=tl.trans(inside))
+
+
+@triton.jit
+def rows_kernel(  # type: ignore[no-untyped-def]
+    source, scale, target, columns, SMALLEST: tl.constexpr, MOST: tl.constexpr, POWER: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Scale, clamp and cast one row by its own amax. The second loop reads the row from a cache."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * columns
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        size = tl.abs(tl.load(source + start + at, mask=at < columns, other=0.0).to(tl.float32))
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+    amax = tl.max(largest, axis=0).to(tl.float64)
+    factor = (tl.full((), MOST, tl.float64) / tl.where(amax > SMALLEST, amax, SMALLEST)).to(tl.float32)
+    if POWER:
+        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(scale + row, factor)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        scaled = tl.load(source + start + at, mask=at < columns, other=0.0).to(tl.float32) * factor
+        limited = tl.where(tl.abs(scaled) > MOST, tl.where(scaled > 0, MOST, -MOST), scaled)
+        limited = tl.where(tl.abs(scaled) < float("inf"), limited, float("nan"))
+        tl.store(target + start + at, limited.to(TYPE), mask=at < columns)
+
+
+def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """(dense matrix in `dtype`, a column with the scale of each row). An amax counts as `smallest` at least."""
+    rows, columns = matrix.shape
+    made, scale = matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty((rows, 1), dtype=torch.float32)
+    if rows:
+        most, block = torch.finfo(dtype).max, min(AMAX, triton.next_power_of_2(max(columns, 1)))
+        rows_kernel[(rows,)](matrix, scale, made, columns, smallest, most, power_of_two, TYPES[dtype], block)
+    return made, scale
 
 
 def amax_of(matrix: Tensor) -> Tensor:
