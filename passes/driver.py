@@ -30,7 +30,7 @@ from amprewrite.graphs.fx.read.magnitudes import factors, magnitudes, offsets
 from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
-from amprewrite.graphs.fx.run.unseen_overflow import exchanges_infinities
+from amprewrite.graphs.fx.run.range_dangers import exchanges_infinities
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.held_wide import held
 from amprewrite.ir.evidence.keep_high import KeepHigh

@@ -4,8 +4,8 @@
 2. Clean the graph: drop dtype checks recorded with conversions, drop guards (the second export makes new ones), and inline `no_grad`
    sub-graphs, so that the passes see every op. Autocast regions and other sub-graphs stay closed, with the same inputs and results.
 3. Decide and edit as for any captured graph.
-4. In fp16, run the edited graph on the inputs, like the first calls of a rewritten model. If it overflows where fp32 does not, decide
-   anew with the ranges seen. Buffers and random state are restored.
+4. In fp16, run the graph in fp32 on the inputs first, like the first calls of a rewritten model. If fp16 cannot hold a value that is to be
+   low, decide anew with the ranges seen. Buffers and random state are restored.
 5. For a frozen model, store weights low that are only read low. The file is then as small as the model, and has no casts of them.
 6. Export the edited module again, with the same dynamic shapes.
 """
@@ -24,7 +24,7 @@ from amprewrite.passes.driver import CapturedGraph, clean_exported, pin_high
 from amprewrite.passes.lower.read_frozen_weights import store_low
 from amprewrite.passes.normalise.strip_checks import strip_checks
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.runtime.captured.overflow_retry import rewrite_for
+from amprewrite.runtime.captured.look_ahead import rewrite_for
 from amprewrite.runtime.compiler.dynamo import ONE_EXPORT, parameter_names, refuse_ambient_autocast
 from amprewrite.runtime.compiler.heard import autocast_for_fp32
 from amprewrite.runtime.model.parts import part_paths

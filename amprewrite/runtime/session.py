@@ -41,7 +41,7 @@ from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale, ForwardScales
-from amprewrite.runtime.captured.overflow_retry import OverflowRetry, worth_watching
+from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
 from amprewrite.runtime.captured.past import asking_number
 from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
@@ -477,7 +477,7 @@ class Session:
         region.keep_high = keep_high
         if worth_watching(problem):
             graphs.weights += known_weights(captured, example_inputs, self.root)
-            region.overflow_retry = OverflowRetry(captured, plan, self.learn, again, self.warn_fp32)
+            region.look_ahead = LookAhead(captured, plan, self.learn, again, self.warn_fp32)
         return region
 
     def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:

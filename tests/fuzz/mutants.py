@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+LOOK = "amprewrite/runtime/captured/look_ahead.py"
 
 
 class MutantError(Exception):
@@ -129,12 +130,12 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint-looks-save", "a look at first calls saves tensors into a checkpoint's list", ("programs",), ('checkpoint_sequential', "('grad', 'grad')", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or before.recorded or _inside_checkpoint():\n", "        if self.differentiates or self.unseen or before.recorded:\n"),
-         ("amprewrite/runtime/captured/overflow_retry.py", "@torch.no_grad()  # a look must leave no trace: activation checkpoints count what is saved for backward\n", "")),
+        ((LOOK, "unselective(), unhooked(), gradients:\n", "unselective(), torch.enable_grad():\n"),
+         (LOOK, "        if value.requires_grad:\n", "        if value.requires_grad and self.differentiates:\n")),
     ),
     Mutant(
-        "hooks-called-twice", "a first call that overflows runs a graph with torch.autograd.grad twice", ("programs",), ("large_grad", "traced=True", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        if self.differentiates or self.unseen or before.recorded or _inside_checkpoint():\n", "        if self.unseen or before.recorded or _inside_checkpoint():\n"),),
+        "hooks-called-twice", "a look at a graph with torch.autograd.grad calls the hooks of its inputs", ("programs",), ("large_grad", "traced=True", "'fp16'"),
+        ((LOOK, "        if value.requires_grad:\n", "        if value.requires_grad and not self.differentiates:\n"),),
     ),
     Mutant(
         "inner-results-unseen", "no range is known of what an inner checkpoint gives", ("programs",), ("checkpoint(lambda t: checkpoint(", "'fp16'", "'o2'"),
@@ -146,19 +147,19 @@ MUTANTS = (
     ),
     Mutant(
         "hidden-overflow", "what overflows and is made finite again is taken for right", ("programs",), ("nan_to_num(F.linear(", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        self.unseen = may_overflow_unseen(captured, plan)\n", "        self.unseen = False\n"),),
+        ((LOOK, "any(dangers(self.captured, self.plan, seen))", "not finite"),),
     ),
     Mutant(
         "overflow-refused", "an op that refuses an overflowed value ends the call", ("programs",), ("large_refused", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "_REFUSALS = (RuntimeError, ValueError, IndexError)\n", "_REFUSALS: tuple[type[Exception], ...] = ()\n"),),
+        (("amprewrite/graphs/fx/run/range_dangers.py", "value.amax * (room if graph[name].role == \"op\" else 1) > end", "value.amax > 1e30"),),
     ),
     Mutant(
         "closure-early", "a closure runs before its step, which may move the weights first", ("states",), ("'Ahead'", "fp16"),
         (("amprewrite/runtime/training/optimizers/closures.py", "    first = isinstance(optimizer, torch.optim.LBFGS) or ", "    first = True or "),),
     ),
     Mutant(
-        "parameter-written-twice", "a first call that overflows writes parameters again when it runs again", ("programs",), ("large_parameter", "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "(place in written or not isinstance(value, nn.Parameter))", "not isinstance(value, nn.Parameter)"),),
+        "parameter-written-twice", "a look at a first call writes parameters, and the call writes them again", ("programs",), ("large_parameter", "'fp16'"),
+        ((LOOK, "self._copy(value, place in self.written)", "self._copy(value, place in self.written and not isinstance(value, torch.nn.Parameter))"),),
     ),
     Mutant(
         "hidden-data-write", "a backward reads a copy of what is written through .data later", ("programs",), ("'data'",),
@@ -196,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "nested-bodies-unknowing", "a first call overflows in a checkpoint inside another, whose body is decided anew without the ranges", ("programs",), ('nested_checkpoint', "'fp16'"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "        for each in captured.with_parts():\n", "        for each in (captured, *captured.parts.values()):\n"),),
+        ((LOOK, "        for each in captured.with_parts():\n", "        for each in (captured, *captured.parts.values()):\n"),),
     ),
     Mutant(
         "reentrant-on-the-past", "a reentrant checkpoint recomputes on graphs that were there before an overflow", ("programs",), ('use_reentrant=True) * 1e6, use_reentrant=True)', "'fp16'", 'granularity'),
@@ -205,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "export-unseen", "export_program looks at no values: what overflows on its inputs is not finite", ("programs",), ('export', "'fp16'", "large"),
-        (("amprewrite/runtime/captured/overflow_retry.py", "    if not worth_watching(captured.problem) or", "    if True or not worth_watching(captured.problem) or"),),
+        ((LOOK, "    if not worth_watching(captured.problem) or", "    if True or not worth_watching(captured.problem) or"),),
     ),
     Mutant(
         "verify-without-hooks", "verify reads a graph whose tensor hooks stand as they were captured", ("programs",), ('verify', 'hook'),

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper
 from torch import Tensor, nn
-from torch._higher_order_ops import map as map_op
 from torch._higher_order_ops import scan, while_loop
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -323,8 +322,8 @@ def _() -> bool:
 @proof("overflow-refused")
 def _() -> bool:
     def loss(self: Any, x: Tensor) -> Tensor:
-        chance = map_op(lambda row: F.linear(row * 2.0**17, self.a.weight) * 2.0**-17, x).sigmoid()
-        return F.binary_cross_entropy(chance, torch.ones_like(chance))
+        chance = torch.softmax(self.a(x * 1e6) * 1e-6, -1) * 0.9 + 0.05
+        return F.binary_cross_entropy(chance, torch.zeros_like(chance))
 
     plain, amp = pair(loss, dtype="fp16")
     try:

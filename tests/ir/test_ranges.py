@@ -40,6 +40,15 @@ def test_counts_are_exact(numbers: list[float]) -> None:
 
 
 @settings(deadline=None)
+@given(FLOATS)
+def test_limits_are_those_of_the_whole_range(numbers: list[float]) -> None:
+    tensor = torch.tensor(numbers, dtype=torch.float32)
+    whole, brief = ValueRange.of(tensor), ValueRange.limits(tensor, smallest=True)
+    assert (brief.count, brief.amax, brief.smallest, brief.exponents) == (whole.count, whole.amax, whole.smallest, ())
+    assert ValueRange.limits(tensor, smallest=False).smallest == math.inf
+
+
+@settings(deadline=None)
 @given(FLOATS, FLOATS)
 def test_merging_is_seeing_both(a: list[float], b: list[float]) -> None:
     left, right = torch.tensor(a, dtype=torch.float32), torch.tensor(b, dtype=torch.float32)

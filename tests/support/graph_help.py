@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import amprewrite
 import amprewrite.graphs.fx.weights.weight_cache
-import amprewrite.runtime.captured.overflow_retry
+import amprewrite.runtime.captured.look_ahead
 import amprewrite.runtime.captured.region
 import amprewrite.runtime.captured.weight_watch
 import amprewrite.runtime.training.loss_scale
@@ -103,7 +103,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     with monkeypatch.context() as patch:
         captured, training = amprewrite.runtime.captured, amprewrite.runtime.training
         steps = (training.loss_scale, training.overflow_control, training.backwards)
-        graphs = (captured.overflow_retry, captured.region, captured.weight_watch, amprewrite.graphs.fx.weights.weight_cache)
+        graphs = (captured.look_ahead, captured.region, captured.weight_watch, amprewrite.graphs.fx.weights.weight_cache)
         for module in (*steps, *graphs):
             patch.setattr(module, "recording", lambda _: True)
         with everything(Recording()) as recorded:

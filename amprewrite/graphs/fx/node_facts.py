@@ -6,7 +6,7 @@ One file because all of these functions query the same node, and most of them ea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -330,8 +330,13 @@ def _given(node: torch.fx.Node) -> dict[str, Any]:
 
 def written_inputs(graph: torch.fx.Graph) -> frozenset[int]:
     """Positions of the inputs whose memory the graph writes, including writes by views and through `.data`."""
-    memory = {storage for node in graph.nodes for target in (*written(node), *written_unsaid(node)) for storage in memory_of(target)}
+    memory = {storage for node in graph.nodes for target in (*written(node), *_unsaid_in_bodies(node)) for storage in memory_of(target)}
     return frozenset(place for place, node in enumerate(graph.find_nodes(op="placeholder")) if not memory.isdisjoint(memory_of(node)))
+
+
+def _unsaid_in_bodies(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    """`written_unsaid`, including writes in the bodies of a higher-order op: a batch norm in a checkpoint writes its statistics."""
+    return _written_by_bodies(node, _unsaid_in_bodies) if isinstance(node.target, HigherOrderOperator) else written_unsaid(node)
 
 
 def _written_by_schema(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -354,8 +359,8 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
     return [body for body in found if isinstance(body, torch.fx.GraphModule)]
 
 
-def _written_by_bodies(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Operands that the body of a higher-order op writes.
+def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
+    """Operands that the body of a higher-order op writes; `write` returns the operands that a node of the body writes.
 
     Only for a checkpoint it is known which; any other op counts with all operands.
     """
@@ -364,7 +369,7 @@ def _written_by_bodies(node: torch.fx.Node) -> list[torch.fx.Node]:
         return operands
     found: list[torch.fx.Node] = []
     for body in bodies(node):
-        memory = {storage for inner in body.graph.nodes for target in written(inner) for storage in storages(example_value(target))}
+        memory = {storage for inner in body.graph.nodes for target in write(inner) for storage in storages(example_value(target))}
         inputs = body.graph.find_nodes(op="placeholder")
         places = [place for place, inner in enumerate(inputs) if memory & storages(example_value(inner))]
         if is_checkpoint(node):

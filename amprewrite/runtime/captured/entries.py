@@ -125,7 +125,7 @@ class Graphs:
         finally:
             state.check = None
         whole = len(state.ran) == 1 and state.ran[0].whole and not state.failures
-        if whole and (options.strict or state.ran[0].overflow_retry is not None) and (found := check.parted()):
+        if whole and (options.strict or state.ran[0].look_ahead is not None) and (found := check.parted()):
             message = captured_otherwise(self.entry.place, *found)
             session.note(message)
             session.warn_fp32(message)

@@ -15,7 +15,7 @@ from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.suspend_modes import suspend_dispatch_modes
 from amprewrite.runtime.captured.forward_scale import ForwardScale
-from amprewrite.runtime.captured.overflow_retry import OverflowRetry
+from amprewrite.runtime.captured.look_ahead import LookAhead
 from amprewrite.runtime.captured.past import Past
 from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.training.overflow_control import StepGate
@@ -78,7 +78,7 @@ class Region:
         self.device = torch.device("cpu") if module is None else scale_device(module.graph)
         self._past = Past[tuple[CompiledFn, WeightReads]]()
         self.latest = None if module is None else LatestInputs(self)
-        self.overflow_retry: OverflowRetry | None = None
+        self.look_ahead: LookAhead | None = None
 
     def become(
         self, plan: RegionPlan, run: CompiledFn, module: torch.fx.GraphModule | None, reads: WeightReads, refused: Refusals
@@ -91,12 +91,12 @@ class Region:
         self.state.ran.append(self)
         if self.state.check is not None:
             self.state.check.runs(inputs)
-        first = self.overflow_retry
+        first = self.look_ahead
         if first is None:
             return self._call(inputs)
         result = first.call(self._call, inputs, self.state.forwards)
         if first.left < 0:
-            self.overflow_retry = None
+            self.look_ahead = None
         return result
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:

@@ -10,7 +10,7 @@ from graph_help import Training, block, conv, recording, syncs
 from runtime_help import data, mlp
 
 import amprewrite
-import amprewrite.runtime.captured.overflow_retry
+import amprewrite.runtime.captured.look_ahead
 from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 
 
@@ -19,7 +19,7 @@ from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScaleEr
 @pytest.mark.parametrize("attach", [True, False], ids=["attached", "found"])
 def test_no_step_waits_for_the_device(made, options, attach):
     training = Training(made(), attach=attach, **options)
-    for _ in range(amprewrite.runtime.captured.overflow_retry.CALLS):  # fp16 looks at its first results, and the optimizer makes its state
+    for _ in range(amprewrite.runtime.captured.look_ahead.CALLS):  # fp16 looks at its first results, and the optimizer makes its state
         training.step()
     assert syncs(training.step) == []
 
@@ -33,7 +33,7 @@ def test_no_forward_or_backward_in_bf16_waits_not_even_the_first():
 def test_inference_waits_for_nothing(made):
     training = Training(made())
     with torch.no_grad():
-        for _ in range(amprewrite.runtime.captured.overflow_retry.CALLS):
+        for _ in range(amprewrite.runtime.captured.look_ahead.CALLS):
             training.amp(training.x)
         assert syncs(lambda: training.amp(training.x)) == []
 
@@ -179,7 +179,7 @@ def test_a_recorded_scale_can_be_loaded_copied_and_saved(monkeypatch):
 def test_recorded_inference_reads_weights_that_were_written_later(monkeypatch):
     training = Training(block())
     with torch.no_grad():
-        for _ in range(amprewrite.runtime.captured.overflow_retry.CALLS):
+        for _ in range(amprewrite.runtime.captured.look_ahead.CALLS):
             training.amp(training.x)
         with recording(monkeypatch) as graph:
             out = training.amp(training.x)

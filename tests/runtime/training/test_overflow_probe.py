@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
-from amprewrite.runtime.captured.overflow_retry import CALLS
+from amprewrite.runtime.captured.look_ahead import CALLS
 from amprewrite.runtime.training.loss_scale import DynamicLossScale, LossScaleError
 
 

@@ -111,6 +111,38 @@ def tensor_parallel(rank: int) -> None:
         train("tp", amp, amp, rank, 0, 1)
 
 
+class Hidden(nn.Module):
+    """On rank 1 its hidden values leave fp16's range, though its result does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        with torch.no_grad():
+            self.up.weight.fill_(1.0)
+            self.up.weight[WIDTH:] = 1e4
+            self.down.weight.fill_(1e-4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def tensor_parallel_looks_ahead(rank: int) -> None:
+    """One rank alone sees the danger; all decide by what it sees, and their collectives match."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    x = torch.ones(4, WIDTH)
+    for local in (True, False):  # between the layers there are plain tensors, or DTensors
+        styles = {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel()}
+        model = parallelize_module(Hidden(), init_device_mesh("cpu", (2,)), styles)
+        amp = amprewrite.rewrite(model, dtype="fp16", strict=True)
+        torch.testing.assert_close(amp(x), Hidden()(x), rtol=2e-3, atol=0)
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, str(amp.plan))
+        assert told[0] == told[1] and "decided anew" in told[0], told
+
+
 def pipeline(rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -150,7 +182,7 @@ def pipeline(rank: int) -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 @pytest.mark.long
 def test_all_ranks_skip_together_and_train_as_fp32_does(tmp_path):
-    on_two_ranks(tmp_path, ddp, fsdp2, tensor_parallel, pipeline)
+    on_two_ranks(tmp_path, ddp, fsdp2, tensor_parallel, tensor_parallel_looks_ahead, pipeline)
 
 
 def test_a_group_that_is_none_is_refused():

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_aggregate
 
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_checkpoint, storages, tensors, written
+from amprewrite.graphs.fx.run.range_dangers import poles
+from amprewrite.graphs.fx.weights.frozen_weight import thawed
 from amprewrite.ir.evidence.ranges import RegionRanges, ValueRange, fingerprint
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.tables.vocabulary import Reason
 
 
 class Observer:
-    """Runs graphs op by op in fp32, and records the ranges of all values in `regions`."""
+    """Runs graphs op by op in fp32, and records the ranges of all values in `regions`.
 
-    def __init__(self, gradients: bool = False) -> None:
-        self.gradients = gradients
+    If `weights` is False, it skips weights that no op with a pole at zero reads: capture has measured them. If `brief`, it records no
+    histograms, and smallest magnitudes only before such ops.
+    """
+
+    def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
+        self.gradients, self.weights, self.brief = gradients, weights, brief
         self.regions: dict[str, RegionRanges] = {}
+        self.meshes: dict[Any, None] = {}
+        """Device meshes of values that are spread over ranks. Of these values only this rank's part is observed."""
         self._fingerprints: dict[int, tuple[Captured, str]] = {}
 
     def __call__(self, captured: Captured, inputs: tuple[Any, ...]) -> Any:
@@ -28,6 +38,11 @@ class Observer:
         graph = self._fingerprints[id(captured)][1]
         region = self.regions.setdefault(graph, RegionRanges(graph, captured.problem.name))
         return _ObservingInterpreter(captured, region, self).run(*inputs)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this rank holds; any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
 
 def inside_transform(vertex: OpNode) -> bool:
@@ -42,30 +57,39 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         super().__init__(captured.module, garbage_collect_values=True)
         self.captured, self.region, self.watch = captured, region, watch
         self.vertices = {node: captured.problem.graph[name] for name, node in captured.nodes.items()}
+        self.poles = set(chain.from_iterable(map(poles, captured.problem.graph)))
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = self._run_body(n) if is_checkpoint(n) else super().run_node(n)
         vertex = self.vertices.get(n)
         if vertex is None or not vertex.carries_fp32 or vertex.role == "output" or inside_transform(vertex):
             return result
-        shown = tensors(result)
+        if vertex.role == "parameter" and not self.watch.weights and vertex.name not in self.poles:
+            return result
+        shown = tensors(thawed(result))
         if not shown and n.args and isinstance(n.args[0], torch.fx.Node):
             shown = tensors(self.env.get(n.args[0]))  # setitem and similar ops return nothing; observe the tensor that they wrote
-        for tensor in shown:
+        self.watch.meshes |= {tensor.device_mesh: None for tensor in shown if hasattr(tensor, "device_mesh")}
+        for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
         if written(n):
             self._see_again(n, tensors(result) or shown)
         return result
 
+    def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an op. Frozen weights are cast to fp32 for each op, so that only one fp32 copy exists at a time."""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_aggregate(super().fetch_args_kwargs_from_env(n), thawed)  # type: ignore[assignment]
+        return found
+
     def _see_again(self, n: torch.fx.Node, changed: list[torch.Tensor]) -> None:
         """Observe again the values in memory that `n` wrote."""
-        memory = storages(changed)
+        memory = storages(list(map(local_part, changed)))
         for other, value in self.env.items():
             vertex = self.vertices.get(other)
             if other is n or vertex is None or vertex.role != "op" or not vertex.carries_fp32 or inside_transform(vertex):
                 continue
-            for tensor in tensors(value):
+            for tensor in map(local_part, tensors(value)):
                 if tensor.dtype == torch.float32 and tensor.layout == torch.strided and not memory.isdisjoint(storages(tensor)):
                     self._see(vertex.name, tensor, still=False)
 
@@ -73,7 +97,8 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         values, gradients = self.region.values, self.region.gradients
         assert isinstance(values, dict) and isinstance(gradients, dict)
         if not (still and name in values):
-            values[name] = values.get(name, ValueRange()) | ValueRange.of(tensor)
+            found = ValueRange.limits(tensor, name in self.poles) if self.watch.brief else ValueRange.of(tensor)
+            values[name] = values.get(name, ValueRange()) | found
         if self.watch.gradients and tensor.requires_grad and torch.is_grad_enabled():
 
             def look(gradient: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amprewrite
-from amprewrite.runtime.captured.overflow_retry import OverflowRetry
+from amprewrite.runtime.captured.look_ahead import CALLS, LookAhead
 from amprewrite.runtime.session import Session
 
 LARGE = 1e6
@@ -86,7 +86,7 @@ def test_the_body_of_a_scan_stays_high_if_an_overflow_would_not_show_in_it():
     torch.testing.assert_close(have, model(x))
 
 
-SHOWN = {
+IN_RANGE = {
     "norm": lambda model, x: (lambda h: model.linear(h * (h.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()) + h)(model.linear(x)),
     "attention": lambda model, x: (model.linear(x) @ model.linear(x).T).softmax(-1) @ model.linear(x),
     "normalised": lambda model, x: (lambda h: h / h.norm(dim=-1, keepdim=True).clamp_min(1e-6))(model.linear(x)),
@@ -95,14 +95,16 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("how", SHOWN)
-def test_a_graph_that_shows_its_overflows_is_not_watched(how, monkeypatch):
-    looks = []
-    watched = OverflowRetry._watched
-    monkeypatch.setattr(OverflowRetry, "_watched", lambda self, before: looks.append(self) or watched(self, before))
-    amp = amprewrite.rewrite(net(SHOWN[how]), dtype="fp16")
-    amp(torch.randn(4, 8))
-    assert not looks
+@pytest.mark.parametrize("how", IN_RANGE)
+def test_a_graph_in_range_is_looked_at_in_the_first_calls_and_stays_as_it_is(how, monkeypatch):
+    looks, decided = [], []
+    look = LookAhead.look
+    monkeypatch.setattr(LookAhead, "look", lambda self, *args: looks.append(self) or look(self, *args))
+    monkeypatch.setattr(LookAhead, "_decide_anew", lambda self, *args: decided.append(self))
+    amp = amprewrite.rewrite(net(IN_RANGE[how]), dtype="fp16")
+    for _ in range(CALLS + 2):
+        amp(torch.randn(4, 8))
+    assert len(looks) == CALLS and not decided
     assert "low" in amp.plan.summary()
 
 
@@ -128,7 +130,7 @@ def test_a_layer_that_is_called_often_is_looked_at_in_later_forwards_too():
 
 
 def test_bf16_is_not_watched(monkeypatch):
-    monkeypatch.setattr(OverflowRetry, "__init__", lambda *args: pytest.fail("bf16 has fp32's range"))
+    monkeypatch.setattr(LookAhead, "__init__", lambda *args: pytest.fail("bf16 has fp32's range"))
     amp = amprewrite.rewrite(net(HIDING["nan_to_num"]), dtype="bf16")
     assert amp(torch.randn(4, 8)).isfinite().all()
     assert isinstance(amp._amprewrite_session, Session)

@@ -1,0 +1,209 @@
+"""In fp16 a graph is looked at in fp32 before its first calls. Nobody sees it: state, random numbers, inputs, gradients, other modes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops import map as map_op
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import amprewrite
+from amprewrite.graphs.fx.run.observer import Observer
+from amprewrite.runtime.captured import look_ahead
+from amprewrite.runtime.captured.look_ahead import CALLS, LookAhead
+
+
+class Stateful(nn.Module):
+    """Running statistics, dropout, a cache that it is given and writes, a counter, and its own random numbers."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.drop, self.down = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16)
+        self.checkpoints = checkpoints
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("kept", torch.zeros(8, 16))
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(torch.relu(self.norm(self.up(x)))))
+
+    def forward(self, x: Tensor, cache: Tensor, at: int) -> Tensor:
+        self.calls.add_(1)
+        cache[at] = x.detach()
+        self.kept.lerp_(x.detach(), 0.5)
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
+        return x + torch.rand_like(x) + cache.mean(0)
+
+
+def ran(amp: nn.Module, grad: bool, calls: int = CALLS + 1) -> list[Any]:
+    """All that a loop sees of some calls: results, gradients, state, what it gave, FLOPs, what generators give next."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    cache, seen = torch.zeros(8, 8, 16), []
+    for index in range(calls):
+        x = torch.randn(8, 16).requires_grad_(grad)
+        with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as flops:
+            result = amp(x, cache, index)
+            if grad:
+                result.square().mean().backward()
+        seen += [result.detach(), x.grad, flops.get_total_flops(), random.random(), np.random.rand(), torch.rand(2)]
+    return [*seen, cache, *amp.state_dict().values(), *(p.grad for p in amp.parameters())]
+
+
+@pytest.mark.parametrize("granularity", ["model", ["up", "down"]], ids=["model", "parts"])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_look_changes_nothing_that_a_loop_sees(checkpoints, grad, granularity, monkeypatch):
+    looks = []
+    look = LookAhead.look
+    monkeypatch.setattr(LookAhead, "look", lambda self, *args: looks.append(self) or look(self, *args))
+    model = Stateful(checkpoints)
+    with_looks = ran(amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", granularity=granularity), grad)
+    assert len(looks) >= CALLS
+    monkeypatch.setattr(LookAhead, "look", lambda *_: False)
+    without = ran(amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", granularity=granularity), grad)
+    assert len(with_looks) == len(without)
+    for got, want in zip(with_looks, without, strict=True):
+        assert torch.equal(got, want) if isinstance(want, Tensor) else got == want
+
+
+def test_only_what_a_graph_writes_is_copied(monkeypatch):
+    copied = []
+    copies = LookAhead._copies
+
+    def seen(self: LookAhead, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        made = copies(self, inputs)
+        copied.append([a.shape for a, b in zip(made, inputs, strict=True) if isinstance(a, Tensor) and a.data_ptr() != b.data_ptr()])
+        return made
+
+    monkeypatch.setattr(LookAhead, "_copies", seen)
+    ran(amprewrite.rewrite(Stateful(), dtype="fp16"), grad=True, calls=1)
+    written = [(), (8, 8, 16), (8, 16), (32,), (32,), ()]  # the counter, the cache, what is kept, and statistics of the norm
+    assert [sorted(map(tuple, each)) for each in copied] == [sorted(written)]
+
+
+def test_where_there_is_no_memory_for_a_look_the_call_runs_and_says_so(monkeypatch):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Observer, "__call__", full)
+    amp = amprewrite.rewrite(nn.Linear(8, 8), dtype="fp16")
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="was not looked at before it runs in fp16"):
+        amp(torch.randn(2, 8))
+    with pytest.raises(amprewrite.CaptureError, match="there is no memory"):
+        amprewrite.rewrite(nn.Linear(8, 8), dtype="fp16", strict=True)(torch.randn(2, 8))
+
+
+class Refused(Observer):
+    def __call__(self, *_: object) -> None:
+        raise NotImplementedError("no kernel")
+
+
+def test_a_look_that_raises_leaves_the_call_as_it_is_and_says_so(monkeypatch):
+    monkeypatch.setattr(look_ahead, "Observer", Refused)
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    amp = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")
+    with pytest.warns(amprewrite.AmpRewriteWarning, match="was not looked at .* it raises NotImplementedError: no kernel") as said:
+        for _ in range(CALLS):
+            torch.testing.assert_close(amp(x), model(x), rtol=2e-3, atol=2e-3)
+    assert len(said) == 1, "one warning for all calls"
+    with pytest.raises(amprewrite.CaptureError, match="was not looked at"):
+        amprewrite.rewrite(copy.deepcopy(model), dtype="fp16", strict=True)(x)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_call_that_the_model_refuses_raises_its_own_error_alone(strict):
+    amp = amprewrite.rewrite(nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8)), dtype="fp16", strict=strict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amprewrite.AmpRewriteWarning)
+        with pytest.raises(IndexError, match="index out of range"):
+            amp(torch.tensor([1, 9]))
+
+
+def test_tensors_without_values_are_not_looked_at():
+    amp = amprewrite.rewrite(nn.Linear(8, 8, device="meta"), dtype="fp16", strict=True)
+    assert amp(torch.empty(2, 8, device="meta")).shape == (2, 8)
+
+
+class Pauses(nn.Module):
+    """Turns gradients off for some of its code, and on again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            still = self.linear(x)
+        return self.linear(x).square() + still
+
+
+def test_a_look_saves_nothing_for_backward_where_the_graph_turns_gradients_on():
+    """Saved tensors reached the hooks around the call: a checkpoint counted more of them in the forward than in the recomputation."""
+    model, x, found = Pauses(), torch.randn(4, 8), []
+    for net in (model, amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")):
+        given = x.clone().requires_grad_()
+        checkpoint(net, given, use_reentrant=False).sum().backward()
+        found.append(given.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=5e-3, atol=5e-3)
+
+
+class Rows(nn.Module):
+    """Overflows in the body of a map, and an op after it refuses NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chance = map_op(lambda row: functional.linear(row * 2.0**17, self.linear.weight) * 2.0**-17, x).sigmoid()
+        return functional.binary_cross_entropy(chance, torch.ones_like(chance))
+
+
+def test_an_op_that_refuses_what_overflowed_in_a_body_that_is_not_seen():
+    model, x = Rows(), torch.randn(4, 8)
+    with torch.no_grad():
+        got = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16")(x)
+        torch.testing.assert_close(got, model(x), rtol=2e-3, atol=2e-3)
+
+
+class Wide(nn.Module):
+    """Its hidden values leave fp16's range at 1,024 values a sum; its result does not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, 8, bias=False)
+        with torch.no_grad():
+            self.up.weight.fill_(1.0)
+            self.down.weight.fill_(1e-6)
+
+    def forward(self, x: Tensor, log: Tensor) -> Tensor:
+        log.add_(x.mean())  # with gradients: it could not be undone
+        return self.down(self.up(x)) + log
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("width", [128, 1024])
+def test_a_call_that_would_overflow_runs_once_and_is_right(width, grad):
+    """A write that autograd records could not be undone: this call gave infinities, and the next one was right."""
+    model = Wide(width)
+    amp, found = amprewrite.rewrite(copy.deepcopy(model), dtype="fp16"), []
+    for net in (model, amp):
+        x = torch.full((4, width), 100.0).requires_grad_(grad)
+        log = torch.zeros(4, 8)
+        with warnings.catch_warnings(), torch.set_grad_enabled(grad):
+            warnings.simplefilter("error", amprewrite.AmpRewriteWarning)
+            found.append((net(x, log), log))
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=0)
+    assert ("decided anew" in str(amp.plan)) == (width == 1024)
