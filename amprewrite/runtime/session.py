@@ -120,12 +120,16 @@ class Session:
         state, alone = self.state, undisturbed()
         nested = state.depth > 0
         recomputes = current_backward() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
-        if nested and recomputes and state.recomputed != (asked := asking_number()):
-            with state.recomputes(asked, regions_around()):
-                return self.call(entry, args, kwargs)
-        if nested and regions_around() > state.around:
+        again = recomputes and (not nested or state.recomputed != asking_number())  # the first call of a recomputation
+        inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
+        if not recomputes and (inside or entry.regions.changes):
+            entry.regions.note(inside)
+        if inside:
             self.note(f"{entry.place} is called inside an autocast region of the model's own: there it runs as written, as the region says")
             return entry.function(*args, **kwargs)
+        if again and nested:
+            with state.recomputes(asking_number(), regions_around()):
+                return self.call(entry, args, kwargs)
         if not alone:
             dynamo.refuse_ambient_autocast()
             refuse_tracers()

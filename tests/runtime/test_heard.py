@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.variables import torch as torch_functions
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.runtime.compiler.heard import regions_around
@@ -181,6 +183,66 @@ def test_a_part_that_is_called_inside_a_region_runs_as_the_region_says(dtype: to
     assert torch.equal(inside, want) and inside.dtype is want.dtype
     assert not torch.equal(outside, full) and outside.dtype is torch.float32
     assert any("autocast region of the model's own" in note for note in amp.plan.notes)
+
+
+class Parts(nn.Module):
+    """Parts in regions of the model's own: around an activation checkpoint, inside it, or around every second call."""
+
+    def __init__(self, where: str, dtype: torch.dtype | None, kept: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(2))
+        self.where, self.dtype, self.kept = where, dtype, kept
+
+    def region(self) -> Any:
+        return torch.autocast("cpu", enabled=self.dtype is not None, dtype=self.dtype or torch.bfloat16)
+
+    def body(self, part: nn.Module, x: Tensor) -> Tensor:
+        with self.region():
+            return part(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            if self.where == "inside":
+                x = x + self.kept(self.body, part, x)
+                continue
+            with self.region():
+                x = x + self.kept(part, x)
+            if self.where == "twice":
+                x = x + self.kept(part, x)
+        return x
+
+
+CHECKPOINTS = {"saved": partial(checkpoint, use_reentrant=False), "reentrant": partial(checkpoint, use_reentrant=True)}
+
+
+def gradients(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
+    """Gradients of several forwards, all before the first backward."""
+    model.zero_grad()
+    losses = [model(x.mul(number + 1).requires_grad_()).float().square().mean() for number in range(steps)]
+    for loss in losses:
+        loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["off", "bf16"])
+@pytest.mark.parametrize("kept", CHECKPOINTS)
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_a_part_is_recomputed_as_the_region_of_its_forward_says(where: str, kept: str, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, x = Parts(where, dtype, CHECKPOINTS[kept]), torch.randn(16, 64)
+    amp = amprewrite.rewrite(model, dtype="fp16", device="h100", granularity="blocks")
+    assert torch.equal(amp(x), model(x))
+    assert all(torch.equal(*pair) for pair in zip(gradients(amp, x, 2), gradients(model, x, 2), strict=True))
+
+
+@pytest.mark.parametrize("kept", CHECKPOINTS)
+def test_a_part_in_and_out_of_regions_is_recomputed_as_each_of_its_calls_ran(kept: str) -> None:
+    torch.manual_seed(0)
+    saved, plain, x = Parts("twice", None, CHECKPOINTS[kept]), Parts("twice", None, lambda part, x: part(x)), torch.randn(16, 64)
+    plain.load_state_dict(saved.state_dict())
+    got, want = (gradients(amprewrite.rewrite(each, dtype="bf16", device="h100", granularity="blocks"), x, 3) for each in (saved, plain))
+    for each, right, full in zip(got, want, gradients(saved, x, 3), strict=True):
+        assert float((each - right).norm() / right.norm()) < 1e-6 < 1e-4 < float((full - right).norm() / right.norm())
 
 
 def test_exports_hear_regions() -> None:

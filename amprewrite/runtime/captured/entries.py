@@ -20,7 +20,7 @@ from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
 from amprewrite.runtime.ambient.low_cache import CacheReadHigh, LowCaches
 from amprewrite.runtime.captured.forward_scale import ForwardScale
-from amprewrite.runtime.captured.past import Past
+from amprewrite.runtime.captured.past import CallsInRegions, Past
 from amprewrite.runtime.captured.region import Region, Run
 from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
@@ -216,7 +216,7 @@ class Entry:
         self.hooks = HookWatch(session.root)
         self.fresh_starts = 0
         self.graphs = Graphs(self)
-        self._past = Past[Graphs]()
+        self._past, self.regions = Past[Graphs](), CallsInRegions()
 
     @property
     def is_own_forward(self) -> bool:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 _KEPT = 2
 """Things that are remembered: graphs are decided anew in first calls, and seldom after."""
+_CHANGES = 64
+"""Changes of place that are remembered: a module that stands inside a region and outside of it changes twice in a forward."""
 
 
 def asking_node() -> Any:
@@ -33,6 +35,33 @@ def asking_number() -> tuple[int, int] | None:
     """Numbers of the backward and of the node that ask for the recomputation under way; None in any other call."""
     node = asking_node()
     return None if node is None else (current_backward(), node._sequence_nr())
+
+
+class CallsInRegions:
+    """Whether calls of an entry stood inside an autocast region of the model's own. A recomputation stands where its forward stood.
+
+    A checkpoint restores autocast, but which of its regions are the model's own is not to be seen in backward.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[int, bool]] = []
+        """The number of the next autograd node at each call whose answer differs from that of the call before."""
+
+    def note(self, inside: bool) -> None:
+        """Remember where a call of a forward stands."""
+        if inside != (bool(self.changes) and self.changes[-1][1]):
+            self.changes = [*self.changes[1 - _CHANGES :], (torch.autograd._get_sequence_nr(), inside)]
+
+    def of_forward(self) -> bool:
+        """Whether the call that is being recomputed stood inside one; false in any other call."""
+        if not self.changes or current_backward() < 0:
+            return False
+        node = torch._C._current_autograd_node()
+        reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
+        if not reentrant and not saved_tensors_are_hooked():
+            return False
+        number = node._sequence_nr() + reentrant  # this node is older than all in its body
+        return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 
 class Past(Generic[T]):
@@ -56,4 +85,4 @@ class Past(Generic[T]):
         return next((value for until, value in self._before if self._first <= number < until), now)
 
 
-__all__ = ["Past", "asking_node", "asking_number"]
+__all__ = ["CallsInRegions", "Past", "asking_node", "asking_number"]
