@@ -143,6 +143,8 @@ def test_infinities_stay(capture: Capture) -> None:
         pytest.param(lambda a, x: x.to(a.dtype), id="to of another's dtype"),
         pytest.param(lambda a, x: x.to(a), id="to of another tensor"),
         pytest.param(lambda a, x: (x > 0).to(a.dtype), id="a mask made a factor"),
+        pytest.param(lambda a, x: a.expand_as(x), id="expand_as an input"),
+        pytest.param(lambda a, x: a.view_as(x), id="view_as an input"),
     ],
 )
 def test_what_takes_its_dtype_from_another_tensor_is_told_its_own(capture: Capture, take: Callable[..., Any]) -> None:

@@ -11,6 +11,8 @@ from runtime_help import low, matmul_dtypes, ran_low
 import amprewrite
 
 transformers = pytest.importorskip("transformers")
+EXPERTS = getattr(transformers.integrations, "moe", None)
+"""None before transformers 5."""
 
 
 def gpt2():
@@ -75,7 +77,7 @@ def test_training_step(make):
     assert isinstance(amp, type(model)) and amp.config is model.config and amp.device == model.device
 
 
-@pytest.mark.skipif(not hasattr(transformers.integrations.moe, "_grouped_mm_fallback"), reason="torch.compile cannot capture its experts")
+@pytest.mark.skipif(not hasattr(EXPERTS, "_grouped_mm_fallback"), reason="torch.compile cannot capture the experts of this transformers")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_experts_run_low_forward_and_backward(dtype):
     """Captured, they are calls of an op of transformers, which torch.autocast does not know."""

@@ -32,7 +32,7 @@ GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
 """Higher-order ops whose body is rewritten like a separate graph. Any other is opaque."""
-TAKES_SHAPE_ONLY = ops_with(Trait.TAKES_SHAPE_ONLY)
+TAKES_SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 ABSOLUTE = {"float"}
 """Conversions whose dtype is always spelled out."""
 BIT_VIEWS = ops_with(Trait.READS_BITS)

@@ -25,7 +25,8 @@ LOOKS_UP, LOGS, DRAWS, SHARES = (
     ops_with(*each) for each in ((Trait.LOOKS_UP,), (Trait.LOGARITHM,), (Trait.RANDOM,), (Trait.SHARES_OUT, Trait.NEARS_ITS_ENDS))
 )
 BOUNDED = frozenset(name for name, row in OPS.items() if row.bounded)
-ASKS, SHAPE_ONLY = frozenset(name for name, row in OPS.items() if row.asks), ops_with(Trait.TAKES_SHAPE_ONLY)
+ASKS = frozenset(name for name, row in OPS.items() if row.asks)
+SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 FILE = "meta"
 """The device of a graph that was read from an ONNX file."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
@@ -47,7 +48,7 @@ def data_of(node: OpNode) -> tuple[Operand, ...]:
     """The operands that are data of an op, without side arguments such as the weights of a norm."""
     if node.op in SHAPE_ONLY or (node.op in ASKS and not node.carries_fp32):
         return ()
-    if node.op in CONVERTS and len(node.operands) > 1:
+    if node.op in CONVERTS | LIKE_SECOND and len(node.operands) > 1:
         return tuple(operand for operand in node.operands if operand.demand is not Demand.ANY)
     return node.operands[: len(OPS[node.op].data) or None] if node.op in OPS else node.operands
 

@@ -38,7 +38,8 @@ BELOW, ABOVE = -1, 1
 _LEVELS = {BELOW: ops_with(Trait.LEVELS_BELOW), ABOVE: ops_with(Trait.LEVELS_ABOVE)}
 _FILLS, _BOUNDS, _COMPARES = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.COMPARES)
 _SCALES = ops_with(Trait.SCALES)
-_SHAPE_ONLY, _COUNTS = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
+_SHAPE_ONLY, _LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
+_COUNTS = ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
 """Ops that return an infinity for an operand that was flushed to zero."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
@@ -109,7 +110,7 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     Empty if the op uses the sign of the number alone. None if it uses its size, so that the end of the range would change the result.
     """
     op, near = read.op, low.max / SHRINKS
-    if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY:
+    if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):
         return frozenset()
     if not read.floating:
         if op in _COMPARES:

@@ -26,6 +26,7 @@ class Trait(Enum):
 
     CONVERTS = "changes a dtype and nothing else"
     TAKES_SHAPE_ONLY = "takes the shape of another tensor, and its dtype if none is given"
+    LIKE_SECOND = "takes the shape or dtype of its second operand, and none of its numbers"
     READS_BITS = "reads the bits of its operand as another dtype if it gets one"
     FRESH = "reads any strides and returns new memory: its operand may stay a view of a larger tensor"
     STOPS_GRADIENT = "returns its operand's values, and passes no gradient back"

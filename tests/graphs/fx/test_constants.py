@@ -58,6 +58,28 @@ def test_a_number_to_compute_with_is_never_another(make: Callable[[Tensor], Tens
     assert float((got - want).norm()) <= 0.01 * float(want.norm())
 
 
+@pytest.mark.parametrize("like", ["type_as", "to", "expand_as", "view_as"])
+def test_a_number_ends_where_only_dtype_or_shape_of_its_tensor_is_read(like: str) -> None:
+    """Scores with a mask give their dtype to the probabilities, which stay between zero and one: the product of both is low."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+            self.bias = nn.Embedding(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            blocked = torch.full((8, 8), LOWEST).triu(1)
+            scores = self.q(x) @ self.k(x).transpose(1, 2)
+            scores = scores + (self.bias(torch.arange(8))[..., 0] + blocked)
+            shares = torch.softmax(scores.float(), -1)
+            return getattr(shares, like)(scores) @ self.v(x)
+
+    amp = amprewrite.rewrite(Attention(), dtype="fp16", example_inputs=(torch.randn(2, 8, 16),))
+    assert [node.colour.value for node in amp.plan.nodes if node.flops] == 5 * ["low"]
+
+
 BLOCKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "filled": lambda scores, hidden: scores.masked_fill(hidden, -1e6),
     "lowest": lambda scores, hidden: scores.masked_fill(hidden, torch.finfo(torch.float32).min),

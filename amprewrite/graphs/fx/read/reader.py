@@ -30,6 +30,7 @@ from amprewrite.graphs.fx.node_facts import (
     ENTER_INFERENCE,
     EXIT_INFERENCE,
     LEAVES,
+    LIKE_SECOND,
     NOT_DENSE,
     READ_BACK,
     RETURNED,
@@ -235,9 +236,8 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
         if fact.may_be_idle:
             return Demand.ANY  # if its operand is low already, it returns that
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
-    if fact.op in TAKES_SHAPE_ONLY or (fact.op == "type_as" and parameter == "other"):
-        return Demand.ANY
-    if fact.op == "to" and feeder is not None and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node:
+    second = fact.op in LIKE_SECOND and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node
+    if second or fact.op in TAKES_SHAPE_ONLY:
         return Demand.ANY
     if row.data and parameter not in row.data:
         device = device_of(feeder.value)

@@ -12,6 +12,7 @@ _KEEPS_ZERO = "leaky_relu elu celu selu softshrink hardshrink dropout dropout1d 
 TRAITS: dict[Trait, str] = {
     Trait.CONVERTS: "to type type_as float convert_element_type",
     Trait.TAKES_SHAPE_ONLY: "zeros_like ones_like full_like empty_like rand_like randn_like",
+    Trait.LIKE_SECOND: "to type_as expand_as view_as reshape_as",
     Trait.READS_BITS: "view view_copy",
     Trait.FRESH: "linear matmul mm bmm addmm baddbmm add sub mul div relu gelu silu tanh sigmoid softmax log_softmax layer_norm rms_norm "
     "group_norm batch_norm sum mean cross_entropy nll_loss cat scaled_dot_product_attention conv1d conv2d conv3d logsumexp argmax "
