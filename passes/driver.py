@@ -52,7 +52,8 @@ from amprewrite.tables.devices import named_device
 from amprewrite.tables.errors import PassError, PlanError
 from amprewrite.tables.formats import FP32
 from amprewrite.tables.ops.op_lists import op_lists, op_name
-from amprewrite.tables.vocabulary import Colour, Held, Reason
+from amprewrite.tables.recipes import WIDE
+from amprewrite.tables.vocabulary import Colour, Edit, Held, Reason
 
 T = TypeVar("T")
 CapturedGraph = torch.fx.GraphModule
@@ -103,7 +104,7 @@ def read_problem(
         calls=read_calls(graph, nodes) if pad is not None and not pad.off else {}, bare_norms=read_bare_norms(nodes),
         far_constants=read_far_constants(nodes, policy.low), bare_taps=read_bare_taps(nodes, policy.low) if reading.training else (),
         trained=trained, read_by_many=read_by_many(graph, nodes, trained),
-        matrix_products=read_matrix_products(graph, nodes, trained) if _may_quantise(policy, given) else {},
+        matrix_products=read_matrix_products(graph, nodes, trained) if _asks_of_products(policy, given) else {},
     )  # fmt: skip
     captured = Captured(problem, module, nodes)
     read_counts(captured, inputs)
@@ -126,9 +127,11 @@ def read_problem(
     return captured
 
 
-def _may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if a product may read fp8 copies. A given plan decides it by itself."""
-    return policy.products is not None if given is None else any(region.quantised for region in given.regions)
+def _asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
+    """True if a product may read fp8 copies, or be wide. A given plan decides it by itself."""
+    if given is None:
+        return policy.products is not None or any(override.word == WIDE for override in policy.overrides)
+    return any(region.quantised or region.edited(Edit.WIDE_PRODUCT) for region in given.regions)
 
 
 def clean_exported(module: torch.fx.GraphModule) -> None:

@@ -78,7 +78,8 @@ def rewrite(
             optimizers are found at their first step.
         dtype: "bf16", "fp16" or a torch dtype. None chooses the best format of the device, which may be fp32.
         lists: "default", "tf", "autocast", "o2", "o3", or an OpLists value.
-        overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`.
+        overrides: `{"softmax": "deny", "module:encoder.layer.0.*": "fp32", "node:linear_3": "low"}`. A
+            module or node may be "wide", too: its matrix products read bf16 and return fp32.
         plan: a plan to follow instead of deciding, edited or not. A plan that does not fit raises PlanError.
         calibration: the result of `amprewrite.calibrate`, or batches to calibrate with. In fp16, values that would overflow or be
             flushed then stay fp32, with the evidence in the plan. Batches run in the model's present mode.

@@ -62,10 +62,13 @@ from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
 from amprewrite.runtime.training.optimizers.unscaled import unscaled_message
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
+from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
 from amprewrite.tables.errors import AmpRewriteError, AmpRewriteWarning, CaptureError, PlanError, PolicyError, one_line
 from amprewrite.tables.formats import FP32
+from amprewrite.tables.recipes import BASE, WIDE
+from amprewrite.tables.vocabulary import Edit
 from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dispatch import count_dispatch_modes
 from amprewrite.torch_internals.trees import tree_leaves
@@ -296,6 +299,7 @@ class Session:
         if entry.path == "":
             self._check_node_overrides()
             self._check_products()
+            self._check_wide()
         with self.lock:
             entry.fresh_starts = 0
             self.last = ran
@@ -321,6 +325,18 @@ class Session:
             f"products={asked.name!r} runs none of {len(weighed)} GEMMs in fp8: {why}. Leave products= out, try 'fp8-safe', whose copies "
             "cost less, or ask for some at any price: products={'preset': 'fp8-safe', 'module:encoder.*': 'fp8'}"
         )
+
+    def _check_wide(self) -> None:
+        """Raise PolicyError if an override asks for wide products where there is none."""
+        policy = self.policy_for(self._device())
+        regions = [part for each in list(self.entries.values()) for region in each.graphs.regions for part in region.plan.flat("")]
+        wide = [node for part in regions for node in part.nodes if node.name in part.edited(Edit.WIDE_PRODUCT)]
+        for asked in policy.overrides if policy.low is BASE else ():
+            if asked.word == WIDE and not any(asked.matches_node(node.name) or asked.matches_module(node.module) for node in wide):
+                raise PolicyError(
+                    f"overrides[{shown(asked.key)}] asks for wide products, and no product of rows and a matrix in fp32 is there: name the "
+                    "module or node of a linear layer; print(amp.plan) lists them"
+                )
 
     def _check_node_overrides(self) -> None:
         if any(override.scope == "node" for override in self.options.overrides):

@@ -29,6 +29,8 @@ TENSOR, ROWS = "tensor", "rows"
 BASE = BF16
 """The low format of products that may run in fp8: their values, from which copies are made, and their results are in it."""
 FP8 = "fp8"
+WIDE = "wide"
+"""Word for products that multiply operands in `BASE` and return fp32."""
 ALIGNMENT = E4M3.pad_multiple
 """Both dims of a weight must be a multiple of this. Rows of x and g are padded when they are quantised."""
 PAIRS = frozenset({(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)})
@@ -102,6 +104,7 @@ __all__ = [
     "TENSOR",
     "TURNED",
     "WAYS",
+    "WIDE",
     "G",
     "Preset",
     "Recipe",

@@ -37,6 +37,7 @@ class Edit(Enum):
     PAD_APART = "pad apart"
     CLAMP_CONSTANTS = "clamp constants"
     SPREAD_COPIES = "spread copies"
+    WIDE_PRODUCT = "wide product"
 
     @property
     def says(self) -> str:
@@ -53,6 +54,7 @@ _EDITS = {
     "fp32 statistics": "gets fp32 weights of one, so that its statistics stay fp32",
     "pad apart": "is padded by an op of its own: its low backward leaves gradients unset of weights that meet its padding alone",
     "spread copies": "has a low copy for every two that read one, so that fp32 adds up the gradients of the copies",
+    "wide product": "multiplies operands that are rounded to bf16, and its result is fp32",
     "clamp constants": "takes the ends of the low range for constants beyond it",
 }
 

@@ -1,4 +1,4 @@
-"""Let the products that the plan names read fp8 copies of their operands.
+"""Let the products that the plan names read fp8 copies of their operands, or bf16 operands for an fp32 result.
 
     before   y = linear(x, w, bias); z = linear(x, v)
     after    x8 = quantise(x, ...); w8 = quantise(w, ...); y = quantised_product(None, None, bias, x8, w8, ...)
@@ -7,6 +7,9 @@
 A value is quantised once, before the first product that reads its copies. The GEMMs of its readers decide which copies are made. A product
 gets the value as well if one of its GEMMs reads it unquantised. Gradients are quantised in the backward of the product, once for both
 GEMMs.
+
+    before   y = linear(x.to(fp32), w, bias)
+    after    y = wide_linear(x, w, bias)
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ import torch.fx
 
 from amprewrite.graphs.fx.captured import EditedGraph
 from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
+from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.plans.product_plan import ProductPlan
+from amprewrite.passes.apply.insert_casts import CAST
 from amprewrite.tables.errors import PlanError
+from amprewrite.tables.formats import FP32
 from amprewrite.tables.recipes import GEMMS, READS, G, W, X
+from amprewrite.tables.vocabulary import Edit
 
 KEPT = ("nn_module_stack", "stack_trace")
 
@@ -33,7 +40,22 @@ class InsertProducts(Pass[RegionPlan, EditedGraph]):
 
     def call(self, plan: RegionPlan, edited: EditedGraph) -> bool:
         _ProductInsertion(plan, edited).run()
-        return any(plan.quantised.chosen)
+        wide = plan.edited(Edit.WIDE_PRODUCT)
+        for name in wide:
+            _widen(edited.nodes[name])
+        return bool(wide) or any(plan.quantised.chosen)
+
+
+def _widen(node: torch.fx.Node) -> None:
+    """Turn `node` into a product of bf16 operands with an fp32 result."""
+    x, w = (_before_cast(each) for each in operands(node) or ())
+    node.op, node.target, node.args, node.kwargs = "call_function", wide_linear, (x, w, bias_of(node), transposes(node)), {}
+
+
+def _before_cast(value: torch.fx.Node) -> torch.fx.Node:
+    """The bf16 value of which `value` is an fp32 copy, which it is rounded to again; otherwise `value`."""
+    source = value.args[0] if value.meta.get(CAST) == FP32.name else None
+    return source if isinstance(source, torch.fx.Node) else value
 
 
 class _ProductInsertion:

@@ -13,6 +13,7 @@ from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError
+from amprewrite.tables.recipes import WIDE
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
@@ -48,9 +49,11 @@ def paint_lists(problem: Problem, decisions: Decisions) -> None:
         if node.role != "op" or not node.carries_fp32 or node.name in problem.refused:
             continue
         asked = problem.policy.asked_for(node.name, node.module)
+        if asked is not None and asked.word == WIDE:  # only the products of a module
+            asked = asked if node.name in problem.matrix_products else None
         movable = node.name not in decisions.paints or decisions.paints[node.name].reason in YIELDS
-        if asked is not None and (asked.word == "high" or movable):
-            decisions.paint(node.name, Colour(asked.word), Reason.ASKED, detail=asked.key)
+        if asked is not None and (asked.word != "low" or movable):
+            decisions.paint(node.name, Colour.LOW if asked.word == "low" else Colour.HIGH, Reason.ASKED, detail=asked.key)
         elif node.name in decisions.paints:
             continue
         elif node.kind is OpKind.ALLOW:

@@ -8,6 +8,8 @@
 4. If plans must agree over all graphs of a model, a graph without gradients is decided with the GEMMs that it would have with them.
 
 A given plan names the GEMMs that run in fp8. Copies follow from them.
+
+A product for which an override, or a given plan, says "wide" stays fp32 by its colour, and gets the edit `WIDE_PRODUCT`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from amprewrite.planner.closure import heaviest_closure
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.recipes import (
     ALIGNMENT,
+    BASE,
     GEMMS,
     GRAD_IN,
     GRAD_WEIGHT,
@@ -42,7 +45,7 @@ from amprewrite.tables.recipes import (
     W,
     X,
 )
-from amprewrite.tables.vocabulary import Colour, OpKind
+from amprewrite.tables.vocabulary import Colour, Edit, OpKind
 
 Key = tuple[str, str]
 """A product and one of its GEMMs."""
@@ -53,6 +56,13 @@ class PlanProducts(Pass[Problem, Decisions]):
     name = "plan-products"
 
     def call(self, problem: Problem, decisions: Decisions) -> bool:
+        wide = [name for name in problem.matrix_products if _is_wide(problem, decisions, name)]
+        for name in wide:
+            decisions.edit(problem, name, Edit.WIDE_PRODUCT)
+        given = problem.given.edits if problem.given is not None else ()
+        for edit in given:
+            if edit.what is Edit.WIDE_PRODUCT and edit.node not in problem.matrix_products:
+                decisions.note(f"{edit.node} cannot be wide, because it is no product of rows and a matrix: it reads fp32")
         low = {name: product for name, product in problem.matrix_products.items() if decisions.paints[name].colour is Colour.LOW}
         given = problem.given.quantised if problem.given is not None else None
         if given is not None:
@@ -60,10 +70,18 @@ class PlanProducts(Pass[Problem, Decisions]):
         elif problem.policy.products is not None:
             plans, recipe = _Choice(problem, low).plans(), problem.policy.products.preset.recipe
         else:
-            return False
+            return bool(wide)
         if recipe is not None and plans:
             decisions.quantised = QuantisedProducts(recipe.name, plans, copies_of(problem, plans, recipe))
-        return bool(plans)
+        return bool(plans or wide)
+
+
+def _is_wide(problem: Problem, decisions: Decisions, name: str) -> bool:
+    if problem.policy.low is not BASE or decisions.paints[name].colour is not Colour.HIGH:
+        return False
+    if problem.given is not None:
+        return any(edit.node == name and edit.what is Edit.WIDE_PRODUCT for edit in problem.given.edits)
+    return problem.policy.is_wide(name, problem.graph[name].module)
 
 
 def _as_given(problem: Problem, given: QuantisedProducts, low: Mapping[str, MatrixProduct]) -> tuple[ProductPlan, ...]:

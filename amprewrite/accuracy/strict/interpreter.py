@@ -20,6 +20,7 @@ from amprewrite.graphs.fx.captured import Captured
 from amprewrite.graphs.fx.node_facts import is_batched, is_checkpoint
 from amprewrite.graphs.fx.ops.quantised_products import quantise, quantised_product
 from amprewrite.graphs.fx.ops.scaled_casts import Scaled
+from amprewrite.graphs.fx.ops.wide_products import wide_linear
 from amprewrite.graphs.fx.read.matrix_products import bias_of, operands, transposes
 from amprewrite.ir.plans.plan import Cast, NodePlan, RegionPlan
 from amprewrite.ir.plans.product_plan import ProductPlan
@@ -199,6 +200,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.fp8 = {each.node: each for each in region.plan.quantised.chosen}
         self.quantised: dict[str, list[str]] = {}
         """For each product: names of the rows of the fp8 copies that it reads."""
+        self.wide = region.plan.edited(Edit.WIDE_PRODUCT)
         self.clamped = region.plan.edited(Edit.CLAMP_CONSTANTS)
         self.casts = {
             (cast.value, user): cast
@@ -228,6 +230,9 @@ class StrictInterpreter(torch.fx.Interpreter):
         result = getattr(self, n.op)(n.target, args, kwargs) if fp8 is None else self._product(n, planned, fp8)
         shown = args[0] if result is None and args else result  # setitem and similar ops return None: use the tensor that they write
         before = [t.detach().clone() if low else t.detach() for t in floats(shown)]
+        if planned.name in self.wide and planned.name not in self.recording.kept:
+            x, w, bias = (node and self._operand(planned, node) for node in (*(operands(n) or ()), bias_of(n)))
+            result = shown = wide_linear(x, w, bias, transposes(n))
         if low:
             rounded = tree_map(lambda value: self._round(planned, value, args[:1]), shown)
             result = None if result is None else rounded

@@ -25,6 +25,7 @@ from amprewrite.tables.errors import AmpRewriteError, CaptureError, EmitError, P
 from amprewrite.tables.formats import DEFAULT_ONNX, FP32, parse_format
 from amprewrite.tables.ops.onnx_names import VOCABULARY
 from amprewrite.tables.ops.op_lists import OpLists, find_op
+from amprewrite.tables.recipes import WIDE
 
 
 def rewrite_onnx(
@@ -74,6 +75,8 @@ def rewrite_onnx(
     if low is FP32:
         raise PolicyError("dtype='fp32' leaves nothing to rewrite; use 'fp16' or 'bf16'")
     policy = Policy(low, lists, parse_overrides(_onnx_names(overrides or {}), low))
+    if any(override.word == WIDE for override in policy.overrides):
+        raise PolicyError("overrides= asks for wide products, and no op of ONNX multiplies bf16 and returns fp32; use 'fp32' instead")
     order, keep_io = _order(out, plan_path, external_data, verify, max_rel_err, time_limit), flag("keep_io", keep_io)
     if plan is not None and overrides:
         raise PolicyError("plan= and overrides= both choose formats; put the overrides into the plan with plan.edit")

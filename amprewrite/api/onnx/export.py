@@ -29,6 +29,7 @@ from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.members import buffers_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PolicyError
 from amprewrite.tables.formats import FP32
+from amprewrite.tables.recipes import WIDE
 from amprewrite.tables.vocabulary import Reason
 from amprewrite.torch_internals.trees import tree_leaves
 
@@ -62,7 +63,10 @@ def exported(
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
     if policy.products is not None:
         notes += (f"products= is not written into ONNX files: products that read fp8 copies here read {policy.low.name} there",)
-    policy = replace(policy, overrides=tuple(o for o in policy.overrides if o.scope != "node"))  # torch_plan has those
+    wide = any(override.word == WIDE for override in policy.overrides)
+    notes += ("wide products read fp32 in ONNX files: no op there multiplies bf16 and returns fp32",) * wide
+    kept = (replace(o, word="high") if o.word == WIDE else o for o in policy.overrides if o.scope != "node")  # torch_plan has the others
+    policy = replace(policy, overrides=tuple(kept))
     if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
         raise PolicyError(f"opset= takes a number such as 20, not {shown(opset)}")
     model = _export(plain, args, kwargs, opset, dynamic_shapes)

@@ -16,7 +16,8 @@ from amprewrite.tables.boundary.json_data import BadData, build, read_json
 from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import PlanError
 from amprewrite.tables.formats import FORMATS, SCALED_FORMATS
-from amprewrite.tables.recipes import BASE, FP8, GEMMS, RECIPES
+from amprewrite.tables.ops.op_lists import Trait, ops_with
+from amprewrite.tables.recipes import BASE, FP8, GEMMS, RECIPES, WIDE
 from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
 
@@ -123,6 +124,7 @@ class Candidate:
     """Number of copies that a forward makes."""
 
 
+PRODUCTS = ops_with(Trait.READS_FP8)
 LEFT = "left in fp32: "
 """Prefix of the note of a region that runs in fp32 as a whole."""
 FLUSHES = "computes in the low format itself, in a backward that the user wrote, on gradients that are not scaled: small ones become zero"
@@ -270,22 +272,31 @@ class ModelPlan:
     def edit(self, colours: dict[str, str]) -> Self:
         """A copy with the named nodes or modules recoloured, e.g. `{"softmax_2": "high", "encoder.layer.0": "high"}`.
 
-        In a plan with fp8 products, "fp8" and "bf16" set the format that the products of a node or module read, and
-        "linear_3.grad_weight" names a single GEMM. Casts and copies follow when the plan is applied:
-        `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32 value do not change. Raises PlanError for an unknown name or colour.
+        "wide" rounds the operands of a node's or module's products to bf16 and keeps their results in fp32. In a plan with fp8 products,
+        "fp8" and "bf16" set the format that the products of a node or module read, and "linear_3.grad_weight" names a single GEMM. Casts
+        and copies follow when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32 value do not change.
+        Raises PlanError for an unknown name or colour.
         """
         formats = {name: word for name, word in colours.items() if word in (FP8, BASE.name)}
         if formats:
             rest = {name: word for name, word in colours.items() if name not in formats}
             return self._edit_products(formats).edit(rest) if rest else self._edit_products(formats)
         new: dict[str, Colour] = {}
+        wide: set[str] = set()
         for name, word in colours.items():
-            if word not in ("low", "high"):
-                raise PlanError(f"{shown(name)}: {shown(word)} is neither 'low' nor 'high', and for products {FP8!r} or {BASE.name!r}")
+            if word not in ("low", "high", WIDE):
+                raise PlanError(
+                    f"{shown(name)}: {shown(word)} is neither 'low' nor 'high', and for products {WIDE!r}, {FP8!r} or {BASE.name!r}"
+                )
             found = [node for node in self.find(name) if node.colour is not Colour.PLAIN and node.role == "op"]
+            if word == WIDE:
+                found = [node for node in found if node.op in PRODUCTS]
+                if self.low != BASE.name or not found:
+                    raise PlanError(f"{shown(name)} holds no product that can be wide: that takes a matrix product, and {BASE.name}")
             if not found:
                 raise PlanError(f"{shown(name)} holds no op with an fp32 value: it has no colour to change; inputs and weights stay fp32")
-            new |= {node.name: Colour(word) for node in found}
+            new |= {node.name: Colour.LOW if word == "low" else Colour.HIGH for node in found}
+            wide = {*wide, *(node.name for node in found)} if word == WIDE else wide - {node.name for node in found}
 
         def repaint(region: RegionPlan) -> RegionPlan:
             prefix = f"{region.name}/" if len(self.regions) > 1 else ""
@@ -302,7 +313,9 @@ class ModelPlan:
                 else node
                 for node in region.nodes
             )
-            return replace(region, nodes=nodes, casts=(), pads=PadPlan(), gradient_blocks=(), candidates=(), basis=None)
+            edits = tuple(edit for edit in region.edits if edit.what is not Edit.WIDE_PRODUCT or prefix + edit.node not in new)
+            edits += tuple(NodeEdit(node.name, Edit.WIDE_PRODUCT) for node in nodes if prefix + node.name in wide)
+            return replace(region, nodes=nodes, casts=(), edits=edits, pads=PadPlan(), gradient_blocks=(), candidates=(), basis=None)
 
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 

@@ -12,11 +12,12 @@ from amprewrite.tables.boundary.arguments import did_you_mean, names_module, sho
 from amprewrite.tables.errors import PolicyError
 from amprewrite.tables.formats import FP32, LOW_FORMATS, LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OPS, OpLists, find_op
+from amprewrite.tables.recipes import BASE, WIDE
 from amprewrite.tables.vocabulary import OpKind
 
 _WORDS = {
     FP32.name: "high", "high": "high", "deny": "deny", "low": "low", "allow": "allow",
-    **dict.fromkeys(LOW_NAMES, "low"), "infer": "infer", "clear": "clear", "internal": "internal",
+    **dict.fromkeys(LOW_NAMES, "low"), "infer": "infer", "clear": "clear", "internal": "internal", WIDE: WIDE,
 }  # fmt: skip
 
 
@@ -28,7 +29,7 @@ class Override:
     scope: Literal["op", "module", "node"]
     pattern: str
     word: str
-    """"high", "low", or the name of a list if the scope is "op"."""
+    """"high", "low" or "wide", or the name of a list if the scope is "op"."""
 
     def matches_node(self, name: str) -> bool:
         return self.scope == "node" and fnmatch.fnmatchcase(name, self.pattern)
@@ -53,11 +54,13 @@ def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override
         if scope not in ("op", "module", "node"):
             raise PolicyError(f"overrides[{shown(key)}]: {shown(scope)} is no scope; write 'OP', 'module:PATTERN' or 'node:PATTERN'")
         word = _WORDS.get(asked.lower()) if isinstance(asked, str) else None
-        allowed = sorted(_WORDS) if scope == "op" else ["fp32", "high", "low"]
-        if word is None or (scope != "op" and word not in ("high", "low")):
+        allowed = sorted(_WORDS.keys() - {WIDE}) if scope == "op" else ["fp32", "high", "low", WIDE]
+        if word is None or (word == WIDE if scope == "op" else word not in ("high", "low", WIDE)):
             raise PolicyError(f"overrides[{shown(key)}] = {shown(asked)} is not understood; use one of {', '.join(allowed)}")
         if asked.lower() in LOW_NAMES and asked.lower() != low.name:
             raise PolicyError(f"overrides[{shown(key)}] asks for {asked}, but this rewrite's low format is {low.name}")
+        if word == WIDE and low is not BASE:
+            raise PolicyError(f"overrides[{shown(key)}] asks for wide products, which need dtype='bf16'; 'fp32' keeps them from rounding")
         if scope == "op":
             op = find_op(pattern)
             if op is None:
@@ -97,6 +100,11 @@ class Policy:
     def __post_init__(self) -> None:
         if self.low is not FP32 and self.low not in LOW_FORMATS:
             raise PolicyError(f"{self.low.name} cannot be the low format; use bf16 or fp16")
+
+    def is_wide(self, name: str, module: str) -> bool:
+        """Whether an override asks for a wide product here."""
+        asked = self.asked_for(name, module)
+        return asked is not None and asked.word == WIDE
 
     @property
     def lists_name(self) -> str:

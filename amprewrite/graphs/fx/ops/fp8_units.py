@@ -21,6 +21,7 @@ from torch import Tensor
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.graphs.fx.ops.fused_copy import is_plain
+from amprewrite.graphs.fx.ops.wide_products import wide_product
 from amprewrite.tables.errors import AmpRewriteWarning
 from amprewrite.tables.formats import E4M3
 from amprewrite.tables.recipes import BASE, READS, ROWS, Recipe
@@ -112,11 +113,6 @@ def _launch(left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Ten
     return scaled_mm(left, right.t(), ours, theirs.t(), bias, out_dtype=dtype, use_fast_accum=fast)
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two low matrices in fp32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
-
-
 def _fails(what: tuple[object, ...], message: str) -> None:
     _failed.add(what)
     advice = "right, but slower than bf16 perhaps: leave products= out if it is"
@@ -178,4 +174,4 @@ def _multiply_ones(device: torch.device, recipe: Recipe, gemm: str) -> Tensor:
     return _launch(left, right, factor, factor, bias, BASE.dtype, fast)
 
 
-__all__ = ["by_kernel", "fails_on", "makes_copies", "multiplies_fp8", "multiply_units", "wide_product"]
+__all__ = ["by_kernel", "fails_on", "makes_copies", "multiplies_fp8", "multiply_units"]

@@ -1,0 +1,51 @@
+"""A product of bf16 operands with an fp32 result: Tensor Cores compute its sums in fp32, and nothing rounds them.
+
+Its backward is that of a bf16 product: the gradient of the result is rounded to bf16, and both gradients are. The product saves the rounded
+operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amprewrite.graphs.fx.uncaptured import uncaptured
+from amprewrite.tables.recipes import BASE
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two low matrices in fp32. Devices and exports without such a kernel multiply the same numbers in fp32."""
+    has_kernel = a.is_cuda and torch.version.hip is None and not torch.compiler.is_exporting()
+    return torch.mm(a, b, out_dtype=torch.float32) if has_kernel else torch.mm(a.float(), b.float())
+
+
+def wide_linear(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool = False) -> Tensor:
+    """`x · wᵀ + bias`, or `x · w + bias` if `transposed`, in fp32. x and w are rounded to bf16 first."""
+    x, w = x.to(BASE.dtype), w.to(BASE.dtype)
+    w = w if transposed else w.t()
+    product: Tensor = _Wide.apply(x, w) if torch.is_grad_enabled() else _rows_by(x, w)
+    return product if bias is None else product + bias
+
+
+def _rows_by(x: Tensor, w: Tensor) -> Tensor:
+    return wide_product(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return _rows_by(x, w)
+
+    @staticmethod
+    @uncaptured
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1]).to(x.dtype)
+        in_ = (rows @ w.t()).reshape(x.shape) if ctx.needs_input_grad[0] else None
+        return in_, x.reshape(-1, x.shape[-1]).t() @ rows if ctx.needs_input_grad[1] else None
+
+
+__all__ = ["wide_linear", "wide_product"]
