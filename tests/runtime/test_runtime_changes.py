@@ -13,6 +13,7 @@ import torch
 from runtime_help import MLP, Observer, data, low, matmul_dtypes, mlp, ran_low
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.hooks import RemovableHandle
 from versions import differs_in_2_11
 
 import amprewrite
@@ -102,9 +103,10 @@ def test_backward_hooks_that_keep_a_layer_from_capture_are_said():
     torch.testing.assert_close(amp.head.bias.grad, torch.full_like(amp.head.bias, 2.0 * len(x)))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_steps_look_at_hooks_only_when_one_came(dtype, monkeypatch):
-    amp, looks, seen = low(deep(), dtype=dtype), [], []
+def test_steps_look_at_hooks_only_when_one_came(dtype, backend, monkeypatch):
+    amp, looks, seen = low(deep(), dtype=dtype, backend=backend), [], []
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
 
     def step() -> None:
@@ -118,10 +120,29 @@ def test_steps_look_at_hooks_only_when_one_came(dtype, monkeypatch):
     monkeypatch.setattr(hook_watch, "_places", lambda root: looks.append(root) or places(root))
     for _ in range(3):
         step()
+        amp(data())  # no backward follows
     assert not looks
     amp.body.register_forward_hook(lambda *_: seen.append(1))
     step()
     assert looks and seen == [1]
+
+
+def test_a_compiled_graph_is_called_without_hooks_once_its_backward_was_made():
+    amp = low(deep(), backend="aot_eager")
+    numbers = []
+    for _ in range(3):
+        amp(data()).square().mean().backward()
+        numbers.append(RemovableHandle.next_id)
+    assert numbers[0] == numbers[1] == numbers[2]
+
+
+def test_modules_in_two_places_and_absent_ones_are_looked_at_for_hooks():
+    model = deep()
+    model.body.again, model.body.none = model.head, None
+    handle = model.head.register_forward_hook(lambda *_: None)
+    assert [len(place) for place in hook_watch._places(model) if place] == [1]
+    handle.remove()
+    assert not any(hook_watch._places(model))
 
 
 @pytest.mark.parametrize("path", ["", "body", "body.1", "body.1.first", "head"])

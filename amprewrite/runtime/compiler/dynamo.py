@@ -22,6 +22,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from amprewrite.graphs.fx.read.source_text import AROUND, frame_around
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
+from amprewrite.runtime.ambient.hook_watch import hook_node
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
 from amprewrite.runtime.compiler.heard import regions_around, told_of_autocast
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
@@ -352,20 +353,22 @@ def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
 
 
 def backward_apart(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`backend`; what is counted while backwards of its graphs run is not.
+    """`backend`; what is counted while the first backward of a graph of its runs is not.
 
     A compiler makes the backward when it is first wanted. In a forward that takes gradients itself Dynamo looks on, and gives up
-    code of the compiler that is none of the model's.
+    code of the compiler that is none of the model's. It gives up each code once, so later backwards count nothing.
     """
 
     def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         run = backend(module, example_inputs)
+        made: list[bool] = []
 
         def call(*inputs: Any) -> Any:
             results = run(*inputs)
-            tensors = (each for each in results if isinstance(each, torch.Tensor)) if isinstance(results, tuple | list) else ()
-            for node in {each.grad_fn for each in tensors} - {None}:
-                _count_apart(node)
+            if not made:
+                tensors = (each for each in results if isinstance(each, torch.Tensor)) if isinstance(results, tuple | list) else ()
+                for node in {each.grad_fn for each in tensors} - {None}:
+                    _count_apart(node, made)
             return results
 
         return call
@@ -373,8 +376,8 @@ def backward_apart(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compile_graph
 
 
-def _count_apart(node: Any) -> None:
-    """Take what is counted while a node of autograd runs out of the counts."""
+def _count_apart(node: Any, made: list[bool]) -> None:
+    """Take what is counted while a node of autograd runs out of the counts; `made` is filled when it has run."""
     began: list[tuple[int, dict[str, int]]] = []
 
     @uncaptured
@@ -386,9 +389,9 @@ def _count_apart(node: Any) -> None:
         frames, said = began.pop()
         _APART[_FRAMES] += frames_given_up() - frames
         _APART.update({text: count - said.get(text, 0) for text, count in reasons().items()})
+        made.append(True)
 
-    node.register_prehook(before)
-    node.register_hook(after)
+    hook_node(node, before, after)
 
 
 def first_line(text: object) -> str:
