@@ -39,13 +39,13 @@ from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
 from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
-from amprewrite.runtime.captured.entries import FRESH_STARTS, Entry, Graphs, State, past_the_limit
+from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale, ForwardScales
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
 from amprewrite.runtime.captured.past import asking_number
 from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
-from amprewrite.runtime.captured.weight_watch import Schedule, known_weights, look
+from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.heard import regions_around
@@ -120,8 +120,7 @@ class Session:
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
-        state, alone = self.state, undisturbed()
-        nested = state.depth > 0
+        state, nested = self.state, self.state.depth > 0
         recomputes = current_backward() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
         again = recomputes and (not nested or state.recomputed != asking_number())  # the first call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
@@ -133,54 +132,29 @@ class Session:
         if again and nested:
             with state.recomputes(asking_number(), regions_around()):
                 return self.call(entry, args, kwargs)
-        if not alone:
-            dynamo.refuse_ambient_autocast()
-            refuse_tracers()
         if self.options.frozen is not None and not nested:
             refuse_training(self.root, args, kwargs)
-        if not alone and (why := transform_at_work()):
-            self.gathered.check_call(entry, ())
-            return self._transformed(entry, args, kwargs, why)
+        if not undisturbed():
+            dynamo.refuse_ambient_autocast()
+            refuse_tracers()
+            if why := transform_at_work():
+                self.gathered.check_call(entry, ())
+                return self._transformed(entry, args, kwargs, why)
         if not nested and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
-        if entry.hooks.changed() or entry.patched() or (entry.graphs.stale and not recomputes):
-            entry.recapture()
+        if anew := entry.why_anew(recomputes):
+            entry.capture_anew(anew)
         if self.options.strict and dynamo.disabled():
             raise CaptureError(f"{entry.place} cannot be captured: {dynamo.why_switched_off()}")
-        outer = state.ran, state.failures
-        given_up, reasons = dynamo.frames_given_up(), dynamo.reasons()
+        given_up, reasons, captured = dynamo.frames_given_up(), dynamo.reasons(), entry.captured
         if not nested:
-            self.cache.look(self.weight_names)
-            self._look_for_new_modules()
-            state.entry, state.forwards, state.given_up = entry, state.forwards + (not recomputes), given_up
-            state.around, state.recomputed = regions_around(), asking_number() if recomputes else None
-            if torch.is_grad_enabled() and self.loss_scale.enabled:
-                self.gate.forward_began()
-        state.ran, state.depth = [], state.depth + 1
-        failures = state.failures = []
-        captured = entry.captured
-        state.captured += captured
-        try:
-            result = self._run(entry, entry.graphs_of_forward if recomputes else entry.graphs, args, kwargs)
-            ran = tuple(state.ran)
-        except Exception:
-            if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
-                entry.recapture()  # what made the call fail, such as a wrong input, may be what Dynamo failed on
-            raise
-        finally:
-            (state.ran, state.failures), state.depth = outer, state.depth - 1
-            if not nested:
-                self._end_forward()
-            state.captured -= captured
+            self._begin_forward(entry, recomputes, given_up)
+        result, ran, failures = self._run_watched(entry, recomputes, args, kwargs)
         self.gathered.check_call(entry, ran)
-        if not nested and self.children is None:
-            self._look_for_new_modules()
-        if not nested and torch.is_grad_enabled() and self.loss_scale.enabled:
-            self.gate.await_backward((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
         if nested:
             state.ran.extend(ran)
-        elif ran != self.last:
-            self._remember(entry, ran)
+        else:
+            self._follow_forward(entry, ran, result)
         if not captured and not entry.graphs.left_out:
             self.note(f"granularity: the code of {entry.place} between its parts runs as it is written, in fp32")
         elif entry.captured and (failures or dynamo.frames_given_up() != given_up or entry not in [each.entry for each in ran]):
@@ -189,6 +163,45 @@ class Session:
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
                 self._not_all_ran(entry, ran, "; ".join(said))
         return result
+
+    def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
+        """Begin an outermost call. Dynamo has given up so many frames before it."""
+        state = self.state
+        self.cache.look(self.weight_names)
+        self._look_for_new_modules()
+        state.entry, state.forwards, state.given_up = entry, state.forwards + (not recomputes), given_up
+        state.around, state.recomputed = regions_around(), asking_number() if recomputes else None
+        if torch.is_grad_enabled() and self.loss_scale.enabled:
+            self.gate.forward_began()
+
+    def _run_watched(
+        self, entry: Entry, recomputes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Region, ...], list[Failure]]:
+        """Run `entry`, and return its result, the regions that ran in it, and the code that Dynamo failed on."""
+        state, given_up, captured = self.state, dynamo.frames_given_up(), entry.captured
+        outer = state.ran, state.failures
+        state.ran, state.depth, state.captured = [], state.depth + 1, state.captured + captured
+        failures = state.failures = []
+        try:
+            result = self._run(entry, entry.graphs_of_forward if recomputes else entry.graphs, args, kwargs)
+            return result, tuple(state.ran), failures
+        except Exception:
+            if failures or (dynamo.frames_given_up() != given_up and not entry.graphs.regions):
+                entry.capture_anew(Anew.FAILED)  # Dynamo may have failed on a wrong input, which made the call fail
+            raise
+        finally:
+            (state.ran, state.failures), state.depth, state.captured = outer, state.depth - 1, state.captured - captured
+            if state.depth == 0:
+                self._end_forward()
+
+    def _follow_forward(self, entry: Entry, ran: tuple[Region, ...], result: Any) -> None:
+        """Take note of an outermost call that has ended."""
+        if self.children is None:
+            self._look_for_new_modules()
+        if torch.is_grad_enabled() and self.loss_scale.enabled:
+            self.gate.await_backward((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
+        if ran != self.last:
+            self._remember(entry, ran)
 
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """Run a call inside a transform of derivatives as it is written. Of calls within each other the outermost is listed."""
@@ -220,7 +233,7 @@ class Session:
             if failed and self.options.strict and entry.graphs.full:
                 raise CaptureError(past_the_limit(entry)) from error
             if failed or (isinstance(error, AmpRewriteError) and not isinstance(error, RoundedRead)):
-                entry.recapture()
+                entry.capture_anew(Anew.FAILED)
             if not failed or (type(error).__name__ in dynamo.ASKED_FOR and not self.options.strict):
                 raise
             if self.options.strict:
@@ -232,12 +245,12 @@ class Session:
 
     def _as_written(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException) -> Any:
         """Run an entry of which nothing ran before capture failed; if its own code fails too, that error is the caller's."""
-        entry.recapture(as_written=True)
+        entry.capture_anew(Anew.NOT_CAPTURED)
         self.state.captured -= 1
         try:
             result = entry.function(*args, **kwargs)
         except BaseException:
-            entry.recapture()
+            entry.capture_anew(Anew.FAILED)
             raise
         finally:
             self.state.captured += 1
@@ -280,7 +293,7 @@ class Session:
         if self.options.given is not None:
             return False
         low, every = self.policy_for(self._device()).low, [entry.graphs for entry in list(self.entries.values())]
-        if found := self.agreement.follow_weights(lambda: look(every, self.root, low, self.note), every):
+        if found := self.agreement.follow_weights(every, self.root, low, self.note):
             warnings.warn(found, AmpRewriteWarning, stacklevel=2)
         return any(graphs.outdated for graphs in every)
 
@@ -373,7 +386,7 @@ class Session:
         message = f"{entry.place} {what}: {why}{sharded}"
         if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
-            entry.graphs.missed = True
+            entry.graphs.anew = entry.graphs.anew or Anew.ORIGINAL_CODE
         entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
         self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
 
@@ -400,7 +413,7 @@ class Session:
         with self.lock:
             self.last = ()
             for entry in list(self.entries.values()):
-                entry.recapture()
+                entry.capture_anew(Anew.FROZEN)
 
     # -- capture ---------------------------------------------------------------------
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:

@@ -57,12 +57,12 @@ MUTANTS = (
     Mutant(
         "stale-weights", "low copies outlive a call and trust version counters", ("states",), (),
         (("amprewrite/graphs/fx/weights/weight_cache.py", "        return own or self._shared\n", '        return own or self._shared or self.__dict__.setdefault("forever", Block("mutant"))\n'),
-         ("amprewrite/runtime/session.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
+         ("amprewrite/runtime/session.py", "        self.cache.look(self.weight_names)\n", "        pass\n")),
     ),
     Mutant(
         "stale-step-copies", "cache_weights='step' does not hear of steps that count no version", ("states",), ("'cache_weights', 'step'",),
         (("amprewrite/graphs/fx/weights/step_listeners.py", "    _LISTENING.stepped(optimizer)\n", "    pass\n"),
-         ("amprewrite/runtime/session.py", "            self.cache.look(self.weight_names)\n", "            pass\n")),
+         ("amprewrite/runtime/session.py", "        self.cache.look(self.weight_names)\n", "        pass\n")),
     ),
     Mutant(
         "scale-without-optimizer", "a dynamic loss scale is used though no optimizer brings it down", ("programs",), ("'fp16'", "('grad',)"),

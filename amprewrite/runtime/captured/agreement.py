@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from amprewrite.ir.evidence.agreed import Agreed
+from amprewrite.ir.evidence.range_rules import Fit
 from amprewrite.ir.plans.plan import NodePlan, RegionPlan
-from amprewrite.runtime.captured.entries import Graphs
+from amprewrite.runtime.captured.entries import Anew, Graphs
+from amprewrite.runtime.captured.weight_watch import moved, weights_by_path
+from amprewrite.tables.formats import Format
 from amprewrite.tables.recipes import OUT
 from amprewrite.tables.vocabulary import Colour
 
@@ -25,26 +30,33 @@ class Agreement:
             self.colours = self.colours.joined(part.nodes).joined_by_products(_products(part))
         for graphs in every if self.colours is not before else ():
             if not graphs.outdated and any(self._contradicts(region.plan) for region in list(graphs.regions)):
-                graphs.outdated = True
+                graphs.anew = Anew.AGREED
                 note("captured anew: another graph keeps high what ran low in this one, and one plan serves all graphs of the model")
 
     def _contradicts(self, plan: RegionPlan) -> bool:
         fp8 = self.colours.products
         return any(self.colours.contradicts(part.nodes) or (fp8 and fp8.contradicts(_products(part))) for part in plan.flat(""))
 
-    def follow_weights(self, look: Callable[[], str], every: Sequence[Graphs]) -> str:
-        """Give what `look` says of the weights. If it finds one graph outdated, all are: they agreed on weights as they were.
+    def follow_weights(self, every: Sequence[Graphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
+        """Have graphs captured anew whose weights came into the low format's range or left it, and note these weights.
 
-        What is decided anew rests on the weights as they are, so the graphs forget those they knew.
+        If graphs agree, all are captured anew. Returns a warning if a weight does not fit any more, "" otherwise.
         """
-        before = [graphs.outdated for graphs in every]
-        said = look()
-        if self.on and before != [graphs.outdated for graphs in every]:
+        if not any(graphs.weights for graphs in every):
+            return ""
+        weights = weights_by_path(root)
+        found = {graphs: moved(graphs.weights, weights, low) for graphs in every if not graphs.outdated}
+        said = [(weight.says(low), weight.now) for each in found.values() for weight in each]
+        for graphs in every if said else ():
+            if self.on or found.get(graphs):
+                graphs.anew, graphs.weights = Anew.WEIGHTS, []  # the next decision rests on the weights of its own time
+        if said and self.on:
             self.colours = Agreed()
-            for graphs in every:
-                graphs.outdated = True
-                graphs.weights = []
-        return said
+        for text, _ in said:
+            note(text)
+        worse = [text for text, now in said if now is not Fit.FITS]
+        more = f" (and {len(worse) - 1} more weights)" if worse[1:] else ""
+        return f"{worse[0]}{more}; results since then may be wrong, and the next call keeps high what reads it" if worse else ""
 
 
 def _products(plan: RegionPlan) -> list[NodePlan]:

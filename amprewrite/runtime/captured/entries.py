@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from enum import Enum
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -38,6 +39,21 @@ HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is wri
 """Why code runs as it is written that Dynamo would capture wrongly: it would put the hook on what was written."""
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
+
+
+class Anew(Enum):
+    """Why the graphs of an entry are dropped and captured anew."""
+
+    HOOKS = "hooks on its modules came or went"
+    FORWARD = "its class has another forward"
+    WEIGHTS = "a weight has come into the low format's range or left it"
+    AGREED = "another graph of the model keeps high what ran low in this one"
+    ORIGINAL_CODE = "Dynamo ran original code in the latest call, and may capture it in the next"
+    SWITCHED_ON = "Dynamo was switched off at capture, and is on"
+    FAILED = "a call failed in it"
+    NOT_CAPTURED = "capture failed: the entry runs as written, around its parts"
+    LOW_CACHE = "the plan reads a cache of generate() in fp32"
+    FROZEN = "the model was frozen, or is not frozen any more"
 
 
 class Owner(Run, Protocol):
@@ -77,10 +93,8 @@ class Graphs:
         self.asleep = dynamo.disabled()
         self.weights: list[Known] = []
         """Weights whose sizes decisions rest on."""
-        self.outdated = False
-        """Decisions rest on weights as they no longer are."""
-        self.missed = False
-        """Dynamo ran original code in the latest call, and may capture it in the next. A recomputation runs what its forward ran."""
+        self.anew: Anew | None = None
+        """Why the next call captures anew, if that was found in an earlier one. A recomputation runs what its forward ran."""
         self.full = False
         """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
         self.empty: bool | None = None
@@ -132,9 +146,9 @@ class Graphs:
         return result
 
     @property
-    def stale(self) -> bool:
-        """Whether the next call should start afresh."""
-        return self.outdated or self.missed or (self.asleep and not dynamo.disabled())
+    def outdated(self) -> bool:
+        """True if decisions no longer hold, though the code is the same."""
+        return self.anew in (Anew.WEIGHTS, Anew.AGREED)
 
     def failed(self, failure: Failure) -> None:
         """Note a failure of Dynamo: the code runs as written from here on."""
@@ -228,8 +242,18 @@ class Entry:
         """The graphs to call: in the recomputation of an activation checkpoint those that its forward called."""
         return self._past.of_forward(self.graphs)
 
-    def patched(self) -> bool:
-        """Whether the class has another forward by now; that is the one to capture then."""
+    def why_anew(self, recomputes: bool) -> Anew | None:
+        """Why this call captures anew; None if it runs the graphs there are."""
+        if self.hooks.changed():
+            return Anew.HOOKS
+        if self._patched():
+            return Anew.FORWARD
+        if recomputes:
+            return None
+        return Anew.SWITCHED_ON if self.graphs.anew is None and self.graphs.asleep and not dynamo.disabled() else self.graphs.anew
+
+    def _patched(self) -> bool:
+        """True if the class has another forward by now, which is the one to capture then."""
         now = None if self._home is None else self._home.forward
         if now is getattr(self.function, "__func__", None) or not isinstance(now, FunctionType):
             return False
@@ -237,12 +261,9 @@ class Entry:
         self.names = parameter_names(self.function)
         return True
 
-    def recapture(self, as_written: bool = False) -> None:
-        """Start with new code and a new Dynamo cache: nothing that was skipped stays skipped. The old graphs are left to recomputations.
-
-        One that capture fails on runs `as_written`, around its parts, until it starts afresh again.
-        """
-        self.captured = self._to_capture and not as_written
+    def capture_anew(self, why: Anew) -> None:
+        """Start with new code and a new Dynamo cache: nothing that was skipped stays skipped. The old graphs are left to recomputations."""
+        self.captured = self._to_capture and why is not Anew.NOT_CAPTURED
         before, self.graphs = self.graphs, Graphs(self)
         if before.outdated:  # the code is the same: activations of its forwards may wait to be recomputed
             self._past.keep(before)
@@ -324,7 +345,7 @@ class State(threading.local):
         try:
             return call(entry, args, kwargs)
         except CacheReadHigh:
-            entry.recapture()
+            entry.capture_anew(Anew.LOW_CACHE)
             if self.low_caches is not None:
                 self.low_caches.end()
             self.low_caches = None
@@ -341,4 +362,4 @@ def past_the_limit(entry: Entry) -> str:
     )
 
 
-__all__ = ["FRESH_STARTS", "Entry", "Graphs", "State", "past_the_limit"]
+__all__ = ["FRESH_STARTS", "Anew", "Entry", "Graphs", "State", "past_the_limit"]

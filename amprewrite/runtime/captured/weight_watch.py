@@ -13,9 +13,9 @@ A look takes one multi-tensor norm and one read by the host for each device: a p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,35 +70,10 @@ class Moved:
         return f"captured anew: {self.name} has come to {self.size:.3g}, and {how[self.now]}"
 
 
-class WatchedGraphs(Protocol):
-    """What is needed of what an entry has captured."""
-
-    weights: list[Known]
-    outdated: bool
-
-
-def look(every: Sequence[WatchedGraphs], root: nn.Module, low: Format, note: Callable[[str], None]) -> str:
-    """Mark graphs whose weights changed sides as outdated and note it; a warning if a weight does not fit any more, else ""."""
-    if not any(graphs.weights for graphs in every):
-        return ""
-    worse: list[str] = []
-    weights: dict[str, Tensor] = _weights(root)
-    for graphs in every:
-        found = [] if graphs.outdated else moved(graphs.weights, weights, low)
-        if found:
-            graphs.outdated, graphs.weights = True, []
-        for weight in found:
-            note(weight.says(low))
-            if weight.now is not Fit.FITS:
-                worse.append(weight.says(low))
-    more = f" (and {len(worse) - 1} more weights)" if worse[1:] else ""
-    return f"{worse[0]}{more}; results since then may be wrong, and the next call keeps high what reads it" if worse else ""
-
-
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
     """The weights among the inputs of a captured graph, for `moved`; `captured.problem.magnitudes` has their sizes."""
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
-    own = _weights(root)
+    own = weights_by_path(root)
     found: list[Known] = []
     for name, tensor in weights_among(captured, inputs).items():
         bounds = frozenset(_bounds(captured, name))
@@ -126,7 +101,7 @@ def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
                     yield Fit.FLUSHED
 
 
-def _weights(root: nn.Module) -> dict[str, Tensor]:
+def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a model as they are now, by path."""
     return {**dict(named_parameters_in(root, remove_duplicate=False)), **dict(named_buffers_in(root, remove_duplicate=False))}
 
@@ -175,4 +150,4 @@ class Schedule:
         return now
 
 
-__all__ = ["Known", "Moved", "Schedule", "known_weights", "look", "moved"]
+__all__ = ["Known", "Moved", "Schedule", "known_weights", "moved", "weights_by_path"]
