@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from amprewrite.runtime.model.low_gather import GatheredLow, LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
 from amprewrite.runtime.model.rewritten import RewrittenBase, session_of
 from amprewrite.runtime.session import Session
+from amprewrite.runtime.weights.low_gather import GatheredLow, LowGather, Sharded, agree, full_gather, own_hooks, sharded_modules
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PlanError, PolicyError
 from amprewrite.tables.formats import FP32

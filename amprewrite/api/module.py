@@ -12,9 +12,9 @@ import torch
 from amprewrite.api.onnx.support import load_onnx_support
 from amprewrite.report.cast_plan import CastPlan, PendingPlan
 from amprewrite.runtime.model.rewritten import RewrittenBase, capture_now, session_of
-from amprewrite.runtime.model.weights.freezing import check_freezable, freeze_weights, recapture_all, thaw, warn_of_optimizers
 from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
+from amprewrite.runtime.weights.freezing import check_freezable, freeze_weights, warn_of_optimizers
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Rewritten(RewrittenBase):
             regions = [region for entry in list(session.entries.values()) for region in entry.graphs.regions]
             if not regions:
                 raise PlanError("freeze() goes by captured graphs, and there are none: call the model first, or amp.freeze(inputs)")
-            recapture_all(self, session, freeze_weights(self, [region.reads.copies for region in regions]))
+            session.freeze(freeze_weights(self, [region.reads.copies for region in regions]))
             if called:
                 capture_now(self, args, kwargs)
 
@@ -120,7 +120,7 @@ class Rewritten(RewrittenBase):
         """
         if session_of(self).options.frozen is None:
             raise PlanError(f"this {type(self).__name__} is not frozen")
-        rounded = thaw(self, session_of(self), state_dict)
+        rounded = session_of(self).thaw(state_dict)
         if rounded:
             warnings.warn(
                 f"{rounded[0]} and {len(rounded) - 1} more weights are fp32 again with the low values that were stored: what freeze() "

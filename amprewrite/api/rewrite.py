@@ -19,12 +19,12 @@ from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.ir.policies.product_policy import ProductPolicy, parse_products
 from amprewrite.report.cast_plan import CastPlan
-from amprewrite.runtime.model.parts import MODEL, parse_granularity
-from amprewrite.runtime.model.weights.half_parameters import half_put_back, refuse_trainable
-from amprewrite.runtime.model.weights.half_parameters import upcast as to_fp32
 from amprewrite.runtime.options import Options
+from amprewrite.runtime.parts import MODEL, parse_granularity
 from amprewrite.runtime.training.loss_scale import parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import optimizer_inside
+from amprewrite.runtime.weights.half_parameters import half_put_back, refuse_trainable
+from amprewrite.runtime.weights.half_parameters import upcast as to_fp32
 from amprewrite.tables.boundary.arguments import flag, is_flag, is_word, keywords, shown
 from amprewrite.tables.boundary.members import named_parameters_in
 from amprewrite.tables.devices import named_device
@@ -140,7 +140,7 @@ def rewrite(
     from amprewrite.api.module import Rewritten
     from amprewrite.runtime.compiler.dynamo import refuse_ambient_autocast
     from amprewrite.runtime.model.rewritten import is_rewritten, module_of, plain_of, put_back_on_error, wrap, wrap_in_place
-    from amprewrite.runtime.model.weights.freezing import refuse_frozen
+    from amprewrite.runtime.weights.freezing import refuse_frozen
 
     if flag("inplace", inplace) and isinstance(model, torch.export.ExportedProgram):
         raise PolicyError("inplace=True turns a module into its rewrite, and an ExportedProgram is none; use amp = rewrite(program)")

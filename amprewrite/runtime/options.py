@@ -12,7 +12,7 @@ from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Override, Policy
 from amprewrite.ir.policies.product_policy import ProductPolicy
-from amprewrite.runtime.model.parts import MODEL, Granularity
+from amprewrite.runtime.parts import MODEL, Granularity
 from amprewrite.tables.devices import Device, best_format
 from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.ops.op_lists import OpLists

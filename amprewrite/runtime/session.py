@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,31 +37,31 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
-from amprewrite.runtime.ambient.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, State, past_the_limit
 from amprewrite.runtime.captured.forward_scale import ForwardScale, ForwardScales
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
 from amprewrite.runtime.captured.past import asking_number
 from amprewrite.runtime.captured.region import Region, Running, scale_device
-from amprewrite.runtime.captured.weight_reads import WeightReads, weight_reads
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
 from amprewrite.runtime.compiler import dynamo
 from amprewrite.runtime.compiler.dynamo_failures import Failure, has_begun, under_way
 from amprewrite.runtime.compiler.heard import regions_around
 from amprewrite.runtime.compiler.plain_words import DOOR_REASON, own_autocast
+from amprewrite.runtime.compiler.suspend_modes import without_dispatch_modes
 from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, refuse_whole_graph, transform_at_work, undisturbed
 from amprewrite.runtime.fp8_trial import runnable
-from amprewrite.runtime.model.low_gather import GatheredLow, RoundedRead
-from amprewrite.runtime.model.parts import is_sharded, sharded_inside
-from amprewrite.runtime.model.weights.freezing import lost_values, refuse_training
-from amprewrite.runtime.model.weights.half_parameters import frozen_note, lost_masters
 from amprewrite.runtime.options import Options, policy_on
+from amprewrite.runtime.parts import is_sharded, sharded_inside
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
 from amprewrite.runtime.training.optimizers.unscaled import unscaled_message
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import OverflowProbe
+from amprewrite.runtime.weights.freezing import FROZEN, frozen_weights_note, hook_states, lost_values, refuse_training, unfreeze_weights
+from amprewrite.runtime.weights.half_parameters import frozen_note, lost_masters
+from amprewrite.runtime.weights.low_gather import GatheredLow, RoundedRead
+from amprewrite.runtime.weights.weight_reads import WeightReads, weight_reads
 from amprewrite.tables.boundary.arguments import shown
 from amprewrite.tables.boundary.members import buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.devices import Device, best_format, device_row, named_device
@@ -138,7 +138,7 @@ class Session:
             dynamo.refuse_ambient_autocast()
             refuse_tracers()
             if why := transform_at_work():
-                self.gathered.check_call(entry, ())
+                self._check_gathered(entry, ())
                 return self._transformed(entry, args, kwargs, why)
         if not nested and not recomputes and self.schedule.look_now(self.root.training):
             self.look_at_weights()
@@ -150,7 +150,7 @@ class Session:
         if not nested:
             self._begin_forward(entry, recomputes, given_up)
         result, ran, failures = self._run_watched(entry, recomputes, args, kwargs)
-        self.gathered.check_call(entry, ran)
+        self._check_gathered(entry, ran)
         if nested:
             state.ran.extend(ran)
         else:
@@ -163,6 +163,12 @@ class Session:
                 said = (why for why in dynamo.new_reasons(reasons) if not any(why in failure.why for failure in failures))
                 self._not_all_ran(entry, ran, "; ".join(said))
         return result
+
+    def _check_gathered(self, entry: Entry, ran: tuple[Region, ...]) -> None:
+        """Raise CaptureError if code outside of one whole graph may have read weights that are gathered low."""
+        if self.gathered.gathers:
+            whole = not entry.graphs_of_forward.left_out and len(ran) == 1 and ran[0].whole and ran[0].entry is entry
+            self.gathered.check_call(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
         """Begin an outermost call. Dynamo has given up so many frames before it."""
@@ -207,8 +213,7 @@ class Session:
         """Run a call inside a transform of derivatives as it is written. Of calls within each other the outermost is listed."""
         if not self.state.transformed:
             message = f"{entry.place} ran in fp32: {why}"
-            entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
-            self.warn_fp32(message, why)
+            self._left_out(entry, message, why)
         self.state.transformed += 1
         try:
             return entry.function(*args, **kwargs)
@@ -255,8 +260,7 @@ class Session:
         finally:
             self.state.captured += 1
         message = f"{entry.place} has code that runs as it is written, in fp32 around its modules: {one_line(error)}"
-        entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
-        self.warn_fp32(message)
+        self._left_out(entry, message)
         return result
 
     @property
@@ -300,7 +304,8 @@ class Session:
     def _overflowed(self) -> str | None:
         """The place where the step that is being skipped overflowed first; None if it is not found."""
         self.schedule.due = True
-        found = self.probe.find(self.last, self.last[0].latest if len(self.last) == 1 else None)
+        graphs = [(region.plan, region.module) for region in self.last]
+        found = self.probe.find(graphs, self.last[0].latest if len(self.last) == 1 else None)
         if found is None:
             return None
         self.gate.note(**found.finite)
@@ -363,8 +368,7 @@ class Session:
         for failure in dict.fromkeys(failures):
             where = f" ({failure.place})" if failure.place else ""
             message = f"{entry.place} {what}: {one_line(failure.why)}{where}"
-            entry.graphs.left_out[message] = Skipped(failure.place or entry.path or "the model", message)
-            self.warn_fp32(message, failure.place)
+            self._left_out(entry, message, failure.place, failure.place)
 
     def _not_all_ran(self, entry: Entry, ran: tuple[Region, ...], said: str) -> None:
         """Say that Dynamo ran original code, and give the next call a fresh start if that may help."""
@@ -376,19 +380,20 @@ class Session:
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
         if entry.graphs.full and not switched_off:
-            message = past_the_limit(entry)
-            entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
-            self.warn_fp32(message)
+            self._left_out(entry, past_the_limit(entry))
             return
         why = switched_off or said or "Dynamo captured no graph of it (a frame it skips, or no tensor op inside)"
         what = "has code that runs as it is written, in fp32 around its modules" if ran else "ran in fp32"
         sharded = sharded_inside(self.root, entry.path)
-        message = f"{entry.place} {what}: {why}{sharded}"
         if not (switched_off or own) and entry.fresh_starts < FRESH_STARTS:
             entry.fresh_starts += 1
             entry.graphs.anew = entry.graphs.anew or Anew.ORIGINAL_CODE
-        entry.graphs.left_out[message] = Skipped(entry.path or "the model", message)
-        self.warn_fp32(message, f"{what}: {why}{bool(sharded)}")
+        self._left_out(entry, f"{entry.place} {what}: {why}{sharded}", f"{what}: {why}{bool(sharded)}")
+
+    def _left_out(self, entry: Entry, message: str, cause: str = "", place: str = "") -> None:
+        """List code that ran in fp32 outside of rewritten graphs, and warn once for each cause."""
+        entry.graphs.left_out[message] = Skipped(place or entry.path or "the model", message)
+        self.warn_fp32(message, cause)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
         """Raise under strict, else warn once for each cause: what else it concerns is in `plan.skipped`. No message, no warning."""
@@ -407,13 +412,24 @@ class Session:
         with self.lock:
             self.calls.clear()
 
-    def forget_graphs(self) -> None:
-        """Have all graphs captured anew; low copies of weights are dropped."""
+    def freeze(self, frozen: tuple[str, ...] | None) -> None:
+        """Have all graphs captured anew: the model is frozen now or, given None, is not any more. Low copies of weights are dropped."""
+        hook_states(self.root, frozen is not None)
+        self.options = replace(self.options, frozen=frozen)
+        self.notes = {text: None for text in self.notes if not text.startswith(FROZEN)}
+        if frozen is not None:
+            self.note(frozen_weights_note(self.root))
         self.cache.clear()
         with self.lock:
             self.last = ()
             for entry in list(self.entries.values()):
                 entry.capture_anew(Anew.FROZEN)
+
+    def thaw(self, values: Mapping[str, Any] | None = None) -> list[str]:
+        """Make a frozen model an fp32 one again, and return the names of weights whose fp32 values are gone."""
+        rounded = unfreeze_weights(self.root, self.options.frozen or (), values)
+        self.freeze(None)
+        return rounded
 
     # -- capture ---------------------------------------------------------------------
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:

@@ -10,7 +10,7 @@ Inputs and parameters are high. In canonical order makers precede readers, so on
 
 from __future__ import annotations
 
-from amprewrite.ir.evidence.held_wide import widest_of
+from amprewrite.ir.held_wide import widest_of
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem

@@ -6,7 +6,7 @@ default.
 
 Rounding the result of an op is *free* if
 
-1. it has no offset of unknown size (`ir/evidence/held_wide.py`): products or norms made it, or it is learnt; and
+1. it has no offset of unknown size (`ir/held_wide.py`): products or norms made it, or it is learnt; and
 2. no reader magnifies a rounding. A difference does, a batch norm does, and an op does that passes the value on to such a reader.
    Logarithms, shares, steps, choices of places, denied and unlisted ops, kinks in training, and results of the graph do unless products
    have already rounded the value as far as the low format does. Norms and averages do not. Products round their operands anyway, and so do
@@ -24,7 +24,7 @@ By name it knows `getitem`, which picks the places among the results of an op.
 
 from __future__ import annotations
 
-from amprewrite.ir.evidence.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, data_of, held, is_product, rounds
+from amprewrite.ir.held_wide import AVERAGES, AWAY, CONVERTS, FACTORS, LOGS, NORMS, data_of, held, is_product, rounds
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions

@@ -8,7 +8,7 @@ computed from products alone, stays open.
 
 from __future__ import annotations
 
-from amprewrite.ir.evidence.held_wide import held_wide
+from amprewrite.ir.held_wide import held_wide
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem

@@ -9,16 +9,16 @@ Large steps, as of most residual streams, lose as much by their own rounding.
    graph `graphs/fx/flow/` and `graphs/onnx/read/`). The network's own ops, and the scaling of its result, are left to their price:
    torch.autocast rounds there, too.
 2. Running sums carry a value on and add terms that do not depend on it, `h = 0.99 * h + 0.01 * u[:, t]`, or average it by gates
-   (`ir/evidence/running_sums.py`).
+   (`ir/running_sums.py`).
 3. Pins and overrides stand. Ties share a colour.
 """
 
 from __future__ import annotations
 
-from amprewrite.ir.evidence.running_sums import running_sums
 from amprewrite.ir.pass_base import Pass
 from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
+from amprewrite.ir.running_sums import running_sums
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Reason
 

@@ -231,11 +231,11 @@ MUTANTS = (
     ),
     Mutant(
         "forgotten-offset", "a stream loses the offset of its input at its second branch", ("programs",), ("stream",),
-        (("amprewrite/ir/evidence/held_wide.py", "(Held.EXACT in found and node.op", "(Held.EXACT in found and node.op not in SUMS and node.op"),),
+        (("amprewrite/ir/held_wide.py", "(Held.EXACT in found and node.op", "(Held.EXACT in found and node.op not in SUMS and node.op"),),
     ),
     Mutant(
         "magnified-rounding", "what torch.autocast holds in fp32 behind a product is rounded before it is taken from a number", ("programs",), ("magnified",),
-        (("amprewrite/ir/evidence/held_wide.py", "return Held.PLAIN if bent or node.kind", "return Held.PLAIN if node.kind"),
+        (("amprewrite/ir/held_wide.py", "return Held.PLAIN if bent or node.kind", "return Held.PLAIN if node.kind"),
          ("passes/repaint/repaint_as_autocast.py", "        if node.op in AWAY:\n            return True\n", "")),
     ),
     Mutant(

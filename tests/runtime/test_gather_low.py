@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import amprewrite
 from amprewrite import CaptureError, PolicyError
 from amprewrite.api.gather_low import ANOTHER_RANK
-from amprewrite.runtime.captured.weight_reads import WeightReads
 from amprewrite.runtime.model.rewritten import session_of
+from amprewrite.runtime.weights.weight_reads import WeightReads
 
 WIDTH = 32
 

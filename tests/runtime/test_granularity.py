@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amprewrite
 from amprewrite.accuracy.verify import verify
-from amprewrite.runtime.model.parts import part_paths
+from amprewrite.runtime.parts import part_paths
 from amprewrite.tables.errors import PolicyError
 
 

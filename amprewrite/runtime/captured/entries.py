@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch.fx
 from torch import nn
 
-from amprewrite.graphs.fx.flow.recorded_writes import hooked_and_written
 from amprewrite.graphs.fx.node_facts import forget_inputs
+from amprewrite.graphs.fx.read.recorded_writes import hooked_and_written
 from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks

@@ -13,13 +13,14 @@ from amprewrite.graphs.fx.run.first_run import Refusals
 from amprewrite.graphs.fx.uncaptured import pushed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
-from amprewrite.runtime.ambient.suspend_modes import suspend_dispatch_modes
 from amprewrite.runtime.captured.forward_scale import ForwardScale
 from amprewrite.runtime.captured.look_ahead import LookAhead
 from amprewrite.runtime.captured.past import Past
-from amprewrite.runtime.captured.weight_reads import WeightReads
+from amprewrite.runtime.compiler.suspend_modes import suspend_dispatch_modes
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
+from amprewrite.runtime.weights.low_gather import GatheredLow
+from amprewrite.runtime.weights.weight_reads import WeightReads
 
 Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Refusals]
 """What runs, the edited graph of one that scales gradients, how weights are read, and ops that refused low operands."""
@@ -32,16 +33,9 @@ class Run(Protocol):
     probe: OverflowProbe
     gate: StepGate
 
-    @property
-    def gathered(self) -> GatheredWeights: ...
+    gathered: GatheredLow
 
     def forward_scale(self, device: torch.device) -> ForwardScale: ...
-
-
-class GatheredWeights(Protocol):
-    """What a region needs of weights that travel low."""
-
-    def check_reads(self, reads: WeightReads, entry: Place) -> None: ...
 
 
 class Place(Protocol):
@@ -77,7 +71,7 @@ class Region:
         """Decides and emits the graph anew, with ops high that refused low operands; there until the first call is over."""
         self.device = torch.device("cpu") if module is None else scale_device(module.graph)
         self._past = Past[tuple[CompiledFn, WeightReads]]()
-        self.latest = None if module is None else LatestInputs(self)
+        self.latest = None if module is None else LatestInputs(plan, module)
         self.look_ahead: LookAhead | None = None
 
     def become(
@@ -101,7 +95,7 @@ class Region:
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
         (run, reads), scaled, given = self._past.of_forward((self.run, self.reads)), self.latest, inputs
-        self.session.gathered.check_reads(reads, self.entry)
+        self.session.gathered.check_reads(reads, self.entry.place)
         if scaled is not None:
             forward = self.session.forward_scale(self.device)
             learning, fed = scaled.taking_gradients(inputs)
@@ -132,7 +126,8 @@ class Region:
             keep_high(self.refused, inputs)
 
     def _watched(self, *inputs: Any) -> Any:
-        return self.session.probe.run(self, inputs)
+        assert self.module is not None
+        return self.session.probe.run(self.plan, self.module, inputs)
 
 
 __all__ = ["Region", "Running", "scale_device"]

@@ -1,1 +1,1 @@
-"""What we must know of Dynamo: compiling afresh, code that it fails on, and what users read about it."""
+"""What we must know of Dynamo: compiling afresh, dispatch modes, code that it fails on, and messages about it."""

@@ -1,1 +1,1 @@
-"""The module that users hold: its class, its clone of the module tree, its parts, its parameters."""
+"""The module that users hold: its class, its clone of the module tree, calls of its parts, its replicas."""

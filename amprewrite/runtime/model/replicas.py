@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from amprewrite.runtime.model.weights.freezing import refuse_frozen
 from amprewrite.runtime.session import Session
+from amprewrite.runtime.weights.freezing import refuse_frozen
 
 REPLICATE = "_replicate_for_data_parallel"
 

@@ -19,13 +19,13 @@ from amprewrite.runtime.ambient.kept_state import state_kept
 from amprewrite.runtime.model.clone import clone_of
 from amprewrite.runtime.model.in_place import BEFORE, FORWARD, SESSION, Before
 from amprewrite.runtime.model.part_calls import PartForward, PartReplicas, call_as_part
-from amprewrite.runtime.model.parts import part_paths
 from amprewrite.runtime.model.replicas import REPLICATE, replica_of
 from amprewrite.runtime.model.subclass import original_of, subclass_of
-from amprewrite.runtime.model.weights.freezing import brings_fp32, frozen_apart, hook_states, refuse_frozen, thaw, unfreeze_weights
-from amprewrite.runtime.model.weights.half_parameters import lost_masters
 from amprewrite.runtime.options import Options
+from amprewrite.runtime.parts import part_paths
 from amprewrite.runtime.session import Entry, Session, enter
+from amprewrite.runtime.weights.freezing import brings_fp32, frozen_apart, hook_states, refuse_frozen, unfreeze_weights
+from amprewrite.runtime.weights.half_parameters import lost_masters
 from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
@@ -47,7 +47,7 @@ class RewrittenBase(nn.Module):
             session_of(self).schedule.due = True
             state = args[0] if args else kwargs.get("state_dict")
             if isinstance(state, Mapping) and brings_fp32(self, state):
-                thaw(self, session_of(self))  # what the state dict has is loaded over it
+                session_of(self).thaw()  # what the state dict has is loaded over it
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
-from amprewrite.runtime.model.parts import is_flattened
+from amprewrite.runtime.parts import is_flattened
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import local_values

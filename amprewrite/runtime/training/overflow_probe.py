@@ -18,7 +18,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx
@@ -58,11 +58,8 @@ class FirstNonFinite:
         return _KNOWN[self.kind]
 
 
-class ProbedGraph(Protocol):
-    """What is needed of a rewritten graph."""
-
-    plan: RegionPlan
-    module: torch.fx.GraphModule | None
+Probed = tuple[RegionPlan, torch.fx.GraphModule | None]
+"""A rewritten graph: its plan and, if it scales gradients, the edited module."""
 
 
 class OverflowProbe:
@@ -79,41 +76,40 @@ class OverflowProbe:
         self.armed = False
         self.forward = self.backward = None
 
-    def find(self, graphs: Sequence[ProbedGraph], latest: LatestInputs | None) -> FirstNonFinite | None:
+    def find(self, graphs: Sequence[Probed], latest: LatestInputs | None) -> FirstNonFinite | None:
         """Find what the step that was just skipped overflowed at; None if unknown. The next forwards will be watched."""
         found = self.forward or self.backward
         if found is None and latest is not None and len(graphs) == 1:
-            found = self._run_again(graphs[0], latest)
+            found = self._run_again(*graphs[0], latest)
         found = found or self._by_parameters(graphs)
         self.armed = True
         self.forward = self.backward = None
         return found
 
-    def run(self, graph: ProbedGraph, inputs: tuple[Any, ...]) -> Any:
-        """Run `graph` node by node, and note the first result or gradient that is not finite."""
-        assert graph.module is not None
-        watched = _FiniteWatch(graph.module, _names(graph.plan), self)
+    def run(self, plan: RegionPlan, module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
+        """Run a rewritten graph node by node, and note the first result or gradient that is not finite."""
+        watched = _FiniteWatch(module, _names(plan), self)
         result = watched.run(*inputs)
         self.forward = self.forward or watched.first_activation()
         return result
 
-    def _run_again(self, graph: ProbedGraph, latest: LatestInputs) -> FirstNonFinite | None:
+    def _run_again(self, plan: RegionPlan, module: torch.fx.GraphModule | None, latest: LatestInputs) -> FirstNonFinite | None:
         inputs = latest.copies({id(p): p for p in parameters_in(self.root)}, {id(b): b for b in buffers_in(self.root)})
-        if graph.module is None or inputs is None or _talks(graph.module):
+        if module is None or inputs is None or _talks(module):
             return None
-        watched = _FiniteWatch(graph.module, _names(graph.plan), self)
+        watched = _FiniteWatch(module, _names(plan), self)
         devices = sorted({t.device.index or 0 for t in inputs if isinstance(t, Tensor) and t.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             watched.run(*inputs)
         return watched.first_activation()
 
-    def _by_parameters(self, graphs: Iterable[ProbedGraph]) -> FirstNonFinite | None:
+    def _by_parameters(self, graphs: Iterable[Probed]) -> FirstNonFinite | None:
         gradients = {
             name: p.grad for name, p in named_parameters_in(self.root, remove_duplicate=False) if p.grad is not None and p.grad.numel()
         }
         readers: dict[str, NodePlan] = {}
-        for graph in graphs:
-            for node in graph.plan.nodes:
+        for plan, _ in graphs:
+            for node in plan.nodes:
                 for value in node.inputs:
                     if value in gradients and node.role == "op":
                         readers.pop(value, None)
@@ -128,10 +124,9 @@ class OverflowProbe:
 class LatestInputs:
     """The inputs of a graph's latest call, without keeping them alive but for single numbers, which capture may make itself."""
 
-    def __init__(self, graph: ProbedGraph) -> None:
-        assert graph.module is not None
-        roles = {node.name: node.role for node in graph.plan.nodes}
-        inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    def __init__(self, plan: RegionPlan, module: torch.fx.GraphModule) -> None:
+        roles = {node.name: node.role for node in plan.nodes}
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         found = [roles.get(node.meta.get(NODE, "")) for node in inputs]
         self._own = [index for index, role in enumerate(found) if role in ("parameter", "buffer")]
         self._fed = [index for index, role in enumerate(found) if role not in ("parameter", "buffer")]

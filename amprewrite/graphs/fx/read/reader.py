@@ -54,7 +54,7 @@ from amprewrite.graphs.fx.read.aliasing import Ties, idle_where_alike, memory
 from amprewrite.graphs.fx.read.names import canonical_order, module_path, name_all
 from amprewrite.graphs.fx.read.source_text import dtype_is_literal, has_own_dtype, source_of
 from amprewrite.graphs.fx.run.flops import flops
-from amprewrite.ir.evidence.held_wide import held_wide
+from amprewrite.ir.held_wide import held_wide
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.tables.formats import LOW_NAMES, Format
 from amprewrite.tables.ops.op_lists import OpLists, Trait, op_name, ops_with

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amprewrite.runtime.model.parts import fsdp_groups
+from amprewrite.runtime.parts import fsdp_groups
 from amprewrite.tables.boundary.members import parameters_in
 from amprewrite.tables.errors import PolicyError
 

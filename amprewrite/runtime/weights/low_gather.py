@@ -12,7 +12,7 @@ ever; the shards that optimizers and checkpoints see stay fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amprewrite.runtime.captured.entries import Entry
-from amprewrite.runtime.captured.region import Place, Region
-from amprewrite.runtime.captured.weight_reads import WeightReads
-from amprewrite.runtime.model.parts import fsdp_groups
+from amprewrite.runtime.parts import fsdp_groups
+from amprewrite.runtime.weights.weight_reads import WeightReads
 from amprewrite.tables.errors import CaptureError
 from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
 from amprewrite.torch_internals.kernels import copy_tensors
@@ -191,22 +189,22 @@ class GatheredLow:
     def __post_init__(self) -> None:
         self._of = {name: gather for gather in self.gathers.values() for name in gather.names}
 
-    def check_reads(self, reads: WeightReads, entry: Place) -> None:
-        """Raise CaptureError if a graph of this entry that is about to run reads rounded weights in fp32."""
+    def check_reads(self, reads: WeightReads, place: str) -> None:
+        """Raise CaptureError if a graph of the code at `place` that is about to run reads rounded weights in fp32."""
         for name in reads.full if self._of else ():
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():
-                raise RoundedRead(f"{entry.place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
+                raise RoundedRead(f"{place} reads {name} in fp32, and gather_low sends it as {gather.fmt.name}; {AGAIN}")
 
-    def check_call(self, entry: Entry, ran: Sequence[Region]) -> None:
-        """Raise CaptureError if anything but the one graph that is all of an entry's code may have read its rounded weights."""
-        gather = self.gathers.get(entry.path)
+    def check_call(self, path: str, place: str, whole: bool) -> None:
+        """Raise CaptureError if anything but a graph of the `whole` module at `path` may have read its rounded weights."""
+        gather = self.gathers.get(path)
         if gather is None or not gather.concerns_this_call():
             return
         if own_hooks(gather.sharded.module):
-            raise RoundedRead(f"{entry.place} has forward hooks that see weights which gather_low sends rounded; {AGAIN}")
-        if entry.graphs_of_forward.left_out or len(ran) != 1 or not ran[0].whole or ran[0].entry is not entry:
-            raise RoundedRead(f"{entry.place} ran code outside its graph, which may read weights that gather_low sends rounded; {AGAIN}")
+            raise RoundedRead(f"{place} has forward hooks that see weights which gather_low sends rounded; {AGAIN}")
+        if not whole:
+            raise RoundedRead(f"{place} ran code outside its graph, which may read weights that gather_low sends rounded; {AGAIN}")
 
 
 __all__ = ["AGAIN", "GatheredLow", "LowGather", "RoundedRead", "Sharded", "agree", "full_gather", "own_hooks", "sharded_modules"]

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
-from amprewrite.ir.evidence.held_wide import held_wide, is_product
+from amprewrite.ir.held_wide import held_wide, is_product
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.ops.op_lists import Trait, ops_with

@@ -12,8 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx
@@ -22,8 +21,7 @@ from torch import Tensor, nn
 from amprewrite.graphs.fx.ops.pad_ops import pad_cast
 from amprewrite.graphs.fx.weights.frozen_weight import REMEDY, FrozenWeight
 from amprewrite.passes.lower.hoist_weight_casts import Copy
-from amprewrite.runtime.model.parts import is_sharded
-from amprewrite.runtime.options import Options
+from amprewrite.runtime.parts import is_sharded
 from amprewrite.runtime.training.optimizers.find_optimizers import existing_optimizers
 from amprewrite.tables.boundary.members import named_parameters_in, parameters_in
 from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
@@ -166,32 +164,6 @@ def _source(names: list[str], weight: FrozenWeight, values: Mapping[str, Any] | 
     return found
 
 
-class FreezableSession(Protocol):
-    """What freezing and thawing need of a session."""
-
-    options: Options
-    notes: dict[str, None]
-
-    def forget_graphs(self) -> None: ...
-
-
-def recapture_all(model: nn.Module, session: FreezableSession, frozen: tuple[str, ...] | None) -> None:
-    """Have all graphs of a model captured anew, now that it is frozen, or is not any more."""
-    hook_states(model, frozen is not None)
-    session.options = replace(session.options, frozen=frozen)
-    session.notes = {text: None for text in session.notes if not text.startswith(FROZEN)}
-    if frozen is not None:
-        session.notes[frozen_weights_note(model)] = None
-    session.forget_graphs()
-
-
-def thaw(model: nn.Module, session: FreezableSession, values: Mapping[str, Any] | None = None) -> list[str]:
-    """Make a frozen model an fp32 one again, and return the names of weights whose fp32 values are gone."""
-    rounded = unfreeze_weights(model, session.options.frozen or (), values)
-    recapture_all(model, session, None)
-    return rounded
-
-
 # -- calls ----------------------------------------------------------------------------------
 def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise PolicyError if a frozen model is called to be trained, and nothing in it or given to it takes a gradient."""
@@ -289,6 +261,6 @@ def hook_states(model: nn.Module, frozen: bool) -> None:
 
 
 __all__ = [
-    "brings_fp32", "check_freezable", "freeze_weights", "frozen_apart", "hook_states", "lost_values", "recapture_all", "refuse_frozen",
-    "refuse_training", "thaw", "unfreeze_weights", "warn_of_optimizers",
+    "FROZEN", "brings_fp32", "check_freezable", "freeze_weights", "frozen_apart", "frozen_weights_note", "hook_states", "lost_values",
+    "refuse_frozen", "refuse_training", "unfreeze_weights", "warn_of_optimizers",
 ]  # fmt: skip
