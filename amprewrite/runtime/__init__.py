@@ -1,1 +1,1 @@
-"""What a rewritten model is and does at every call."""
+"""Rewritten models at run time: their state, and each of their calls."""

@@ -37,11 +37,11 @@ class Options:
     strict: bool = False
     given: ModelPlan | None = None
     granularity: Granularity = MODEL
-    """What `parse_granularity` returns."""
+    """The result of `parse_granularity`."""
     calibration: Calibration | None = None
     keep_high: KeepHigh | None = None
     loss_scale: Any = "auto"
-    """What `parse_loss_scale` takes: "auto", a number, a preset, or a LossScale to share."""
+    """An argument of `parse_loss_scale`: "auto", a number, a preset, or a LossScale to share."""
     device: str = ""
     """The device to plan for; "": the one at hand."""
     measure: bool = False

@@ -4,10 +4,10 @@
 2. granularity="blocks": a block is a module with modules of its own that stands beside another of its class in an
    nn.ModuleList, nn.Sequential or nn.ModuleDict; of blocks within blocks the outermost counts. Or the blocks are named, by
    shell patterns of module paths.
-3. What holds no block and has parameters, such as an embedding or a head, is a part too.
+3. A module that holds no block and has parameters, such as an embedding or a head, is a part too.
 
 Hooks on a part run outside its graph, as FSDP2 needs it: its hooks gather a block's weights just before the block runs.
-Code between the parts runs as it is written, in fp32.
+Code between the parts runs as written, in fp32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Whether FSDP1 has taken the parameter over; it marks and keeps those that it takes (torch.distributed.fsdp._common_utils)."""
+    """Whether FSDP1 has taken the parameter over; it marks and keeps such parameters (torch.distributed.fsdp._common_utils)."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 

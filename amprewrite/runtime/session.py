@@ -1,4 +1,4 @@
-"""What a rewritten model does at every call: run its rewritten graphs, and know whether they ran.
+"""The session of a rewritten model: at every call it runs the rewritten graphs, and knows whether they ran.
 
 Dynamo captures, guards and dispatches; this file is its backend, and the guard around it that turns its silent detours
 (a dispatch mode, a frame it skips, the recompile limit, a switch in the environment) into a working call or a clear word.
@@ -95,7 +95,7 @@ class Session:
     take_in: Callable[[], None] = field(default=lambda: None)
     """Rewrites the calls of modules that were put in after the rewrite."""
     plain: Callable[[], nn.Module] = field(default=nn.Module)
-    """Makes a clone of the model as it was before the rewrite, around the same parameters."""
+    """Makes a clone of the model before the rewrite, around the same parameters."""
     gathered: GatheredLow = field(default_factory=GatheredLow)
     children: tuple[nn.Module | None, ...] | None = None
     """The root's, when new modules were looked for; None: look again after this call, which captured something."""
@@ -210,7 +210,7 @@ class Session:
             self._remember(entry, ran)
 
     def _transformed(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        """Run a call inside a transform of derivatives as it is written. Of calls within each other the outermost is listed."""
+        """Run a call inside a transform of derivatives as written. Of calls within each other the outermost is listed."""
         if not self.state.transformed:
             message = f"{entry.place} ran in fp32: {why}"
             self._left_out(entry, message, why)
@@ -396,7 +396,7 @@ class Session:
         self.warn_fp32(message, cause)
 
     def warn_fp32(self, message: str, cause: str = "") -> None:
-        """Raise under strict, else warn once for each cause: what else it concerns is in `plan.skipped`. No message, no warning."""
+        """Raise under strict, warn once for each cause otherwise: `plan.skipped` lists every place. No message, no warning."""
         if self.options.strict and message:
             raise CaptureError(message)
         self.warn_once(message, cause)
@@ -473,7 +473,7 @@ class Session:
         )  # fmt: skip
 
     def _rewritten(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region:
-        """Decide and edit a captured graph and emit what runs. If that fails the graph is emitted as it is, in fp32."""
+        """Decide and edit a captured graph and emit what runs. If that fails the graph is emitted unedited, in fp32."""
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
         backend = dynamo.backward_apart(dynamo.lookup_backend(self.options.backend)) if compiled else None
@@ -581,7 +581,7 @@ class Session:
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """What ran outside the rewritten graphs since each entry last started afresh."""
+        """Code that ran outside the rewritten graphs since each entry last started afresh."""
         return tuple(self.unreadable) + tuple(part for entry in list(self.entries.values()) for part in entry.graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:

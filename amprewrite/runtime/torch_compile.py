@@ -1,8 +1,8 @@
-"""What torch.compile's backend "amprewrite" does with a captured graph: it is rewritten as a graph of a rewritten model is.
+"""The backend "amprewrite" of torch.compile: it rewrites a captured graph like a graph of a rewritten model.
 
 1. Dynamo captures, guards and dispatches under its user's own settings, and hands over one graph at a time.
 2. Graphs that share parameters belong together: they have one session, and so one loss scale and one set of guarded optimizers. The
-   parameters are those that a graph reads, and those of the modules that its code was captured from.
+   parameters are the parameters that a graph reads, and all others of the modules that its code was captured from.
 3. Dynamo runs a graph for every model whose code and shapes are the same. The first call with other parameters rewrites it again,
    for the session of those.
 4. Each call of a graph is a forward of its own: what may stand between two graphs is not known here.
@@ -38,7 +38,7 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
-    """The rewritten graph of one that torch.compile captured."""
+    """The rewritten form of a graph that torch.compile captured."""
     modules = _modules_of_frame()
     for each in modules:
         refuse_trainable(named_parameters_in(each))
@@ -130,7 +130,7 @@ class CapturedModules(nn.Module):
     def _named_members(
         self, get_members_fn: Callable[[nn.Module], Any], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
-        """What `named_parameters` and `named_buffers` of PyTorch ask: members of the tops, then loose parameters."""
+        """The members that `named_parameters` and `named_buffers` of PyTorch ask for: members of the tops, then loose parameters."""
         yield from self._walk(nn.Module._named_members, get_members_fn, remove_duplicate=remove_duplicate)
         loose = nn.Module()
         for number, ref in enumerate(self._loose):

@@ -41,7 +41,7 @@ _OUTERMOST = _Outermost()
 def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
     """Random state is afterwards what it was before.
 
-    Blocks of several threads overlap: one that began in the middle of another would restore what that one drew. So the last
+    Blocks of several threads overlap: a block that began inside another would restore numbers that the other drew. So the last
     to end restores what was before the first.
     """
     _OUTERMOST.enter()

@@ -25,7 +25,7 @@ from amprewrite.tables.formats import FP32, Format
 from amprewrite.tables.vocabulary import Colour
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
-"""Classes of transformers.cache_utils that hold keys and values as they are given."""
+"""Classes of transformers.cache_utils that hold keys and values in the dtype in which they get them."""
 _CACHES = ("self_attention_cache", "cross_attention_cache")
 """Caches inside the cache of a model with an encoder."""
 _INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
@@ -37,7 +37,7 @@ class CacheReadHigh(Exception):
 
 
 class _KeepsLow:
-    """What a layer of a low cache does otherwise. Its keys and values are in a layer inside, of the class that it had."""
+    """The methods of a layer in a low cache. Its keys and values are in a layer inside, of its former class."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         state: Any = self
@@ -91,7 +91,7 @@ def layers_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(layer: Any) -> tuple[Any, Any]:
-    """The keys and values of a layer as they are stored."""
+    """The stored keys and values of a layer."""
     inner = vars(layer).get(_INNER, layer)
     return getattr(inner, "keys", None), getattr(inner, "values", None)
 
@@ -160,7 +160,7 @@ class CachesOfModel:
         self.low = given is None or any(_is_conversion(node) for region in given.regions for node in region.nodes)
 
     def of_call(self, low: Format, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LowCaches | None:
-        """Those of one call; None if they stay as they are. A narrow format would keep what overflowed."""
+        """The low caches of one call; None if its caches stay fp32. A format with a narrow range would keep infinities."""
         fits = self.low and low is not FP32 and not low.narrow
         return LowCaches(low.dtype) if fits and not self._seen_outside(args, kwargs) else None
 

@@ -1,1 +1,1 @@
-"""What a call has captured: the graphs of each entry, how one runs, and when it is decided anew."""
+"""Captured graphs: the graphs of each entry, how one runs, and when it is decided anew."""

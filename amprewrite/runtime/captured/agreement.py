@@ -24,7 +24,7 @@ class Agreement:
         self.on, self.colours = on, Agreed()
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
-        """Let the colours of a newly planned graph hold for `every` graph; those that have others are captured anew when called."""
+        """Let the colours of a newly planned graph hold for `every` graph. Graphs with other colours are captured anew when called."""
         before = self.colours
         for part in plan.flat("") if self.on else ():
             self.colours = self.colours.joined(part.nodes).joined_by_products(_products(part))

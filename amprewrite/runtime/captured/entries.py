@@ -1,4 +1,4 @@
-"""What one way into a rewritten model has captured: the compiled function, its graphs, and what was left out of them."""
+"""Entries of a rewritten model, and what each has captured: the compiled function, its graphs, and the code left out of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame
 
 HOOKED_INPUT = "a tensor that it is given gets a hook on its gradient and is written in place; write to a clone: x = x.clone()"
-"""Why code runs as it is written that Dynamo would capture wrongly: it would put the hook on what was written."""
+"""Why such code runs as written: Dynamo would put the hook on the value after the write."""
 FRESH_STARTS = 2
 """How often in a row an entry starts afresh because none of its graphs ran, before it is left alone."""
 
@@ -57,7 +57,7 @@ class Anew(Enum):
 
 
 class Owner(Run, Protocol):
-    """What an entry needs of its rewritten model's session."""
+    """The members of a session that an entry uses."""
 
     root: nn.Module
     options: Options
@@ -80,7 +80,7 @@ class Owner(Run, Protocol):
 
 
 class Graphs:
-    """What an entry has captured since it last started afresh: its compiled function, and the regions Dynamo calls from it.
+    """The captures of an entry since it last started afresh: its compiled function, and the regions that Dynamo calls from it.
 
     Dynamo keeps backends and compiled graphs until it is reset, so it gets weak references; a call in flight keeps its
     `Graphs` alive.
@@ -96,7 +96,7 @@ class Graphs:
         self.anew: Anew | None = None
         """Why the next call captures anew, if that was found in an earlier one. A recomputation runs what its forward ran."""
         self.full = False
-        """Some frame has no room left for another graph: Dynamo runs the graphs it has, and what fits none of them as it is written."""
+        """Some frame has no room left for another graph: Dynamo runs the graphs it has, and calls that fit none of them as written."""
         self.empty: bool | None = None
         """Dynamo read all of the code for some kind of call and found no tensor op in it; False if it ever gave the code up."""
         self.in_parts = not entry.captured
@@ -127,7 +127,7 @@ class Graphs:
         return self._beside_hooks
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call, and compare what was captured with the model as it is written, if first calls of it are looked at."""
+        """Call, and compare the captured graph with the original model, if first calls are looked at."""
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = options.strict or options.low is None or options.low.narrow
         alone = state.depth == 1 and not state.generating and options.frozen is None and current_backward() < 0
@@ -213,9 +213,9 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Entry:
-    """A module that may be called from outside: the root, or a part of it that is called by itself.
+    """A module that may be called from outside: the root, or a part of it.
 
-    One that is not `captured` runs as it is written, around parts that are. Graphs of an LSTM's entry, whose `compiles` is
+    An entry that is not `captured` runs as written, around captured parts. Graphs of an LSTM's entry, whose `compiles` is
     False, run eagerly whatever the backend.
     """
 
@@ -239,7 +239,7 @@ class Entry:
 
     @property
     def graphs_of_forward(self) -> Graphs:
-        """The graphs to call: in the recomputation of an activation checkpoint those that its forward called."""
+        """The graphs to call: the recomputation of an activation checkpoint calls the graphs of its forward."""
         return self._past.of_forward(self.graphs)
 
     def why_anew(self, recomputes: bool) -> Anew | None:
@@ -267,7 +267,7 @@ class Entry:
         before, self.graphs = self.graphs, Graphs(self)
         if before.outdated:  # the code is the same: activations of its forwards may wait to be recomputed
             self._past.keep(before)
-        # other graphs may have agreed with what these decided for weights as they were
+        # other graphs may have agreed with decisions for earlier values of these weights
         self.graphs.weights = list({(each.name, each.fit): each for each in before.weights}.values())
         self.session.forget_calls()
 
@@ -299,14 +299,14 @@ class State(threading.local):
         self.failures: list[Failure] = []
         """Code of the call in flight that Dynamo failed on."""
         self.check: CaptureCheck | None = None
-        """What the call in flight captures is compared with the model as it is written."""
+        """Compares the graph that the call in flight captures with the original model."""
         self.around = 0
         """How many regions of torch.autocast there were around the outermost call, or around the recomputation that is under way in it."""
         self.recomputed: tuple[int, int] | None = None
-        """What asked for the recomputation that the outermost call is, or that is under way in it: `asking_number()`."""
+        """The `asking_number()` of the recomputation that the outermost call is, or that is under way in it; None if there is none."""
 
         self.low_caches: LowCaches | None = None
-        """Those of the innermost call of `generate()` in flight; None if it keeps caches as they are."""
+        """The low caches of the innermost call of `generate()` in flight; None if its caches stay fp32."""
 
     def regions_around(self) -> int:
         """How many regions of torch.autocast there are around the outermost call, or the recomputation in it."""
@@ -316,7 +316,7 @@ class State(threading.local):
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
         """Around a call that an activation checkpoint makes again while its forward is under way, as in a forward that takes gradients.
 
-        The checkpoint restores autocast as it was: these regions are none of the model's own.
+        The checkpoint restores autocast's state of the forward: these regions are none of the model's own.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around

@@ -58,9 +58,9 @@ class ForwardScale:
         self.apart = False
         self.under_way = True
         self._backward: weakref.ref[_Backward] | None = None
-        """The one that entered last."""
+        """The backward that entered last."""
         self.weights: list[Tensor] = []
-        """What takes gradients among the parameters that its graphs read, or among tensors in their place."""
+        """Parameters that its graphs read and that take gradients, or tensors in their place."""
         self._fed: list[Node] = []
         """Of inputs of its graphs that are computed from something that takes gradients."""
         self._first, self._scaled = pair, True

@@ -163,7 +163,7 @@ class LookAhead:
             return True
 
     def _copies(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs for a run on the side: copies of those that the graph writes, and all without autograd history and hooks."""
+        """The inputs for a run on the side: copies of inputs that the graph writes, and all without autograd history and hooks."""
         return tuple(self._copy(value, place in self.written) for place, value in enumerate(inputs))
 
     def _copy(self, value: Any, written: bool) -> Any:
@@ -213,8 +213,7 @@ def rewrite_for(
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """The edited graph of an exported module, and its plan, decided as after a first call on these arguments.
 
-    `overflowed` says that a first call of the model has: then ranges are looked at in any case. What is run here leaves what it writes to
-    buffers of the graph as it was.
+    `overflowed` says that a first call of the model has: then ranges are looked at in any case. Buffers of the graph are restored.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What was there when a forward ran, for the recomputation that its backward asks for.
+"""The graphs that a forward ran, for the recomputation that its backward asks for.
 
 An activation checkpoint runs a part of a forward again in backward, and what that saves must be what the forward saved. Meanwhile the
 graph may have been decided anew. Autograd numbers its nodes in the order in which they are made: the node that asks for the
@@ -65,7 +65,7 @@ class CallsInRegions:
 
 
 class Past(Generic[T]):
-    """What stood in a place before, each with the number of the first autograd node that came after it."""
+    """Former values of one place, each with the number of the first autograd node that came after it."""
 
     def __init__(self) -> None:
         self._first = torch.autograd._get_sequence_nr()

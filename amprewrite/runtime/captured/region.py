@@ -23,11 +23,11 @@ from amprewrite.runtime.weights.low_gather import GatheredLow
 from amprewrite.runtime.weights.weight_reads import WeightReads
 
 Running = tuple[CompiledFn, torch.fx.GraphModule | None, WeightReads, Refusals]
-"""What runs, the edited graph of one that scales gradients, how weights are read, and ops that refused low operands."""
+"""The function that runs, the edited graph if it scales gradients, how it reads weights, and ops that refused low operands."""
 
 
 class Run(Protocol):
-    """What a region needs of the run-time state of its model."""
+    """The members of a session that a region uses."""
 
     state: Any
     probe: OverflowProbe
@@ -39,7 +39,7 @@ class Run(Protocol):
 
 
 class Place(Protocol):
-    """What a region needs of the entry that it was captured from."""
+    """The members of an entry that a region uses."""
 
     @property
     def session(self) -> Run: ...
@@ -55,7 +55,7 @@ def scale_device(graph: torch.fx.Graph) -> torch.device:
 
 
 class Region:
-    """One rewritten graph, as Dynamo calls it; `module` is the edited graph of one that scales gradients."""
+    """One rewritten graph, as Dynamo calls it; `module` is the edited graph if it scales gradients."""
 
     whole = False
     """Whether the graph is all of its entry's forward."""

@@ -1,7 +1,8 @@
-"""Whether decisions that were made for the weights as they were at capture still hold.
+"""Check whether decisions for the weights at capture hold for the weights now.
 
 fp16 keeps the readers of a weight high if the weight does not fit: it holds more than 65504, or all of it is below fp16's smallest
-number; a bias may be flushed, as it is only added to a product. Training moves weights in and out of that. So weights are looked at again
+number; a bias may be flushed, since it is only added to a product. Training moves weights in and out of that. So weights are looked at
+again
 
 1. after a step that was skipped for an overflow, and before training is given up;
 2. when the model goes from training to evaluation or back, and when a state dict is loaded;
@@ -43,7 +44,7 @@ class Known:
     fit: Fit
     held: weakref.ref[Tensor] | None = None
     bounds: frozenset[Fit] = BOUNDS
-    """What keeps a reader of it high."""
+    """The misfits that keep a reader of it high."""
 
     def judged(self, size: float, low: Format) -> Fit:
         """Its fit at another size; what harms no reader fits."""
@@ -61,7 +62,7 @@ class Moved:
     now: Fit
 
     def says(self, low: Format) -> str:
-        """What happened to it, for a note in the plan."""
+        """How its size changed, as a note for the plan."""
         how = {
             Fit.TOO_LARGE: f"{low.name} ends at {low.max:g}",
             Fit.FLUSHED: f"{low.name} flushes that to zero",
@@ -84,7 +85,7 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """What keeps high the ops that would read a low copy of this weight, in the bodies of checkpoints, too."""
+    """The misfits that keep high the ops that would read a low copy of this weight, including ops in bodies of checkpoints."""
     for reader in captured.problem.graph.readers(name):
         node = captured.nodes[reader.name]
         part = captured.parts.get(node)
@@ -102,7 +103,7 @@ def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
 
 
 def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model as they are now, by path."""
+    """The current parameters and buffers of a model, by path."""
     return {**dict(named_parameters_in(root, remove_duplicate=False)), **dict(named_buffers_in(root, remove_duplicate=False))}
 
 
@@ -121,7 +122,7 @@ def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) ->
 
 
 def _readable(tensor: Tensor) -> Tensor | None:
-    """What this process can look at without the others: all of a tensor, its own shard of a distributed one, or None.
+    """The part of a tensor that this process can read alone: all of it, its own shard of a distributed tensor, or None.
 
     A shard shows that a weight has become too large, and nothing else. FSDP frees gathered weights and leaves the tensors.
     """

@@ -1,1 +1,1 @@
-"""What we must know of Dynamo: compiling afresh, dispatch modes, code that it fails on, and messages about it."""
+"""Our knowledge of Dynamo: compiling afresh, dispatch modes, code that it fails on, and messages about it."""

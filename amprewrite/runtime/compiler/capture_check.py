@@ -1,7 +1,7 @@
 """Tell whether capture itself changed what a model computes, before anything is rounded.
 
 Some models ask whether they are compiled, and then compute something else. So a first call that is looked at (fp16, `strict=True`) is
-compared with the model as it is written, both in fp32:
+compared with the original model, both in fp32:
 
 1. Before the call copy its inputs, the buffers and the random states.
 2. After it run a clone of the plain model on those copies. If a floating result is no result of the captured graph, run that graph in fp32
@@ -87,7 +87,7 @@ class Values(TorchDispatchMode):
         return result
 
     def add(self, value: Any) -> None:
-        """Note the tensors in `value` as ones that the run had."""
+        """Note that the run had the tensors in `value`."""
         for tensor in _sketchable(value):
             self.seen[_kind(tensor)].append(_sketch(tensor))
 
@@ -209,9 +209,9 @@ def can_be_checked(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class CaptureCheck:
-    """One call of a model that captures, and the same call on the model as it is written.
+    """One call of a model that captures, and the same call on the original model.
 
-    `plain` makes a clone of the module that is called, as it is written, with the same parameters.
+    `plain` makes a clone of the module that is called, without any rewrite, with the same parameters.
     """
 
     def __init__(self, root: nn.Module, plain: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ class CaptureCheck:
             search = _FirstUnseen(self.module, self.graph, values, tuple(self.random.devices))  # type: ignore[arg-type]
             self._captured(search)
         except _FAILURES:
-            return None  # the model as it is written cannot run on copies: nothing can be told
+            return None  # the original model cannot run on copies: nothing can be told
         if search.found is None or search.drew:
             return None
         source = source_of(search.found.stack_trace)
@@ -288,7 +288,7 @@ class CaptureCheck:
             return [each.detach() for each in results_of(plain.forward(*args, **kwargs))]
 
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:
-        """What the captured graph gives in fp32."""
+        """The results of the captured graph in fp32."""
         assert self.graph is not None
         grad = self.differentiates and self.grad
         given = list(self.given)

@@ -1,4 +1,4 @@
-"""What we must know of Dynamo: how to compile a function afresh, and when Dynamo quietly runs the original code instead."""
+"""Our knowledge of Dynamo: how to compile a function afresh, and when Dynamo quietly runs the original code instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from amprewrite.torch_internals.dynamo import skip_code
 EXACT = "inductor-exact"
 """The backend that has inductor compute eager code's numbers."""
 RECOMPILE_LIMIT = 64
-"""Graphs of one frame (modes, shapes, options). What fits none of them then runs as it is written."""
+"""Graphs of one frame (modes, shapes, options). A call that fits none of them then runs as written."""
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 """Whether torch.compile takes a limit of its own; before it did, the limit was one setting for the process."""
@@ -44,7 +44,7 @@ RECURRENT = "Attempted to wrap RNN"
 """How Dynamo's reason begins where such a module breaks a graph."""
 _WAS_THERE = (AttributeMutationExisting, ValueMutationExisting)
 COUNTS_FROM = 4
-"""Calls that captured something from which on ints in attributes are no constants: those that differ from layer to layer stay ones."""
+"""Calls that captured something from which on ints in attributes are no constants. Ints that differ from layer to layer stay constants."""
 ONE_EXPORT = threading.RLock()
 """Held while torch.export or torch.onnx.export runs: they keep state that all threads share, so that two at once fail."""
 
@@ -57,15 +57,15 @@ def compile_afresh(
     """`function` compiled with caches of its own, so that nothing Dynamo skipped before stays skipped.
 
     Settings that torch.compile does not take hold while Dynamo converts a frame, so that a call that finds its graph pays for none:
-    LSTM, GRU and RNN modules are captured like others, unless `recurrent` is False: then they break the graph. What a model writes
-    to a log breaks none: it is left out, as torch.export does, and noted. NumPy's random numbers break a graph, and NumPy draws them:
+    LSTM, GRU and RNN modules are captured like others, unless `recurrent` is False: then they break the graph. Writing to
+    a log breaks none: it is left out, as torch.export does, and noted. NumPy's random numbers break a graph, and NumPy draws them:
     Dynamo would draw them from PyTorch's generator. An int that a model counts up in an attribute becomes a number like others after
     COUNTS_FROM graphs.
     Code that Dynamo fails on runs as written, and `failed` hears of it; not if the graph must be `whole`. Where `function` itself has no
     graph, `no_graph` hears whether Dynamo read all of it: then there is no tensor op in it, as in `nn.Identity`. Code captured for one
     module runs for others of its class: by default Dynamo does not look whether they have its hooks, here it does if `hooks_differ`.
     The model is told that autocast is on (`heard.py`) outside of its own regions; `around` gives how many others are around the call.
-    Errors of the backend come out as they were raised. With `beside_hooks` graphs do not depend on which hooks on all modules of
+    Errors of the backend reach the caller unchanged. With `beside_hooks` graphs do not depend on which hooks on all modules of
     the process there are.
     """
     frozen = any(isinstance(each, FrozenWeight) for each in parameters_in(root))
@@ -163,8 +163,8 @@ def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
 def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
     """Which guards to keep: none on the hooks on all modules, unless the captured code calls one of them.
 
-    Dynamo notes their numbers where it only asks whether there are any, and every registration has a number of its own. What it
-    guards beyond that is a hook in the graph.
+    Dynamo notes their numbers where it only asks whether there are any, and every registration has a number of its own. Its
+    other guards are of hooks in the graph.
     """
     on_hooks = [_GLOBAL_HOOKS.search(guard.name) for guard in guards]
     if any(found and (found[1] or guard.guard_type not in _ASKS) for found, guard in zip(on_hooks, guards, strict=True)):
@@ -255,7 +255,7 @@ def is_capture_error(error: BaseException) -> bool:
 
 
 def reading() -> Any:
-    """What Dynamo reads code with now; None where it reads none."""
+    """Dynamo's translator at work now; None if it reads no code."""
     return getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
 
 
@@ -305,7 +305,7 @@ def kept_out() -> bool:
 
 
 def never_read(function: Callable[..., Any]) -> None:
-    """Have Dynamo run `function` as it is where it is called from code that runs as written: it asks what Dynamo is doing."""
+    """Have Dynamo run `function` uncompiled where code that runs as written calls it: it asks what Dynamo is doing."""
     skip_code(function.__code__)
 
 
@@ -315,7 +315,7 @@ never_read(kept_out)
 
 # -- what Dynamo did not do --------------------------------------------------------------
 def disabled() -> bool:
-    """Whether torch.compile hands functions back as they are."""
+    """True if torch.compile hands functions back uncompiled."""
     return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
 
@@ -331,17 +331,17 @@ def why_switched_off() -> str:
 
 _FRAMES = "frames"
 _APART = Counter({_FRAMES: 0})
-"""What was counted while backwards of compiled graphs ran: frames given up, and each reason."""
+"""Counts from backwards of compiled graphs: frames given up, and each reason."""
 
 
 def frames_given_up() -> int:
-    """How many frames Dynamo has given up in this process: they ran as they were written."""
+    """How many frames Dynamo has given up in this process: they ran as written."""
     frames = counters["frames"]
     return frames["total"] - frames["ok"] - _APART[_FRAMES]
 
 
 def reasons() -> dict[str, int]:
-    """What Dynamo has said so far about code it cannot capture, with counts."""
+    """Dynamo's reasons so far for code that it cannot capture, with counts."""
     said = counters["unimplemented"]
     return {text: count - _APART[text] for text, count in said.items()} if said else {}
 

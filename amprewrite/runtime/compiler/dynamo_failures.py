@@ -3,7 +3,7 @@
 1. While a call runs, Dynamo is told to keep to the original code of a frame that it cannot convert. A frame is one function,
    or what is left of it after a graph break, so nothing that ran before the failure runs again.
 2. Dynamo writes each such failure to its log. A filter on that log hears this thread's alone, and keeps them off the screen.
-3. An error of the backend is no such failure. It goes through Dynamo unseen and reaches the caller as it was raised.
+3. An error of the backend is no such failure. It goes through Dynamo unseen and reaches the caller unchanged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _PASS = (
     SkipFrame,
     *torch._dynamo.exc.exceptions_allowed_to_be_fallback,
 )
-"""What a backend may raise to steer Dynamo."""
+"""Errors by which a backend steers Dynamo."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")
-"""What Dynamo adds to the name of a function that goes on after a graph break."""
+"""The prefix that Dynamo gives to the name of a function that goes on after a graph break."""
 _EXPLANATION = re.compile(r"^  Explanation: (.*)$", re.MULTILINE)
 _GIVEN_UP: weakref.WeakValueDictionary[int, types.CodeType] = weakref.WeakValueDictionary()
 """Code that Dynamo has been heard to give up in this process. Dynamo keeps that with the code, whichever model runs it next."""

@@ -1,4 +1,4 @@
-"""What a model asks about torch.autocast while Dynamo captures it, and the answer: autocast is on, for fp32.
+"""Answers to a model's questions about torch.autocast while Dynamo captures it: autocast is on, for fp32.
 
 Models switch autocast off where a low format would harm, and many do so only if it is on: `maybe_autocast(enabled=False)` of transformers
 does nothing otherwise. Told that it is on, they enter such regions, and these stand in the graph. The dtype that they are told is fp32, so

@@ -1,4 +1,4 @@
-"""What users read about switches that they set elsewhere, tracers that they did not call, and Dynamo's own words."""
+"""Messages about switches that users set elsewhere, about tracers that they did not call, and of Dynamo in plain words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _REASONS = {
 
 
 def plain_reason(text: str) -> str:
-    """What Dynamo said, without the names of its own classes and slots."""
+    """Dynamo's message without the names of its own classes and slots."""
     return next((plain for start, plain in _REASONS.items() if text.startswith(start)), text)
 
 
@@ -113,7 +113,7 @@ def captured_otherwise(place: str, far: float, op: str) -> str:
 
 
 COMPILE = "pass backend='inductor' to amprewrite.rewrite instead of wrapping it in torch.compile"
-"""What to do instead of compiling a rewritten model."""
+"""The advice for users who compile a rewritten model."""
 DISABLE_REASON = "a rewritten model compiles its own graphs"
 """Why an outer torch.compile breaks its graph at a rewritten model."""
 DOOR_REASON = f"{DISABLE_REASON}: {COMPILE}, and {_EXPORT} instead of torch.export"

@@ -15,7 +15,7 @@ from amprewrite.torch_internals.dispatch import disable_dispatch_modes
 class _Aside(threading.local):
     """Per thread: the user's dispatch modes, which Dynamo cannot run under.
 
-    Every region puts them back; code that runs as it is written, between regions, runs without them.
+    Every region puts them back; code that runs as written, between regions, runs without them.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@
    not break it, as for `fullgraph=True` and a strict `torch.export`, the door refuses it while it is read: Dynamo's own error would
    advise to take our door away.
 3. A call on the meta device asks for shapes, as libraries do that infer them: it runs as written, and nothing is captured or told.
-4. Transforms of torch.func and forward-mode derivatives go through the model as it is written, in fp32.
+4. Transforms of torch.func and forward-mode derivatives go through the original code, in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 class WantsOneGraph(CaptureError, Unsupported):
-    """Dynamo may not break its graph at a rewritten model. Also of Dynamo's class: it hands on no other as it was raised."""
+    """Dynamo may not break its graph at a rewritten model. Also of Dynamo's class: it passes on no other error unchanged."""
 
 
 def undisturbed() -> bool:
@@ -48,7 +48,7 @@ def undisturbed() -> bool:
 def refuse_tracers() -> None:
     """Raise CaptureError if a foreign tracer would record the graph instead of running it.
 
-    That an export is running is one flag for all threads; the one that is exported has modes or a context of its own.
+    That an export is running is one flag for all threads; the thread that exports has modes or a context of its own.
     """
     modes = {type(mode).__name__ for mode in user_modes()} if count_dispatch_modes() else ()
     if torch._C._is_tracing():

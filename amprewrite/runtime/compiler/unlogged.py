@@ -1,4 +1,4 @@
-"""What a model writes to a log: calls that capture leaves out."""
+"""Calls by which a model writes to a log: capture leaves them out."""
 
 from __future__ import annotations
 

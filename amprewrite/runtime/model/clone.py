@@ -55,7 +55,7 @@ class _Cloning:
         return clone
 
     def _reachable(self, module: nn.Module) -> list[nn.Module]:
-        """All modules of the tree, and those that hide in containers of it, each once."""
+        """All modules of the tree, including modules in plain containers in it, each once."""
         found: dict[int, nn.Module] = {}
         stack: list[tuple[Any, bool]] = [(module, True)]
         seen: set[tuple[int, bool]] = set()
@@ -162,7 +162,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _held(value: Any) -> dict[str, Any]:
-    """What a dataclass or namespace holds, by name. Its own code that reads attributes is not asked: it may refuse some."""
+    """The members of a dataclass or namespace, by name. Its own code that reads attributes is not asked: it may refuse some."""
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
     fields = {field.name for field in dataclasses.fields(value)}

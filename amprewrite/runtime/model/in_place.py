@@ -1,7 +1,7 @@
 """How a module looked before it was rewritten in place, so that it can be put back exactly.
 
 1. A rewrite changes the class of the root, and of each module the few attributes in TOUCHED. They are noted before the first change.
-2. What others set since is theirs and stays: a forward that is none of ours, and a `compile()` of the root.
+2. Attributes that others have set since then stay: a forward that is none of ours, and a `compile()` of the root.
 3. Everything else, parameters, buffers and hooks among it, is the user's own throughout.
 """
 
@@ -22,7 +22,7 @@ _ABSENT = object()
 
 
 class Before:
-    """The class and the touched attributes of every module of a model, as they were."""
+    """The former class and touched attributes of every module of a model."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [(weakref.ref(each), type(each), _touched(each)) for each in root.modules()]
@@ -35,7 +35,7 @@ class Before:
                 module.__dict__.pop(_COMPILED, None)
 
     def put_back(self, root: nn.Module) -> None:
-        """Make every module what it was. Those that came into `root` since lose what the rewrite gave them."""
+        """Put every module back. Modules that came into `root` since then lose the attributes of the rewrite."""
         was = {id(module): (cls, values) for ref, cls, values in self._modules if (module := ref()) is not None}
         found = {id(each): each for each in [*root.modules(), *(ref() for ref, _, _ in self._modules)] if each is not None}
         for number, module in found.items():

@@ -1,4 +1,4 @@
-"""What a part of a rewritten model runs if it is called by itself, or captured by itself."""
+"""Calls of a part of a rewritten model by itself, and its capture by itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PartForward:
 
 
 class PartReplicas:
-    """What torch.nn.DataParallel calls on a part for a replica. Copies of the part are free."""
+    """The method of a part that torch.nn.DataParallel calls for a replica. Copies of the part are free."""
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
         self.session, self.part = session, part
@@ -47,7 +47,7 @@ class PartReplicas:
 
 
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
-    """What `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own.
+    """The function that `amp.encoder(x)` runs. Inside a call of the whole model the part just runs; by itself it is an entry of its own.
 
     Dynamo reads through it where it captures the whole model, and finds in it a frame to capture where it cannot. Where
     Dynamo is kept out, as by a checkpoint around code that cannot be captured, the part is an entry of its own again.

@@ -25,7 +25,7 @@ REPLICATE = "_replicate_for_data_parallel"
 
 
 def replica_of(session: Session, module: nn.Module) -> nn.Module:
-    """What torch.nn.parallel.replicate takes for a copy of `module`, a rewritten model or a part of one."""
+    """The copy of `module`, a rewritten model or a part, that torch.nn.parallel.replicate gets."""
     refuse_frozen(module, "replicating it")
     session.gate.look_for_optimizers()  # while the model holds its own parameters
     replica: nn.Module = nn.Module._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ def replica_of(session: Session, module: nn.Module) -> nn.Module:
 
 
 class _ReplicaCall:
-    """What a replica runs in place of its own `__call__`; hooks run in the call of the module itself."""
+    """Runs in place of a replica's own `__call__`; hooks run in the call of the module itself."""
 
     def __init__(self, session: Session, module: nn.Module, replica: nn.Module) -> None:
         self.session, self.module = session, module

@@ -90,13 +90,13 @@ class RewrittenBase(nn.Module):
 
     # -- its class ----------------------------------------------------------------------
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """The subclass made for a rewrite enters no register of classes; one that a user derives from it does."""
+        """The subclass made for a rewrite enters no register of classes; a class that a user derives from it does."""
         if original_of(cls) is None:
             super().__init_subclass__(**kwargs)
 
     @staticmethod
     def members_for(cls: type[nn.Module]) -> dict[str, Any]:
-        """What the subclass made from `cls` has of its own: a forward with the signature of the original's."""
+        """The members that the subclass made from `cls` adds: a forward with the signature of the original's."""
 
         @functools.wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ def face_of(model: nn.Module) -> type[RewrittenBase]:
 
 
 def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What copy.deepcopy does without a `__deepcopy__`, or the original class's own."""
+    """Copy as copy.deepcopy does without a `__deepcopy__`, or by the original class's own."""
     own = getattr(super(RewrittenBase, model), "__deepcopy__", None)
     if own is not None:
         found: nn.Module = own(memo)
@@ -212,7 +212,7 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def plain_of(model: nn.Module) -> nn.Module:
-    """A clone of the model as it was before the rewrite, around the same parameters. That of a frozen model has fp32 copies of its own."""
+    """A clone of the model before the rewrite, around the same parameters. The clone of a frozen model has fp32 copies of its own."""
     plain = _twin_before(model)
     if session_of(model).options.frozen is not None:
         unfreeze_weights(plain, (), None)
@@ -221,7 +221,7 @@ def plain_of(model: nn.Module) -> nn.Module:
 
 
 def _twin_before(model: nn.Module) -> nn.Module:
-    """A clone of the model as it was before the rewrite, around the same parameters, frozen or not."""
+    """A clone of the model before the rewrite, around the same parameters, frozen or not."""
     plain = clone_of(model)
     _unwrap(plain)
     return plain
@@ -288,7 +288,7 @@ def _retire(session: Session | None, model: nn.Module) -> None:
 
 
 def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase]) -> Any:
-    """Turn `model` itself into a rewritten one; raises as `wrap` does. One that was rewritten before starts from its plain self."""
+    """Turn `model` itself into a rewritten one; raises as `wrap` does. A model that was rewritten before starts from its plain self."""
     refuse_frozen(model, "rewriting it")
     if is_rewritten(model):
         _make_plain(model)
@@ -386,7 +386,7 @@ def _is_inside(path: str, parts: tuple[str, ...]) -> bool:
 
 
 def _entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module], captured: bool) -> Entry:
-    """The entry for the forward of `module`. One that was set on the instance, by hooks of accelerate and the like, is put aside."""
+    """The entry for the forward of `module`. A forward that was set on the instance, by hooks of accelerate and the like, is put aside."""
     own_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
     if own_forward is None:
         return Entry(session, path, cls.forward.__get__(module), captured, home=cls)
@@ -395,6 +395,6 @@ def _entry(session: Session, path: str, module: nn.Module, cls: type[nn.Module],
 
 
 def capture_now(amp: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Call a rewritten model once, so that it captures; buffers, gradients and the random state stay as they were."""
+    """Call a rewritten model once, so that it captures; buffers, gradients and the random state stay the same."""
     with state_kept(amp):
         amp(*args, **kwargs)

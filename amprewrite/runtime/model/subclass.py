@@ -66,7 +66,7 @@ class _CallsOriginal(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """What calling the class takes. Python would give the signature of the metaclass's own `__call__`."""
+        """The signature of a call of the class. Python would give the signature of the metaclass's own `__call__`."""
         original = original_of(cls)
         if original is not None:
             return inspect.signature(original)

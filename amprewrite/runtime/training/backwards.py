@@ -36,7 +36,7 @@ from amprewrite.torch_internals.autograd import call_after_backward, current_bac
 _ROUNDS = 3
 """How often the callback queues itself again: DDP with a static graph queues a callback that queues another."""
 _MOST = 64
-"""Backwards under way that are remembered; one that raised never ends."""
+"""Backwards under way that are remembered; a backward that raised never ends."""
 _MOST_FLAGS = 16
 """Backwards whose flags are kept apart before they become one."""
 _MOST_SETS = 2
@@ -82,7 +82,7 @@ class BackwardEnd:
 
 
 class Noted:
-    """What backwards of one model left non-finite in the gradients of one optimizer, or in those of none.
+    """Flags of the non-finite values that backwards of one model left in gradients of one optimizer, or of none.
 
     Flags stay on the device. Inside a CUDA graph they gather in one place, which replays write, too; the host sees no replay, so
     from then on no flag outlives a step.
@@ -104,7 +104,7 @@ class Noted:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Whose gradients these are; None if no optimizer's, or of one that is gone."""
+        """The optimizer of these gradients; None if they are no optimizer's, or if it is gone."""
         return None if self._owner is None else self._owner()
 
     def __bool__(self) -> bool:

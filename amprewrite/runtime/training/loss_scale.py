@@ -54,7 +54,7 @@ class LossScaleError(AmpRewriteError):
 
 
 class LossScale:
-    """What static and dynamic scales share: the tensors, the counters, the set of steps under way."""
+    """The base of static and dynamic scales: the tensors, the counters, the set of steps under way."""
 
     kind: ClassVar[str] = "static"
     enabled: ClassVar[bool] = True
@@ -380,7 +380,7 @@ class DynamicLossScale(LossScale):
             raise PolicyError(f"{where}: raise_at_floor needs a floor; give floor=1.0")
 
     def update(self, found_inf: Tensor) -> None:
-        """Move on by one set of steps. One that is only counted takes two ops where the host has all numbers."""
+        """Move on by one set of steps. A set that is only counted takes two ops where the host has all numbers."""
         by = self._only_counts(found_inf)
         if not by:
             super().update(found_inf)
@@ -444,7 +444,7 @@ class DynamicLossScale(LossScale):
         return self._left.item() <= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's five keys, which GradScaler can load, and the rest of the state under one that it ignores."""
+        """GradScaler's five keys, which GradScaler can load, and the rest of the state under a key that it ignores."""
         state = super().state_dict()
         state[OWN_KEY] |= {name: getattr(self, name) for name in _OWN_SETTINGS} | {
             "left": int(self._left),
@@ -497,7 +497,7 @@ def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale
     """The loss scale that `spec` means for a low format.
 
     "auto" is dynamic for fp16 and none for formats with fp32's range; "none"; "dynamic"; a preset's name; a number, which
-    stays; or a LossScale, taken as it is.  PolicyError for anything else.
+    stays; or a LossScale, which is used itself.  PolicyError for anything else.
     """
     if isinstance(spec, LossScale):
         return spec

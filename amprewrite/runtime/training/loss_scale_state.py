@@ -1,4 +1,4 @@
-"""What a loss scale tells of itself, and what it may be loaded from."""
+"""Reports of a loss scale, and checks of the state that it is loaded from."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
 
 
 def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
-    """1 if one of the gradients holds anything but zeros on this rank, else 0: a 0-dim fp32 tensor on the first one's device."""
+    """1 if one of the gradients holds anything but zeros on this rank, 0 otherwise: a 0-dim fp32 tensor on the first one's device."""
     with torch.inference_mode(False), torch.no_grad():
         by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
         where = None
@@ -110,7 +110,7 @@ def any_nonzero(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _fresh(noted: Sequence[Tensor]) -> Tensor | None:
-    """One flag for those that are noted, which is nobody else's."""
+    """One flag of our own for all noted flags."""
     return (any_of(noted) if len(noted) > 1 else noted[0].clone()) if noted else None
 
 

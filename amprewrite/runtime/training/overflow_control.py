@@ -55,7 +55,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 
 @dataclass(frozen=True)
 class Stuck:
-    """What is known when step after step overflowed."""
+    """The facts when step after step has overflowed."""
 
     skips: int
     scale: float
@@ -98,7 +98,7 @@ class Stuck:
 
 
 class StepGate:
-    """Guards the optimizers of one model.  `parameters` gives the model's parameters as they are now (FSDP swaps them)."""
+    """Guards the optimizers of one model.  `parameters` returns the model's current parameters (FSDP swaps them)."""
 
     _backwards: BackwardEnd
     _notes: list[Noted]
@@ -330,7 +330,7 @@ class StepGate:
         return any(id(p) in self._first and is_flattened(p) for p in params_of(optimizer))
 
     def _own(self) -> set[int]:
-        """Ids of the parameters as they are now."""
+        """Ids of the current parameters."""
         return {id(p) for p in self.parameters()}
 
     def _guard(self, optimizer: Optimizer) -> None:
@@ -440,7 +440,7 @@ class StepGate:
         """Whether all forwards before the latest step were."""
         self._ones: dict[torch.device, Tensor] = {}
         self._rest = Noted()
-        """What backwards left in gradients of parameters that no known optimizer owns."""
+        """Flags for gradients of parameters that no known optimizer owns."""
         self._notes = [self._rest]
         self._stray = False
         self._known = None

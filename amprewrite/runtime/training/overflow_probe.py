@@ -4,7 +4,7 @@ Nothing is looked at while steps go well. When one is skipped:
 
 1. If the model is one graph, its inputs still live and its weights are whole on this rank, run that graph once more, node by
    node, without gradients. A result that is not finite although its inputs were is an activation overflow.
-2. Else the skipped step's gradients tell: in the order of backward, the first parameter whose gradient is not finite, and
+2. Otherwise the skipped step's gradients tell: in the order of backward, the first parameter whose gradient is not finite, and
    the node that reads it.
 3. From then on every forward runs node by node and watches the gradients of its values as well, until a step is clean. The
    next skipped step is then told exactly: bad inputs, an activation, a loss that is not finite, or a gradient.
@@ -47,7 +47,7 @@ _COLLECTIVE = ("c10d", "sync_batch_norm", "SyncBatchNorm")
 
 @dataclass(frozen=True)
 class FirstNonFinite:
-    """What first was not finite."""
+    """The first value that was not finite."""
 
     kind: str
     where: str
@@ -135,7 +135,7 @@ class LatestInputs:
         self._data: list[Any] = []
 
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """What takes gradients among the parameters of a call, and among the other inputs that stand before the loss scale."""
+        """The parameters of a call that take gradients, and such tensors among the other inputs before the loss scale."""
         learning = [inputs[index] for index in self._own if inputs[index].requires_grad]
         fed = (inputs[index] for index in self._fed if index < len(inputs))
         return learning, [value for value in fed if isinstance(value, Tensor) and value.requires_grad]
@@ -148,7 +148,7 @@ class LatestInputs:
         self._data = [ref(value) if isinstance(value, Tensor) and (value.dim() or value.requires_grad) else value for value in data]
 
     def copies(self, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> list[Any] | None:
-        """The inputs, those that are no parameters copied; None if one is gone, or the model has no such parameter or buffer any more."""
+        """The inputs, copied unless they are parameters; None if one is gone, or the model has no such parameter or buffer any more."""
         values: dict[int, Any] = {}
         for index, number in zip(self._own, self._ids, strict=True):
             buffer = buffers.get(number)

@@ -1,7 +1,7 @@
 """Freeze a rewritten model: its weights are stored as its graphs read them, for inference alone.
 
-1. A weight that every graph reads low is replaced by its low copy; the fp32 values are let go. One that is read in fp32 too keeps both,
-   so that no call casts it. One that is read in fp32 alone stays as it is, and so does one that no graph reads.
+1. A weight that every graph reads low is replaced by its low copy; the fp32 values are dropped. A weight that is read in fp32 too keeps
+   both, so that no call casts it. A weight that is read in fp32 alone, or not at all, stays fp32.
 2. No parameter of a frozen model takes gradients. Parameters are new objects: those of the original model are not touched.
 3. Graphs are captured anew. They compute the same numbers, for a low copy holds what the cast gave.
 """
@@ -28,11 +28,11 @@ from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 from amprewrite.torch_internals.trees import tree_leaves
 
 Reads = Mapping[str, frozenset[Copy | None]]
-"""The copies that a graph makes of each weight, by path, and None if it reads the weight as it is."""
+"""The copies that a graph makes of each weight, by path, and None if it reads the weight in fp32."""
 
 
 def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
-    """The frozen weights of a model by name; one that is tied has several names."""
+    """The frozen weights of a model by name; a tied weight has several names."""
     return {name: each for name, each in named_parameters_in(model, remove_duplicate=False) if isinstance(each, FrozenWeight)}
 
 
@@ -59,7 +59,7 @@ def check_freezable(model: nn.Module) -> None:
 
 
 def freeze_weights(model: nn.Module, reads: Iterable[Reads]) -> tuple[str, ...]:
-    """Replace the parameters of `model` by what its graphs read of them; names of the fp32 ones that took gradients."""
+    """Replace the parameters of `model` by the copies that its graphs read. Returns the names of fp32 parameters that took gradients."""
     weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
     for region in reads:
@@ -89,7 +89,7 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
 
 
 def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
-    """`copies`, without those of weights that share memory with one that stays: letting them go would free nothing."""
+    """`copies`, without copies of weights that share memory with a weight that stays: letting them go would free nothing."""
     by_storage: dict[int, list[Tensor]] = {}
     for weight in {id(each): each for each in weights}.values():
         by_storage.setdefault(weight.untyped_storage()._cdata, []).append(weight)
@@ -125,7 +125,7 @@ def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]
 
 
 def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[str, Any] | None) -> list[str]:
-    """Make the parameters of a frozen model fp32 again, from `values` if they have them; names of those that stay rounded.
+    """Make the parameters of a frozen model fp32 again, from `values` if they have them. Returns the names of weights that stay rounded.
 
     PlanError if `values` lack a weight, or have it in other sizes; nothing is changed then.
     """
@@ -226,7 +226,7 @@ FROZEN = "frozen: "
 
 
 def frozen_weights_note(model: nn.Module) -> str:
-    """What a plan says of a frozen model: how many of its weights are stored low, and what that holds."""
+    """The plan's note on a frozen model: how many of its weights are stored low, and how many bytes they hold."""
     every = {id(each): each for each in parameters_in(model)}.values()
     frozen = [each for each in every if isinstance(each, FrozenWeight)]
     both = sum(each.exact for each in frozen)
@@ -243,7 +243,7 @@ def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 def give_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put plain tensors into the state dict of a frozen model, low ones as they are stored (a hook of `state_dict`)."""
+    """Put plain tensors into the state dict of a frozen model, low weights in their stored dtype (a hook of `state_dict`)."""
     for name, weight in module._parameters.items():
         if isinstance(weight, FrozenWeight) and isinstance(state.get(prefix + name), FrozenWeight):
             state[prefix + name] = weight.low() if weight.high is None else weight.high

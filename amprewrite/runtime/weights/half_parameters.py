@@ -1,6 +1,6 @@
 """Parameters that are in half precision already: what is allowed, and what users are told.
 
-1. Frozen ones are read as they are: an op that computes in half precision in the original does so in the rewrite, too. LoRA
+1. Frozen ones are read in their own dtype: an op that computes in half precision in the original does so in the rewrite, too. LoRA
    over a half-precision base works so.
 2. Trainable ones would be their own master weights, in which small updates are lost. They are refused, whichever way the model comes in,
    or made fp32 in place if the user asks for it (`upcast=True`). A model that is only evaluated is told the same: nothing shows that it is.
@@ -75,7 +75,7 @@ def half_put_back(model: nn.Module, always: bool = False) -> Iterator[None]:
 
 
 def frozen_note(model: nn.Module) -> str:
-    """What a plan says of frozen parameters in half precision; "" if there are none."""
+    """The plan's note on frozen parameters in half precision; "" if there are none."""
     every = list(parameters_in(model))
     half = [each for each in every if each.dtype in LOW_DTYPES]
     if not half:
@@ -87,7 +87,7 @@ def frozen_note(model: nn.Module) -> str:
 
 
 def lost_masters(model: nn.Module) -> str:
-    """What to tell a user who converted a rewritten model to half precision; "" if its trainable parameters are not."""
+    """The warning for a rewritten model whose trainable parameters were converted to half precision; "" if they were not."""
     found = _trainable(named_parameters_in(model))
     if not found:
         return ""

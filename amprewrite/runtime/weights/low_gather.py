@@ -1,4 +1,4 @@
-"""What FSDP2 sends over the wire follows the plan: weights that every graph reads low are gathered in the low format.
+"""FSDP2 gathers weights as the plan reads them: a weight that every graph reads low travels in the low format.
 
 A graph casts such a weight to the low format before it does anything else. So each rank may round its shard before it sends it,
 and the gathered fp32 weight, which then holds rounded values, casts to the same bits. Gradients are made and reduced in fp32 as
@@ -27,12 +27,12 @@ from amprewrite.tables.formats import FP32, LOW_FORMATS, Format
 from amprewrite.torch_internals.kernels import copy_tensors
 
 _SENT_LOW = ("FORWARD", "PRE_BACKWARD")
-"""What FSDP's training state is called while it gathers weights for the graphs, which it frees again."""
+"""FSDP's names of its training states in which it gathers weights for the graphs, which it frees again."""
 AGAIN = "call amprewrite.gather_low(amp) on all ranks and repeat the call: the ranks agree anew, and what is read in fp32 travels so"
 
 
 class RoundedRead(CaptureError):
-    """A call would read rounded weights in fp32. Its graphs are as good as they were."""
+    """A call would read rounded weights in fp32. Its graphs are still good."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def own_hooks(module: Any) -> bool:
 
 
 def sharded_modules(root: nn.Module) -> Iterator[Sharded | str]:
-    """Each module under `root` that went through `fully_shard`; the path of one that is not alone with one group of weights."""
+    """Each module under `root` that went through `fully_shard`; the path of a module that is not alone with one group of weights."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -114,14 +114,14 @@ class LowGather:
     def __init__(self, sharded: Sharded, low: Iterable[bool], fmt: Format) -> None:
         self.sharded, self.fmt = sharded, fmt
         self.inner: Any = full_gather(sharded.group)
-        """What gathers otherwise: FSDP's own, or one that the user chose."""
+        """The gather in fp32: FSDP's own, or the user's."""
         self.low = tuple(low)
         self.names = frozenset(name for names, is_low in zip(sharded.names, self.low, strict=True) if is_low for name in names)
         self.rounded = False
         """Whether the weights that are gathered now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """Whether what reads the weights in a call meets rounded values: now, or when they are gathered for its backward."""
+        """True if readers of the weights in a call meet rounded values: now, or when they are gathered for its backward."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -162,7 +162,7 @@ class LowGather:
 
 
 def full_gather(group: Any) -> Any:
-    """What gathers the weights of an FSDP group in fp32."""
+    """The all-gather of an FSDP group's weights in fp32."""
     found = group._all_gather_comm
     return found.inner if isinstance(found, LowGather) else found
 

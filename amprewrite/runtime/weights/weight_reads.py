@@ -20,7 +20,7 @@ class WeightReads:
     low: frozenset[str] = frozenset()
     full: frozenset[str] = frozenset()
     copies: Mapping[str, frozenset[Copy | None]] = field(default_factory=dict)
-    """The low copies that the graph makes of a weight, and None if it reads the weight as it is. A tied weight stands under one name."""
+    """The low copies that the graph makes of a weight, and None if it reads the weight in fp32. A tied weight stands under one name."""
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:

@@ -1,6 +1,6 @@
 """Which calls of an ATen graph inductor computes bit for bit as PyTorch's own kernels do, if casts are kept.
 
-1. What moves or makes values and computes none: views, copies, gathers, fills. Casts too: each rounds once, to the nearest.
+1. Ops that move or make values and compute none: views, copies, gathers, fills. Casts too: each rounds once, to the nearest.
 2. Arithmetic that rounds each result once, as IEEE 754 says: sums, products, quotients, comparisons, choices. Kernels for low
    formats compute in fp32 and round once, and so does inductor if it keeps the cast.
 3. Nothing else. Sums over a dim depend on their order, exponentials and square roots on the library: those stay calls of PyTorch's
@@ -112,7 +112,7 @@ def numbers_of(node: torch.fx.Node) -> list[float]:
 
 
 def survives(number: float, dtype: torch.dtype) -> bool:
-    """Whether `dtype` holds the number as it is."""
+    """True if `dtype` holds the number exactly."""
     if not math.isfinite(number):
         return True
     return torch.tensor(number, dtype=dtype, device="cpu").item() == number

@@ -1,1 +1,1 @@
-"""Optimizers: those that exist, the hooks that skip their steps, and what their checkpoints and wrappers are told."""
+"""Optimizers: how they are found, the hooks that skip their steps, and messages to their checkpoints and wrappers."""

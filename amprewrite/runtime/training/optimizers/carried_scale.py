@@ -39,7 +39,7 @@ def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
 
 
 class Arrived:
-    """What a checkpoint has brought to one optimizer, until the scale that it belongs to is known."""
+    """The loss scales that a checkpoint has brought to one optimizer, until the scale that they belong to is known."""
 
     def __init__(self) -> None:
         self._states: dict[int, Any] = {}

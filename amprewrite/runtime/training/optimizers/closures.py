@@ -3,9 +3,9 @@
 1. An optimizer whose `step` calls the closure before all else finds it evaluated. Gradients are checked before its own code begins, and
    a step that overflows is skipped like one without a closure.
 2. LBFGS evaluates again and again; it is put back to where it began if a later evaluation overflows.
-3. Any other may read gradients or move weights before it calls (SAM, MeZO, extragradient): its closure runs when it is called. What
-   overflows becomes zero there, so that no later forward sees NaN weights and keeps NaN statistics, and after the step weights, state
-   and settings are put back. That takes a copy of the weights and of the state a step.
+3. Any other may read gradients or move weights before it calls (SAM, MeZO, extragradient): its closure runs when it is called. A
+   gradient that overflows becomes zero there, so that no later forward sees NaN weights and keeps NaN statistics, and after the step
+   weights, state and settings are put back. That takes a copy of the weights and of the state a step.
 
 Which kind an optimizer is, the source of its `step` says; one whose source is unknown is of the third.
 """
@@ -131,7 +131,7 @@ class Checked:
 
 
 class _Start:
-    """Weights, state and settings of one optimizer as they were before a step."""
+    """Weights, state and settings of one optimizer before a step."""
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
@@ -162,7 +162,7 @@ class _Start:
 
 
 def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Iterator[Optimizer]:
-    """An optimizer, and those that it keeps to step by."""
+    """An optimizer, and the optimizers that it wraps."""
     yield optimizer
     seen |= {id(optimizer)}
     for value in optimizer.__dict__.values():
@@ -173,7 +173,7 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 
 # -- what the source of a step says -----------------------------------------------------------------
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
-    """What the step is given in place of `closure`."""
+    """The closure that the step gets in place of `closure`."""
     first = isinstance(optimizer, torch.optim.LBFGS) or calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)
 

@@ -47,8 +47,8 @@ def every_optimizer() -> list[Optimizer]:
 def can_be_guarded(optimizer: Optimizer) -> bool:
     """Whether PyTorch runs hooks at its steps, and a step may be skipped.
 
-    One that never called `Optimizer.__init__` has no hooks; if it wraps another (Lookahead), that one has. Steps of a differentiable
-    one are part of the graph of a loss, whose gradient would be cut off by a skip.
+    An optimizer that never called `Optimizer.__init__` has no hooks; if it wraps another (Lookahead), that one has. Steps of a
+    differentiable one are part of the graph of a loss, whose gradient would be cut off by a skip.
     """
     held = optimizer.__dict__
     hooked = getattr(type(optimizer).step, "hooked", False) and all(name in held for name in _HOOKS)
@@ -93,7 +93,7 @@ def _why_unguarded(optimizer: Any) -> str:
 
 
 def parameters_of(root: nn.Module) -> Callable[[], Iterator[Tensor]]:
-    """Gives the parameters as they are when it is called, and those that FSDP2's optimizers own."""
+    """A function that returns the current parameters, and the parameters that FSDP2's optimizers own."""
 
     def parameters() -> Iterator[Tensor]:
         yield from parameters_in(root)

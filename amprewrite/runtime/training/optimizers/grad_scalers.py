@@ -1,8 +1,8 @@
 """A torch.amp.GradScaler that was left in the loop: two scales on one loss.
 
 1. A scaler that lets a step through is seen as its caller, or by what it leaves on optimizers that skip by themselves.
-2. One that finds an overflow, which two scales make likely, does not call `step` at all. What it notes of the optimizers that it handles
-   stands in a dict, which its `update` replaces. The dict of the latest backward is held, so the next backward finds the optimizer in it.
+2. A scaler that finds an overflow, which two scales make likely, does not call `step` at all. It notes the optimizers that it handles
+   in a dict, which its `update` replaces. The dict of the latest backward is held, so the next backward finds the optimizer in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GradScalers:
 
     def __init__(self) -> None:
         self._scalers: list[weakref.ref[GradScaler]] | None = None
-        """Those that existed at the first backward: a loop makes its scaler before, to scale the loss."""
+        """The scalers at the first backward: a loop makes its scaler before, to scale the loss."""
         self._handled: list[dict[int, Any]] = []
 
     def backward_ended(self) -> None:

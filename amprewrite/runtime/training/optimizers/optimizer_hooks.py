@@ -1,4 +1,4 @@
-"""What is done to one optimizer so that its overflowing steps are skipped: hooks on its `step`, and nothing else.
+"""Hooks on the `step` of one optimizer, which skip its overflowing steps. Nothing else of it is changed.
 
 Before each step:
 
@@ -9,8 +9,8 @@ Before each step:
 3. A fused optimizer gets the answer as its `found_inf` tensor and skips by itself: no host sync.
 4. For any other optimizer read the answer.  To skip, step a stand-in: a hook may replace the arguments of
    `Optimizer.step`, `self` among them, so the class's own code runs once over no parameter groups and a throw-away state.
-   Parameters, state, step counts and gradients of the real one stay as they are, and its scheduler sees a step.
-5. With a closure the gradients are those that the closure makes (closures.py).
+   Parameters, state, step counts and gradients of the real one stay the same, and its scheduler sees a step.
+5. With a closure the gradients are the closure's (closures.py).
 6. Tell wrappers that hold a schedule how it went (wrappers.py). They want to know at once, so then a fused step is read, too.
 
 The optimizer's state_dict carries the loss scales (carried_scale.py).
@@ -45,7 +45,7 @@ _FRAMES = 12
 
 
 class Gate(Protocol):
-    """What a guard needs of a StepGate."""
+    """The members of a StepGate that a guard uses."""
 
     loss_scale: LossScale
     parameters: Callable[[], Iterable[Tensor]]
@@ -67,7 +67,7 @@ def guard_of(optimizer: Optimizer) -> Guard:
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
-    """Whether the latest step of an optimizer was skipped (a host read after a fused one); False for one that nothing guards."""
+    """Whether the latest step of an optimizer was skipped (a host read after a fused one); False if nothing guards it."""
     guard = _GUARDS.get(optimizer)
     return guard is not None and guard.skipped
 
@@ -87,7 +87,7 @@ class Guard:
         self._arrived = Arrived()
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
-        if _SAVES in optimizer.__dict__:  # else its class has a state_dict of its own, and never called Optimizer.__init__
+        if _SAVES in optimizer.__dict__:  # without it the class has a state_dict of its own, and never called Optimizer.__init__
             self._hooks.append(optimizer.register_state_dict_post_hook(self._saved))
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
@@ -151,7 +151,7 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer) -> Tensor | None:
-        """A flag for the gradients as they are and for what backwards left before; None without gradients."""
+        """A flag for the gradients now and for earlier backwards that still count; None without gradients."""
         params = list(params_of(optimizer))
         noted = [flag for gate in self.gates() for flag in gate.noted(optimizer).due(params)]
         return find_nonfinite(params, noted, self._beside)
@@ -212,7 +212,7 @@ class Guard:
         self._tell(self.gates(), optimizer, closure.found, closure.overflow)
 
     def _went(self, skipped: bool | Tensor, wrappers: list[Any]) -> None:
-        """Keep how a step went, and tell those that ask."""
+        """Keep how a step went, and tell the wrappers that ask."""
         self._latest = skipped
         for wrapper in wrappers:
             tell(wrapper, self.skipped)

@@ -76,7 +76,7 @@ def unscaled_message(weights: Sequence[Tensor], parameters: Iterable[Tensor]) ->
 
 
 def _stepped_by(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[str, str] | None:
-    """What steps the weights, and what to do about it; None if that scales the loss itself."""
+    """The library that steps the weights, and the remedy; None if it scales the loss itself."""
     own, optimizers = {id(p) for p in (*parameters, *weights)}, every_optimizer()
     for optimizer in (each for each in optimizers if any(id(p) in own for p in params_of(each))):
         name = type(optimizer).__name__
