@@ -264,7 +264,7 @@ class Session:
         return result
 
     @property
-    def recurrent_apart(self) -> bool:
+    def runs_recurrent_eagerly(self) -> bool:
         """Whether each LSTM, GRU and RNN module gets an eager graph of its own. A given plan decides this: it has such regions or not."""
         if self.options.backend == "eager" or self.options.strict:
             return False
@@ -376,7 +376,7 @@ class Session:
         own = any(region.entry is entry for region in ran)
         if not (switched_off or said) and (own or (not ran and entry.graphs.empty)):
             return  # another thread is capturing, or there is no tensor op in it
-        if own and self.recurrent_apart and said.startswith(dynamo.RECURRENT):
+        if own and self.runs_recurrent_eagerly and said.startswith(dynamo.RECURRENT):
             self.note("LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time")
             return
         if entry.graphs.full and not switched_off:
@@ -476,7 +476,7 @@ class Session:
         """Decide and edit a captured graph and emit what runs. If that fails the graph is emitted unedited, in fp32."""
         entry = graphs.entry
         compiled = self.options.backend != "eager" and entry.compiles
-        backend = dynamo.backward_apart(dynamo.lookup_backend(self.options.backend)) if compiled else None
+        backend = dynamo.without_counting_backwards(dynamo.lookup_backend(self.options.backend)) if compiled else None
         try:
             captured = self.read_region(graphs, module, example_inputs)
             rewritten, plan = rewrite_graph(captured)

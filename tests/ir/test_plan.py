@@ -228,7 +228,9 @@ def test_edit_reaches_one_graph_of_several() -> None:
 @pytest.mark.parametrize(
     "colours, says",
     [
-        pytest.param({"exp": "green"}, "'exp': 'green' is neither 'low' nor 'high', and for products 'wide', 'fp8' or 'bf16'", id="no colour"),
+        pytest.param(
+            {"exp": "green"}, "'exp': 'green' is neither 'low' nor 'high', and for products 'wide', 'fp8' or 'bf16'", id="no colour"
+        ),
         pytest.param({"exp": "plain"}, "'plain' is neither 'low' nor 'high'", id="a colour that cannot be asked for"),
         pytest.param({"expo": "low"}, "'expo'; did you mean .*exp", id="no node"),
     ],

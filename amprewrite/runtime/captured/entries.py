@@ -66,7 +66,7 @@ class Owner(Run, Protocol):
     def plain(self) -> Callable[[], nn.Module]: ...
 
     @property
-    def recurrent_apart(self) -> bool: ...
+    def runs_recurrent_eagerly(self) -> bool: ...
 
     def rewrite_region(self, graphs: Graphs, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Region: ...
 
@@ -109,8 +109,9 @@ class Graphs:
             self._alone, self._beside_hooks = (
                 dynamo.compile_afresh(
                     entry.function, _weakly(self.rewrite), session.options.strict, session.root, _weakly(session.note),
-                    recurrent=not (entry.compiles and session.recurrent_apart), failed=_weakly(self.failed), beside_hooks=beside_hooks,
-                    hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph), around=_weakly(session.state.regions_around),
+                    recurrent=not (entry.compiles and session.runs_recurrent_eagerly), failed=_weakly(self.failed),
+                    beside_hooks=beside_hooks, hooks_differ=may_differ(session.root), no_graph=_weakly(self.no_graph),
+                    around=_weakly(session.state.regions_around),
                 )
                 for beside_hooks in (False, True)
             )  # fmt: skip
@@ -224,7 +225,7 @@ class Entry:
     ) -> None:
         """`home` is the class that `function` was taken from, if it was not set on the module."""
         self.session, self.path, self.function, self._home = session, path, function, home
-        self.compiles = not (session.recurrent_apart and isinstance(session.root.get_submodule(path), nn.RNNBase))
+        self.compiles = not (session.runs_recurrent_eagerly and isinstance(session.root.get_submodule(path), nn.RNNBase))
         self.captured = self._to_capture = captured
         self.names = parameter_names(function)
         self.hooks = HookWatch(session.root)

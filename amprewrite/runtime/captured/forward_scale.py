@@ -47,15 +47,15 @@ class _Backward:
 
 
 class ForwardScale:
-    """A scale and its inverse: 0-dim fp32 tensors, copies if `apart`.
+    """A scale and its inverse: 0-dim fp32 tensors, copies of its own if `copied`.
 
     `entered` hears of backwards: the forward, autograd's number of the backward, and whether it gives weights gradients.
     """
 
-    def __init__(self, pair: Pair, apart: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
+    def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
         """`heard`: backwards are told of though the scale is 1, or the same for all of them."""
         self.static, self.entered, self.heard = static, entered, heard
-        self.apart = False
+        self.copied = False
         self.under_way = True
         self._backward: weakref.ref[_Backward] | None = None
         """The backward that entered last."""
@@ -65,14 +65,14 @@ class ForwardScale:
         """Of inputs of its graphs that are computed from something that takes gradients."""
         self._first, self._scaled = pair, True
         self._pairs = {pair[0].device: pair}
-        if apart:
-            self.set_apart()
+        if copied:
+            self.copy_scale()
 
-    def set_apart(self) -> None:
+    def copy_scale(self) -> None:
         """Have copies of its own, before a graph has run."""
         scale, inverse = self._first
-        if not self.apart and (self.heard or scale is not inverse):  # the same tensor is both where the scale is 1
-            self.apart = True
+        if not self.copied and (self.heard or scale is not inverse):  # the same tensor is both where the scale is 1
+            self.copied = True
             with torch.inference_mode(False), torch.no_grad():
                 self._pairs = {scale.device: self._own((scale.clone(), inverse.clone()))}
 
@@ -87,12 +87,12 @@ class ForwardScale:
         if pair is None:
             scale, inverse = next(iter(self._pairs.values()))
             pair = on_device(scale, device), on_device(inverse, device)
-            self._pairs[device] = self._own(pair) if self.apart else pair
+            self._pairs[device] = self._own(pair) if self.copied else pair
         return pair
 
     def watch(self, results: Iterable[Any], weights: Sequence[Tensor], fed: Sequence[Tensor]) -> None:
         """Watch for backwards that enter one of these results of a graph that read `weights` and was `fed` these; all take gradients."""
-        if self.apart or self.heard:
+        if self.copied or self.heard:
             self.weights += weights
             self._fed += [value.grad_fn for value in fed if value.grad_fn is not None]
             for result in results:
@@ -112,7 +112,7 @@ class ForwardScale:
         backward = _Backward()
         kept, taken = _gives_gradient(self.weights or self._fed)
         self.entered(self, number, (kept or taken) and bool(self.weights) and not self.under_way)
-        if self.apart:
+        if self.copied:
             further = torch.is_grad_enabled()  # create_graph=True: what it gives is differentiated again
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
         # Noted last: another thread of this backward that comes here meanwhile writes the same, before it reads.

@@ -100,7 +100,7 @@ class Region:
             forward = self.session.forward_scale(self.device)
             learning, fed = scaled.taking_gradients(inputs)
             if fed or not all(weight.is_leaf for weight in learning):
-                forward.set_apart()
+                forward.copy_scale()
             inputs = (*inputs, *forward.on(self.device))
             scaled.keep(inputs)
             if self.session.probe.armed and not recording(self.device):

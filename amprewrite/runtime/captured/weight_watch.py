@@ -38,11 +38,11 @@ FIRST_LOOK, LAST_DOUBLING = 16, 1024
 
 @dataclass(frozen=True)
 class Known:
-    """A weight by its path, and whether it fitted the low format when it was captured; `held` if the model has no such path."""
+    """A weight by its path, and whether it fitted the low format when it was captured; `reference` if the model has no such path."""
 
     name: str
     fit: Fit
-    held: weakref.ref[Tensor] | None = None
+    reference: weakref.ref[Tensor] | None = None
     bounds: frozenset[Fit] = BOUNDS
     """The misfits that keep a reader of it high."""
 
@@ -109,7 +109,7 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[Moved]:
     """The weights that changed sides; none while a CUDA graph is being recorded."""
-    now = [(each, weights.get(each.name) if each.held is None else each.held()) for each in known]
+    now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]
     if not here or any(recording(device) for device in {part.device for *_, part in here}):
         return []

@@ -24,7 +24,7 @@ from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.runtime.ambient.hook_watch import hook_node
 from amprewrite.runtime.compiler.dynamo_failures import Failure, Listener, Unseen, unseen
-from amprewrite.runtime.compiler.heard import regions_around, told_of_autocast
+from amprewrite.runtime.compiler.heard import regions_around, reporting_autocast_on
 from amprewrite.runtime.compiler.plain_words import ambient_autocast, plain_reason
 from amprewrite.runtime.compiler.unlogged import Unlogged, has_logger
 from amprewrite.tables.boundary.members import parameters_in
@@ -98,7 +98,7 @@ def compile_afresh(
                     undo.append(_set("allow_empty_graphs", True))
                 if not whole:  # a user may want errors: Dynamo takes one of the two
                     undo.append(_set("suppress_errors", not getattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)))
-                with Listener(failed), told_of_autocast(root, frame[0].f_locals, around()):
+                with Listener(failed), reporting_autocast_on(root, frame[0].f_locals, around()):
                     made = convert(*frame, **state)
                 if own and counters["stats"]["unique_graphs"] == graphs:
                     no_graph(made.guarded_code is not None)
@@ -352,7 +352,7 @@ def new_reasons(before: dict[str, int]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(first_line(text) for text in new))
 
 
-def backward_apart(backend: Callable[..., Any]) -> Callable[..., Any]:
+def without_counting_backwards(backend: Callable[..., Any]) -> Callable[..., Any]:
     """`backend`; what is counted while the first backward of a graph of its runs is not.
 
     A compiler makes the backward when it is first wanted. In a forward that takes gradients itself Dynamo looks on, and gives up
@@ -368,7 +368,7 @@ def backward_apart(backend: Callable[..., Any]) -> Callable[..., Any]:
             if not made:
                 tensors = (each for each in results if isinstance(each, torch.Tensor)) if isinstance(results, tuple | list) else ()
                 for node in {each.grad_fn for each in tensors} - {None}:
-                    _count_apart(node, made)
+                    _leave_out_of_counts(node, made)
             return results
 
         return call
@@ -376,7 +376,7 @@ def backward_apart(backend: Callable[..., Any]) -> Callable[..., Any]:
     return compile_graph
 
 
-def _count_apart(node: Any, made: list[bool]) -> None:
+def _leave_out_of_counts(node: Any, made: list[bool]) -> None:
     """Take what is counted while a node of autograd runs out of the counts; `made` is filled when it has run."""
     began: list[tuple[int, dict[str, int]]] = []
 

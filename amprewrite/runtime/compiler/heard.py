@@ -45,7 +45,7 @@ def regions_around() -> int:
 
 
 @contextlib.contextmanager
-def told_of_autocast(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
+def reporting_autocast_on(root: nn.Module, inputs: Any, around: int) -> Iterator[None]:
     """While Dynamo converts a frame: questions about autocast are answered as above.
 
     `root` is the model, `inputs` are what the frame reads, in lists, tuples and dicts, `around` tells how many regions of autocast there
@@ -125,4 +125,4 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
             yield from _tensors(each, depth - 1)
 
 
-__all__ = ["autocast_for_fp32", "regions_around", "told_of_autocast"]
+__all__ = ["autocast_for_fp32", "regions_around", "reporting_autocast_on"]

@@ -120,7 +120,7 @@ class _Cloning:
             made.clear()
             made.extend(self._carried(item) for item in value)
         else:
-            for name, item in _held(value).items():
+            for name, item in _members(value).items():
                 object.__setattr__(made, name, self._carried(item))
         return made
 
@@ -161,7 +161,7 @@ def _is_container(value: Any) -> bool:
     return named or (dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module | dict | list | set))
 
 
-def _held(value: Any) -> dict[str, Any]:
+def _members(value: Any) -> dict[str, Any]:
     """The members of a dataclass or namespace, by name. Its own code that reads attributes is not asked: it may refuse some."""
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
@@ -178,7 +178,7 @@ def _items(value: Any) -> list[Any]:
         return [*value, *value.values()]
     if type(value) in _CONTAINERS or isinstance(value, tuple):
         return list(value)
-    return list(_held(value).values())
+    return list(_members(value).values())
 
 
 def _filled_slots(value: Any) -> Iterator[Any]:

@@ -85,6 +85,6 @@ def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., A
             return call_with_own_hooks(module, args, kwargs)
         return call_alone(*args, **kwargs)
 
-    if recurrent and session.recurrent_apart:
+    if recurrent and session.runs_recurrent_eagerly:
         return torch.compiler.disable(call_alone, reason=DISABLE_REASON)  # type: ignore[no-any-return]
     return clone_code(call)

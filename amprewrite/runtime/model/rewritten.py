@@ -24,7 +24,7 @@ from amprewrite.runtime.model.subclass import original_of, subclass_of
 from amprewrite.runtime.options import Options
 from amprewrite.runtime.parts import part_paths
 from amprewrite.runtime.session import Entry, Session, enter
-from amprewrite.runtime.weights.freezing import brings_fp32, frozen_apart, hook_states, refuse_frozen, unfreeze_weights
+from amprewrite.runtime.weights.freezing import brings_fp32, hook_states, refuse_frozen, unfreeze_weights, without_frozen_weights
 from amprewrite.runtime.weights.half_parameters import lost_masters
 from amprewrite.tables.boundary.members import named_buffers_in, named_parameters_in, parameters_in
 from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
@@ -55,7 +55,7 @@ class RewrittenBase(nn.Module):
             return super()._apply(*args, **kwargs)
         session = session_of(self)
         session.cache.clear()
-        with frozen_apart(self, args[0] if args else kwargs["fn"]):
+        with without_frozen_weights(self, args[0] if args else kwargs["fn"]):
             applied = super()._apply(*args, **kwargs)
         session.take_in()
         session.warn_once(lost_masters(self))

@@ -79,7 +79,7 @@ class LossScale:
         """(scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates leave alone."""
         device = torch.device(device)
         self._watch_recording(device)
-        self.settle()
+        self.apply_pending()
         pair = self._replicas.get(device)
         if pair is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -110,7 +110,7 @@ class LossScale:
         """
         self._watch_recording(found_inf.device)
         if source in self._sources:
-            self.settle()
+            self.apply_pending()
         self._sources.add(source)
         if self._recorded is not None:
             self._recorded.post(found_inf)
@@ -121,12 +121,12 @@ class LossScale:
         with torch.inference_mode(False), torch.no_grad():
             self._pending = self._pending + on_device(found_inf, self._pending.device)
 
-    def settle(self) -> None:
+    def apply_pending(self) -> None:
         """Close the set of steps under way, if there is one."""
         if self._recorded is not None:
             self._sources.clear()
             with torch.inference_mode(False), torch.no_grad():
-                self._recorded.settle(self.update)
+                self._recorded.apply_pending(self.update)
             return
         if self._pending is None:
             return
@@ -162,7 +162,7 @@ class LossScale:
     @property
     def number(self) -> float:
         """The scale itself, applied or not (a host read)."""
-        self.settle()
+        self.apply_pending()
         return self._scale.item()
 
     @property
@@ -188,7 +188,7 @@ class LossScale:
 
     def report(self) -> LossScaleReport:
         """Where loss scaling stands (a host read)."""
-        self.settle()
+        self.apply_pending()
         steps, skipped, consecutive, since = self._counters.tolist()
         if consecutive and self.ask is not None:
             self.ask()
@@ -198,7 +198,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch.amp.GradScaler.state_dict() gives it, and our own under a key that GradScaler ignores."""
-        self.settle()
+        self.apply_pending()
         return {
             "scale": self.number,
             "growth_factor": 1.0,
@@ -240,7 +240,7 @@ class LossScale:
         self._replicas = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()
+        self.apply_pending()
         state = {**self.__dict__, "_replicas": {}, "_tables": (), "_recorded": None, "ask": None, "withheld": False}
         del state["_nothing"]  # a tensor made here would be gone before a spawned process opens its memory
         return state

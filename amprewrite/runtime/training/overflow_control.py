@@ -220,7 +220,7 @@ class StepGate:
     @property
     def listens(self) -> bool:
         """Whether backwards are counted, for no optimizer is known whose steps a dynamic scale could follow."""
-        return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.told
+        return self.adopt and self.loss_scale.kind == "dynamic" and not self._guarded and not self._alone.warned
 
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:
         """Count a backward, by autograd's number for it, that gives weights gradients; after a few of them say that nothing is scaled."""
@@ -228,7 +228,7 @@ class StepGate:
             for optimizer in existing_optimizers():
                 self._adopt(optimizer)
             if not self._guarded and self.on_unscaled is not None:
-                self._alone.told = True
+                self._alone.warned = True
                 self.on_unscaled(weights)
 
     def look_for_optimizers(self) -> None:

@@ -191,7 +191,7 @@ def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
 
 
 @contextmanager
-def frozen_apart(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def without_frozen_weights(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Around what changes all tensors of a model, such as `to(device)`: frozen weights are changed here, each once."""
     frozen = {id(each): each for each in frozen_in(model).values()}
     held = [(*place, each) for each in frozen.values() for place in _places(model, each)]
@@ -261,6 +261,6 @@ def hook_states(model: nn.Module, frozen: bool) -> None:
 
 
 __all__ = [
-    "FROZEN", "brings_fp32", "check_freezable", "freeze_weights", "frozen_apart", "frozen_weights_note", "hook_states", "lost_values",
-    "refuse_frozen", "refuse_training", "unfreeze_weights", "warn_of_optimizers",
+    "FROZEN", "brings_fp32", "check_freezable", "freeze_weights", "frozen_weights_note", "hook_states", "lost_values", "refuse_frozen",
+    "refuse_training", "unfreeze_weights", "warn_of_optimizers", "without_frozen_weights",
 ]  # fmt: skip

@@ -211,11 +211,11 @@ def test_deepspeed_says_stuck_only_at_the_floor_with_its_hysteresis_spent():
     for _ in range(17):
         scale.observe(flag(True))
         assert not scale.stuck()
-        scale.settle()
+        scale.apply_pending()
     assert scale.value == 1.0
     scale.observe(flag(False))
     assert not scale.stuck()
-    scale.settle()
+    scale.apply_pending()
     scale.observe(flag(True))
     assert scale.stuck()
 

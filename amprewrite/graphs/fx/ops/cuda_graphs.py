@@ -36,7 +36,7 @@ class Recorded:
         """Add the non-finite flag `found` of an optimizer to the mailbox. Flags of several optimizers add up."""
         self.mailbox.clamp_(min=0).add_(found.to(self.mailbox.device, non_blocking=True))
 
-    def settle(self, update: Callable[[Tensor], None]) -> None:
+    def apply_pending(self, update: Callable[[Tensor], None]) -> None:
         """Update the state by the flag in the mailbox, if there is one. The device decides, without a host sync."""
         waits = self.mailbox >= 0
         with self.in_place(waits):

@@ -88,15 +88,15 @@ def spell(graph: torch.fx.Graph) -> None:
             square.meta = {**node.meta}
             node.target, node.args = aten.mul.Tensor, (square, base)
         target = SPELLINGS.get(node.target, node.target)
-        if target in (*_WIDE, *_ROUNDED) and _has_wide_number(node):
+        if target in (*_WIDE, *_ROUNDED) and _has_inexact_number(node):
             if target in _WIDE:
-                _compute_wide(graph, node)
+                _compute_in_fp32(graph, node)
             elif node.meta["val"].is_cpu:
                 dtype = node.meta["val"].dtype
-                node.args = tuple(_held(each, dtype) if isinstance(each, int | float) else each for each in node.args)
+                node.args = tuple(_in_dtype(each, dtype) if isinstance(each, int | float) else each for each in node.args)
 
 
-def _held(number: float, dtype: torch.dtype) -> Any:
+def _in_dtype(number: float, dtype: torch.dtype) -> Any:
     """The number that the dtype holds in its place."""
     return torch.tensor(number, dtype=dtype, device="cpu").item()
 
@@ -106,7 +106,7 @@ def _is_fp32_on_cpu(node: torch.fx.Node) -> bool:
     return isinstance(value, Tensor) and value.is_cpu and value.dtype == torch.float32
 
 
-def _has_wide_number(node: torch.fx.Node) -> bool:
+def _has_inexact_number(node: torch.fx.Node) -> bool:
     """Whether a call on tensors of one low format takes a number that the format does not hold, and no other scale."""
     result = node.meta.get("val")
     operands = [source.meta.get("val") for source in node.all_input_nodes]
@@ -116,7 +116,7 @@ def _has_wide_number(node: torch.fx.Node) -> bool:
     return same and not all(survives(number, result.dtype) for number in numbers_of(node))
 
 
-def _compute_wide(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+def _compute_in_fp32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Have a call compute in fp32 and round its result once."""
     value = node.meta["val"]
     for source in node.all_input_nodes:

@@ -65,12 +65,12 @@ def _load(scale: LossScale, state: Any, optimizer: Optimizer) -> None:
         return
     earlier = _BROUGHT.get(scale)
     bringer = None if earlier is None else earlier[0]()
-    if earlier is None or bringer is None or earlier[1] != state or not _apart(bringer, optimizer):
+    if earlier is None or bringer is None or earlier[1] != state or not _share_nothing(bringer, optimizer):
         scale.load_state_dict(state)
         _BROUGHT[scale] = weakref.ref(optimizer), state
 
 
-def _apart(one: Optimizer, other: Optimizer) -> bool:
+def _share_nothing(one: Optimizer, other: Optimizer) -> bool:
     """Whether two optimizers step different parameters."""
     own = {id(p) for group in one.param_groups for p in group["params"]}
     return not any(id(p) in own for group in other.param_groups for p in group["params"])

@@ -40,7 +40,7 @@ class UnscaledBackwards:
     """Counts the backwards of one model that give weights gradients without a loss scale."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.warned = False
         self._count, self._latest = 0, -1
         self._numbers: list[Tensor] = []
 
