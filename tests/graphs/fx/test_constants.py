@@ -58,8 +58,9 @@ def test_a_number_to_compute_with_is_never_another(make: Callable[[Tensor], Tens
     assert float((got - want).norm()) <= 0.01 * float(want.norm())
 
 
+@pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("like", ["type_as", "to", "expand_as", "view_as"])
-def test_a_number_ends_where_only_dtype_or_shape_of_its_tensor_is_read(like: str) -> None:
+def test_a_number_ends_where_only_dtype_or_shape_of_its_tensor_is_read(like: str, written: bool) -> None:
     """Scores with a mask give their dtype to the probabilities, which stay between zero and one: the product of both is low."""
 
     class Attention(nn.Module):
@@ -72,11 +73,13 @@ def test_a_number_ends_where_only_dtype_or_shape_of_its_tensor_is_read(like: str
         def forward(self, x: Tensor) -> Tensor:
             blocked = torch.full((8, 8), LOWEST).triu(1)
             scores = self.q(x) @ self.k(x).transpose(1, 2)
-            scores = scores + (self.bias(torch.arange(8))[..., 0] + blocked)
+            mask = self.bias(torch.arange(8))[..., 0] + blocked
+            scores = scores.add_(mask) if written else scores + mask
             shares = torch.softmax(scores.float(), -1)
             return getattr(shares, like)(scores) @ self.v(x)
 
-    amp = amprewrite.rewrite(Attention(), dtype="fp16", example_inputs=(torch.randn(2, 8, 16),))
+    amp = amprewrite.rewrite(Attention(), dtype="fp16")
+    amp(torch.randn(2, 8, 16))
     assert [node.colour.value for node in amp.plan.nodes if node.flops] == 5 * ["low"]
 
 

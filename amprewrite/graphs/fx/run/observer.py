@@ -73,7 +73,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         for tensor in map(local_part, shown):
             if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
                 self._see(vertex.name, tensor, still=vertex.role == "parameter")
-        if written(n):
+        if written(n) and not vertex.may_saturate:  # scores with a mask: what their memory holds now may be clamped, like the result
             self._see_again(n, tensors(result) or shown)
         return result
 
