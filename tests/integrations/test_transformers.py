@@ -15,7 +15,7 @@ import amprewrite
 from amprewrite import AmpRewriteWarning, DynamicLossScale, PolicyError
 from amprewrite.runtime.model.rewritten import is_rewritten
 
-transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5.0 is not installed: pip install 'amprewrite[transformers]'")
+transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5.0 is missing: pip install 'amprewrite[transformers]'")
 ours = pytest.importorskip("amprewrite.integrations.transformers")
 
 
