@@ -27,6 +27,7 @@ from amprewrite.ir.plans.product_plan import GemmPlan, ProductPlan, ProductReaso
 from amprewrite.ir.problem import Problem
 from amprewrite.ir.product_cost import ProductPrices
 from amprewrite.planner.closure import heaviest_closure
+from amprewrite.tables.devices import named_device
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.recipes import (
     ALIGNMENT,
@@ -59,8 +60,7 @@ class PlanProducts(Pass[Problem, Decisions]):
         wide = [name for name in problem.matrix_products if _is_wide(problem, decisions, name)]
         for name in wide:
             decisions.edit(problem, name, Edit.WIDE_PRODUCT)
-        given = problem.given.edits if problem.given is not None else ()
-        for edit in given:
+        for edit in problem.given.edits if problem.given is not None else ():
             if edit.what is Edit.WIDE_PRODUCT and edit.node not in problem.matrix_products:
                 decisions.note(f"{edit.node} cannot be wide, because it is no product of rows and a matrix: it reads fp32")
         low = {name: product for name, product in problem.matrix_products.items() if decisions.paints[name].colour is Colour.LOW}
@@ -103,7 +103,8 @@ class _Choice:
         policy = self.problem.policy.products
         assert policy is not None
         self.policy, self.recipe = policy, policy.preset.recipe
-        device = self.problem.costs.device
+        named = self.problem.policy.device  # a file is for no device in particular, unless one is named
+        device = named_device(named) if named else self.problem.costs.device
         self.prices = ProductPrices(device, policy.fused, kernel=policy.kernel and find_spec("triton") is not None)
         self.alike = self.problem.training or self.problem.policy.parity is not None
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)

@@ -117,6 +117,7 @@ def export_onnx(
         opset: for torch.onnx.export.
         dynamic_shapes: for torch.onnx.export.
         plan: a plan to follow instead of deciding: of an earlier export, edited or not, or of the PyTorch graph.
+        calibration: as for `rewrite_onnx`. With `products=` it also gives fp8 products their scales; without it they read bf16.
 
     The other arguments are the same as for `rewrite_onnx`.
 
@@ -131,7 +132,7 @@ def export_onnx(
     if plan is not None and not isinstance(plan, CastPlan):
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     order, keep_io = _order(path, plan_path, external_data, verify, max_rel_err, time_limit), flag("keep_io", keep_io)
-    model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes)
+    model, feed, policy, notes = exported(amp, args, kwargs, opset, dynamic_shapes, calibrated=calibration is not None)
     job = Job(model, policy, keep_io, notes, exported=True)
     if plan is not None and plan.low != policy.low.name:
         raise PlanError(f"the plan is for low = {plan.low}, this model's is {policy.low.name}; rewrite it with dtype={plan.low!r}")

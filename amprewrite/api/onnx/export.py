@@ -19,6 +19,7 @@ from amprewrite.graphs.log_quiet import Quiet
 from amprewrite.graphs.onnx.run.compare import relative_error
 from amprewrite.graphs.onnx.run.onnx_runtime import has_runtime, is_large, session
 from amprewrite.graphs.onnx.run.samples import Feed
+from amprewrite.graphs.onnx.write.quantise import OPSET
 from amprewrite.ir.plans.plan import ModelPlan
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.runtime.ambient.kept_state import state_kept
@@ -45,9 +46,12 @@ AGREES = 1e-2
 
 
 def exported(
-    amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any
+    amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any, calibrated: bool
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
-    """The fp32 model, the example inputs as a feed, the policy, and notes. Raises CaptureError if the exporter fails."""
+    """The fp32 model, the example inputs as a feed, the policy, and notes. Raises CaptureError if the exporter fails.
+
+    `calibrated` says if the caller gave samples, from which fp8 products have their scales.
+    """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")
     if args is None and kwargs is None:
@@ -61,8 +65,16 @@ def exported(
         notes += ("the model was in training mode: dropout and batch norm are exported as in training; call eval() first",)
     if policy.low is FP32:
         notes += ("written in fp32, as the model runs here; give rewrite a dtype to choose a format",)
-    if policy.products is not None:
-        notes += (f"products= is not written into ONNX files: products that read fp8 copies here read {policy.low.name} there",)
+    if policy.products is not None and not calibrated:
+        notes += (f"an ONNX file has fp8 products if calibration= gives their scales; without it they read {policy.low.name}",)
+        policy = replace(policy, products=None)
+    elif policy.products is not None:
+        if opset is not None and opset < OPSET:
+            raise PolicyError(f"opset={opset} has no fp8 that compilers read: leave opset= out, take {OPSET}, or leave calibration= out")
+        opset = opset or OPSET
+        rules = tuple(rule for rule in policy.products.rules if rule.scope != "node")
+        notes += ("rules of products= by node are left out: nodes of the file have other names",) * (rules != policy.products.rules)
+        policy = replace(policy, products=replace(policy.products, rules=rules, fused=True))  # runtimes compile
     wide = any(override.word == WIDE for override in policy.overrides)
     notes += ("wide products read fp32 in ONNX files: no op there multiplies bf16 and returns fp32",) * wide
     kept = (replace(o, word="high") if o.word == WIDE else o for o in policy.overrides if o.scope != "node")  # torch_plan has the others

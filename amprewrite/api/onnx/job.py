@@ -27,6 +27,7 @@ from amprewrite.graphs.onnx.ops import constant_tensor, format_of, op_of
 from amprewrite.graphs.onnx.read.counts import with_counts
 from amprewrite.graphs.onnx.read.file_steps import read_small_steps
 from amprewrite.graphs.onnx.read.load import Source, make_ready
+from amprewrite.graphs.onnx.read.matrix_products import read_matrix_products
 from amprewrite.graphs.onnx.read.offsets import read_offsets
 from amprewrite.graphs.onnx.read.reader import OnnxReading, provenance, read_onnx
 from amprewrite.graphs.onnx.run.compare import is_measurable, relative_error, tell_of_overflow
@@ -35,6 +36,7 @@ from amprewrite.graphs.onnx.run.raised import check_raised
 from amprewrite.graphs.onnx.run.rounded import strict_outputs
 from amprewrite.graphs.onnx.run.samples import Feed, Samples, observe
 from amprewrite.graphs.onnx.write.apply_plan import apply_plan
+from amprewrite.graphs.onnx.write.quantise import insert_quantised
 from amprewrite.graphs.onnx.write.save import Written, written
 from amprewrite.ir.evidence.constants import Loss
 from amprewrite.ir.evidence.ranges import Calibration, RegionRanges, fingerprint
@@ -48,6 +50,7 @@ from amprewrite.tables.boundary.files import resolved
 from amprewrite.tables.errors import AccuracyError, CaptureError, EmitError, PolicyError, one_line
 from amprewrite.tables.formats import FORMATS
 from amprewrite.tables.ops.op_lists import OpLists, op_lists
+from amprewrite.tables.recipes import TENSOR
 from amprewrite.tables.vocabulary import Colour
 
 TARGET = "meta"
@@ -200,6 +203,8 @@ class Job:
         self.notes += keep_out(self.kept_out, reading)
         region = decide_region(reading, self.policy, self.lists, samples, self.given)
         apply_plan(self.model, reading, region, self.low)
+        if region.quantised:
+            insert_quantised(self.model, reading, region, largest(reading, samples))
         self.notes += [f"{op} is on no list ({count} nodes): it stays fp32" for op, count in reading.walls.items()]
         report = OnnxReport(
             samples=samples.seen,
@@ -364,11 +369,26 @@ def decide_region(reading: OnnxReading, policy: Policy, lists: OpLists, samples:
     seen = RegionRanges(fingerprint(reading.graph), REGION, reading.ranges)
     problem = Problem(
         graph=reading.graph, policy=policy, lists=lists, name=REGION, device=TARGET, constants=tuple(reading.constants),
-        calibration=Calibration("", "", samples.seen, (seen,)), offsets=read_offsets(reading), small_steps=read_small_steps(reading),
+        calibration=Calibration("", "", samples.seen, (seen,)),
+        offsets=read_offsets(reading), small_steps=read_small_steps(reading),
+        matrix_products=read_matrix_products(reading) if asks_of_products(policy, given) else {},
     )  # fmt: skip
     if given is not None:
         problem = replace(problem, given=given_region(given, problem))
-    return plan_region(problem)
+    region = plan_region(problem)
+    copies = tuple(replace(copy, scales=TENSOR) for copy in region.quantised.copies)  # a constant scale knows no rows
+    return replace(region, quantised=replace(region.quantised, copies=copies))
+
+
+def asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
+    """True if products may read fp8. A given plan decides it by itself."""
+    return policy.products is not None if given is None else any(region.quantised for region in given.regions)
+
+
+def largest(reading: OnnxReading, samples: Samples) -> dict[str, float]:
+    """The largest magnitude of each value in sample runs. Inputs of the model are read from the samples that were kept."""
+    fed = {name: max(float(np.abs(feed[name]).max(initial=0)) for feed in samples.feeds) for name in (samples.feeds or [{}])[0]}
+    return fed | {name: seen.amax for name, seen in reading.ranges.items()}
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:

@@ -1,0 +1,117 @@
+"""Write the products that a plan runs in fp8 as ONNX has them: both operands pass QuantizeLinear and DequantizeLinear.
+
+    before   y = MatMul(x, w)
+    after    q = QuantizeLinear(x, scale); d = DequantizeLinear(q, scale); y = MatMul(d, DequantizeLinear(w8, scale of w))
+
+A scale is a constant: the largest magnitude of x in sample runs, or of w, divided by the largest number of e4m3. Larger values saturate. A
+weight is stored in e4m3. Backends such as TensorRT turn the pattern into an fp8 product, and others compute the same numbers.
+
+By name it writes `QuantizeLinear` and `DequantizeLinear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from amprewrite.graphs.onnx.guesses import describe_copy
+from amprewrite.graphs.onnx.ops import constant_tensor
+from amprewrite.graphs.onnx.read.reader import OnnxReading
+from amprewrite.ir.plans.plan import RegionPlan
+from amprewrite.tables.errors import PolicyError
+from amprewrite.tables.formats import E4M3
+from amprewrite.tables.recipes import BASE, W
+
+OPSET = 21
+"""First opset in which QuantizeLinear and DequantizeLinear take bf16 and give e4m3 as compilers read them."""
+SMALLEST = 1e-12
+"""As for scales in graphs: a tensor of zeros has a scale, too."""
+NUMBER = np.dtype(getattr(ml_dtypes, E4M3.library_name))
+STORED = ir.DataType[E4M3.onnx]
+
+
+def insert_quantised(model: ir.Model, reading: OnnxReading, plan: RegionPlan, largest: Mapping[str, float]) -> None:
+    """Edit `model` in place. `largest` has the largest magnitude of each value in samples; PolicyError if one is missing."""
+    opset = model.opset_imports.get("", 0)
+    if opset < OPSET and plan.quantised.copies:
+        raise PolicyError(f"fp8 products need opset {OPSET}, and this file has {opset}: export it with opset={OPSET}")
+    for copy in plan.quantised.copies:
+        nodes = [reading.nodes[reader.rpartition(".")[0]] for reader in copy.readers]
+        place = int(copy.role == W)
+        value = nodes[0].inputs[place]
+        assert value is not None
+        if copy.role != W and copy.value not in largest:
+            raise PolicyError(
+                f"no sample shows the range of {copy.value}, which {copy.readers[0]} reads in fp8: pass calibration= with batches on which "
+                "the model runs, or leave products= out"
+            )
+        made = _stored(model, value) if copy.role == W else _quantised(model, value, largest[copy.value])
+        for node in nodes:
+            node.replace_input_with(place, made)
+    for name, held in list(model.graph.initializers.items()):
+        if not held.uses() and not held.is_graph_output() and not held.is_graph_input():
+            del model.graph.initializers[name]
+
+
+def scale_for(amax: float) -> np.ndarray:
+    """The number to divide by, in bf16, rounded up so that amax does not saturate."""
+    exact = np.float32(max(amax, SMALLEST) / E4M3.max)
+    up = (exact.reshape(1).view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+    return up.view(np.float32)[0].astype(getattr(ml_dtypes, BASE.library_name))
+
+
+def _stored(model: ir.Model, weight: ir.Value) -> ir.Value:
+    tensor = constant_tensor(weight)
+    assert tensor is not None
+    numbers = np.asarray(tensor.numpy(), np.float32)
+    scale = scale_for(float(np.abs(numbers).max(initial=0)))
+    scaled = np.clip(numbers / scale.astype(np.float32), -E4M3.max, E4M3.max).astype(NUMBER)
+    stored = _constant(model, f"{weight.name}_{E4M3.name}", scaled)
+    return _read_back(model, stored, weight, _constant(model, f"{weight.name}_scale", scale))
+
+
+def _quantised(model: ir.Model, value: ir.Value, amax: float) -> ir.Value:
+    scale = _constant(model, f"{value.name}_scale", scale_for(amax))
+    node = ir.node("QuantizeLinear", [value, scale, _zero(model)], name=f"quantise_{value.name}")
+    low = node.outputs[0]
+    low.name = f"{value.name}_{E4M3.name}"
+    describe_copy(low, value, ir.TensorType(STORED))
+    _place(model, node, value.producer())
+    return _read_back(model, low, value, scale)
+
+
+def _read_back(model: ir.Model, low: ir.Value, like: ir.Value, scale: ir.Value) -> ir.Value:
+    node = ir.node("DequantizeLinear", [low, scale, _zero(model)], name=f"dequantise_{like.name}")
+    node.outputs[0].name = f"{low.name}_read"
+    describe_copy(node.outputs[0], like, ir.TensorType(ir.DataType[BASE.onnx]))
+    _place(model, node, low.producer())
+    return node.outputs[0]
+
+
+def _place(model: ir.Model, node: ir.Node, after: ir.Node | None) -> None:
+    """Insert a node after the maker of its input; constants and inputs of the model have none."""
+    if after is None:
+        model.graph.insert_before(next(iter(model.graph)), node)
+    else:
+        assert isinstance(after.graph, ir.Graph)
+        after.graph.insert_after(after, node)
+
+
+def _zero(model: ir.Model) -> ir.Value:
+    name = f"amprewrite_{E4M3.name}_zero"
+    return model.graph.initializers.get(name) or _constant(model, name, np.zeros((), NUMBER))
+
+
+def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
+    while name in model.graph.initializers:  # a weight that is read as w and as its transpose
+        name += "_"
+    tensor = ir.tensor(numbers, name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+__all__ = ["OPSET", "insert_quantised", "scale_for"]

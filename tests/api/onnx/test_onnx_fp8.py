@@ -1,0 +1,150 @@
+"""fp8 products in ONNX files: QuantizeLinear and DequantizeLinear in e4m3, with scales from calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+import amprewrite
+from amprewrite.api.onnx import job
+from amprewrite.graphs.onnx.run.rounded import strict_outputs
+from amprewrite.tables.errors import PolicyError
+
+E4M3 = onnx.TensorProto.FLOAT8E4M3FN
+
+
+class Block(nn.Module):
+    """Two products read one value, and a third one their sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.relu(self.up(h) + self.gate(h)))
+
+
+def exported(block: Block, x: Tensor, path: Path, products: Any = "fp8-all", **options: Any) -> Any:
+    amp = amprewrite.rewrite(block, dtype="bf16", products=products).eval()
+    return amp.export_onnx(path, (x,), **{"calibration": [{"x": x.numpy()}], **options})
+
+
+def scales(model: onnx.ModelProto) -> dict[str, tuple[Tensor, Tensor]]:
+    """(scale of x, scale of w) of each product in fp8, in the order of the file."""
+    made = {name: node for node in model.graph.node for name in node.output}
+    held = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).astype(np.float32)) for each in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMul"]
+    return {node.name: tuple(held[made[name].input[1]] for name in node.input) for node in products}  # type: ignore[misc]
+
+
+def rounded(value: Tensor, scale: Tensor) -> Tensor:
+    fp8 = (value.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    return (fp8 * scale).bfloat16().float()
+
+
+def emulated(block: Block, x: Tensor, found: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The file's numbers, written out."""
+    (of_h, of_up), (_, of_gate), (of_act, of_down) = found
+
+    def product(value: Tensor, linear: nn.Linear, by: Tensor, of: Tensor) -> Tensor:
+        made = (rounded(value, by) @ rounded(linear.weight.bfloat16(), of).t()).bfloat16()
+        return made if linear.bias is None else made + linear.bias.bfloat16()
+
+    h = block.norm(x).bfloat16()
+    act = torch.relu(product(h, block.up, of_h, of_up) + product(h, block.gate, of_h, of_gate))
+    return x + product(act, block.down, of_act, of_down).float()
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(64, 16), (1024, 128)])
+@torch.no_grad()
+def test_the_file_computes_what_its_scales_say_as_exactly_as_the_frozen_model(width: int, tokens: int, tmp_path: Path) -> None:
+    block, x = Block(width).eval(), torch.randn(2, tokens, width)
+    result = exported(block, x, tmp_path / "block.onnx")
+    model = onnx.load(tmp_path / "block.onnx")
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("QuantizeLinear") == 2 and kinds.count("DequantizeLinear") == 5
+    assert sum(each.data_type == E4M3 and list(each.dims) == [width, width] for each in model.graph.initializer) == 3
+    assert model.opset_import[0].version == 21 and result.report.valid
+
+    (got,) = strict_outputs(result.ir_model, [{"x": x.numpy()}])[0]
+    exact, ours = block(x), torch.from_numpy(got)
+    assert distance(ours, emulated(block, x, list(scales(model).values()))) < 1e-3
+    frozen = amprewrite.rewrite(block, dtype="bf16", products="fp8-all", example_inputs=(x,)).eval()
+    frozen.freeze()
+    assert 0.9 * distance(frozen(x), exact) < distance(ours, exact) < 1.1 * distance(frozen(x), exact)
+    assert distance(ours, exact) == pytest.approx(result.report.strict_error, rel=0.02)
+
+
+@torch.no_grad()
+def test_onnx_s_own_evaluator_reads_the_file(tmp_path: Path) -> None:
+    block, x = Block(64).eval(), torch.randn(2, 16, 64)
+    exported(block, x, tmp_path / "block.onnx")
+    model = onnx.load(tmp_path / "block.onnx")
+    evaluator = ReferenceEvaluator(model)
+    assert distance(torch.from_numpy(evaluator.run(None, {"x": x.numpy()})[0]), block(x)) < 0.02
+
+
+@torch.no_grad()
+def test_values_beyond_the_samples_saturate(tmp_path: Path) -> None:
+    block, x = Block(64).eval(), torch.randn(2, 16, 64)
+    block.norm = nn.Identity()  # the products read the input of the file
+    result = exported(block, x, tmp_path / "block.onnx", calibration=[{"x": 0.2 * x.numpy()}])
+    (got,) = strict_outputs(result.ir_model, [{"x": x.numpy()}])[0]
+    found = list(scales(onnx.load(tmp_path / "block.onnx")).values())
+    assert 0.2 * x.abs().max() / 448 <= found[0][0] <= 0.2 * x.abs().max() / 448 * (1 + 2**-7)
+    assert distance(torch.from_numpy(got), emulated(block, x, found)) < 1e-3
+    assert distance(torch.from_numpy(got), block(x)) > 0.05
+
+
+@pytest.mark.parametrize("preset", ["fp8-safe", "fp8-rowwise"])
+def test_recipes_with_scales_of_rows_have_one_scale_a_tensor_in_a_file(preset: str, tmp_path: Path) -> None:
+    result = exported(Block(32).eval(), torch.randn(4, 32), tmp_path / "block.onnx", {"preset": preset, "module:*": "fp8"})
+    assert result.report.strict_error < 0.03
+    copies = result.plan.regions[0].quantised.copies
+    assert len(copies) == 5 and {copy.scales for copy in copies} == {"tensor"}
+    assert amprewrite.CastPlan.from_json(result.plan.to_json()) == result.plan
+
+
+def test_rules_by_module_decide_in_the_file_too(tmp_path: Path) -> None:
+    rules = {"preset": "fp8-all", "module:down": "bf16", "node:linear": "bf16"}
+    result = exported(Block(32).eval(), torch.randn(4, 32), tmp_path / "block.onnx", rules)
+    chosen = [each.node for each in result.plan.regions[0].quantised.chosen]
+    assert len(chosen) == 2 and "rules of products= by node are left out" in str(result.report)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "block.onnx").graph.node]
+    assert kinds.count("QuantizeLinear") == 1
+
+
+def test_a_plan_of_a_file_is_edited_and_followed(tmp_path: Path) -> None:
+    block, x = Block(32).eval(), torch.randn(4, 32)
+    plan = exported(block, x, tmp_path / "block.onnx").plan
+    for given, count in ((plan, 2), (plan.edit({"down": "bf16"}), 1)):
+        followed = exported(block, x, tmp_path / "block.onnx", products=None, plan=given, opset=21)
+        kinds = [node.op_type for node in onnx.load(tmp_path / "block.onnx").graph.node]
+        assert kinds.count("QuantizeLinear") == count and len(list(followed.plan.regions[0].quantised.chosen)) == count + 1
+    with pytest.raises(PolicyError, match="fp8 products need opset 21, and this file has 18"):
+        exported(block, x, tmp_path / "block.onnx", products=None, plan=plan, opset=18)
+
+
+def test_without_samples_the_file_reads_bf16_or_an_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = Block(32).eval(), torch.randn(4, 32)
+    result = exported(block, x, tmp_path / "block.onnx", calibration=None)
+    assert "an ONNX file has fp8 products if calibration= gives their scales" in str(result.report)
+    assert not any(node.op_type == "QuantizeLinear" for node in onnx.load(tmp_path / "block.onnx").graph.node)
+    with pytest.raises(PolicyError, match="opset=18 has no fp8"):
+        exported(block, x, tmp_path / "block.onnx", opset=18)
+    monkeypatch.setattr(job, "largest", lambda reading, samples: {})
+    with pytest.raises(PolicyError, match=r"no sample shows the range of .*: pass calibration="):
+        exported(block, x, tmp_path / "block.onnx")
