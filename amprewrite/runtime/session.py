@@ -37,11 +37,10 @@ from amprewrite.ir.policies.policy import Policy
 from amprewrite.passes.driver import graph_device, read_problem, refuse_ops, rewrite_graph
 from amprewrite.passes.lower.emit import Emitted, emit
 from amprewrite.runtime.ambient.low_cache import CachesOfModel
+from amprewrite.runtime.ambient.past import asking_number
 from amprewrite.runtime.captured.agreement import Agreement
 from amprewrite.runtime.captured.entries import FRESH_STARTS, Anew, Entry, Graphs, State, past_the_limit
-from amprewrite.runtime.captured.forward_scale import ForwardScale, ForwardScales
 from amprewrite.runtime.captured.look_ahead import LookAhead, worth_watching
-from amprewrite.runtime.captured.past import asking_number
 from amprewrite.runtime.captured.region import Region, Running, scale_device
 from amprewrite.runtime.captured.weight_watch import Schedule, known_weights
 from amprewrite.runtime.compiler import dynamo
@@ -53,6 +52,7 @@ from amprewrite.runtime.compiler.tracers import asks_shapes, refuse_tracers, ref
 from amprewrite.runtime.fp8_trial import runnable
 from amprewrite.runtime.options import Options, policy_on
 from amprewrite.runtime.parts import is_sharded, sharded_inside
+from amprewrite.runtime.training.forward_scale import ForwardScale, ForwardScales
 from amprewrite.runtime.training.loss_scale import LossScale, parse_loss_scale
 from amprewrite.runtime.training.optimizers.find_optimizers import parameters_of
 from amprewrite.runtime.training.optimizers.unscaled import unscaled_message
@@ -115,7 +115,8 @@ class Session:
             self.loss_scale, parameters_of(self.root), on_overflow=self._overflowed, on_clean=self.probe.disarm,
             on_stuck=self.look_at_weights, on_unscaled=lambda weights: self.warn_once(unscaled_message(weights, self.gate.parameters())),
         )  # fmt: skip
-        self.scales = ForwardScales(self.gate, self.root)
+        static = self.loss_scale.kind == "static"
+        self.scales = ForwardScales(self.root, static, self.gate.snapshot, lambda: self.gate.listens, self.gate.heard)
 
     # -- calls -------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "scale-without-optimizer", "a dynamic loss scale is used though no optimizer brings it down", ("programs",), ("'fp16'", "('grad',)"),
-        (("amprewrite/runtime/training/overflow_control.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "if True:"),),
+        (("amprewrite/runtime/training/forward_scale.py", "        if look():\n", "        if True:\n"),),
     ),
     Mutant(
         "two-results-two-scales", "a gradient enters by an fp32 result with another scale than it is divided by", ("programs",), ("'loss_scale', 8",),
@@ -80,7 +80,8 @@ MUTANTS = (
     ),
     Mutant(
         "closure-unguarded", "the first step of a closure loop is not guarded", ("states",), ('closure', "'fp16'"),
-        (("amprewrite/runtime/training/overflow_control.py", 'if self.loss_scale.kind != "dynamic" or self._knows_optimizer():', "_listen(self)\n        if True:"),
+        (("amprewrite/runtime/training/forward_scale.py", "        if look():\n", "        if True:\n"),
+         ("amprewrite/runtime/training/overflow_control.py", "            guard_of(optimizer).resume()\n        learns", "            guard_of(optimizer).resume()\n        _listen(self)\n        learns"),
          ("amprewrite/runtime/training/overflow_control.py", "        if self.adopt and self.loss_scale.enabled:\n            _listen(self)\n", "")),
     ),
     Mutant(
@@ -109,7 +110,7 @@ MUTANTS = (
     ),
     Mutant(
         "forces-scaled", "gradients that a forward takes between its graphs keep the loss scale and overflow", ("states",), ("net='Forces'", "'fp16'"),
-        (("amprewrite/runtime/captured/forward_scale.py", "            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))\n", "            self._set(True)\n"),),
+        (("amprewrite/runtime/training/forward_scale.py", "            self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))\n", "            self._set(True)\n"),),
     ),
     Mutant(
         "effects-twice", "a call that fails in capture runs again from its start", ("programs",), ('broken', 'count'),
@@ -201,8 +202,8 @@ MUTANTS = (
     ),
     Mutant(
         "reentrant-on-the-past", "a reentrant checkpoint recomputes on graphs that were there before an overflow", ("programs",), ('use_reentrant=True) * 1e6, use_reentrant=True)', "'fp16'", 'granularity'),
-        (("amprewrite/runtime/captured/past.py", " or not saved_tensors_are_hooked():", ":"),
-         ("amprewrite/runtime/captured/past.py", "    return None if isinstance(node, CheckpointFunction._backward_cls) else node  # type: ignore[attr-defined]\n", "    return node\n")),
+        (("amprewrite/runtime/ambient/past.py", " or not saved_tensors_are_hooked():", ":"),
+         ("amprewrite/runtime/ambient/past.py", "    return None if isinstance(node, CheckpointFunction._backward_cls) else node  # type: ignore[attr-defined]\n", "    return node\n")),
     ),
     Mutant(
         "export-unseen", "export_program looks at no values: what overflows on its inputs is not finite", ("programs",), ('export', "'fp16'", "large"),

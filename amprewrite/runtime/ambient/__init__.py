@@ -1,1 +1,1 @@
-"""State around a call that must be seen or left alone: module hooks, buffers, random state, caches of generate()."""
+"""State around a call that must be seen or left alone: hooks, buffers, random state, caches of generate(), recomputations."""

@@ -20,8 +20,7 @@ from amprewrite.ir.plans.plan import Skipped
 from amprewrite.passes.lower.emit import CompiledFn
 from amprewrite.runtime.ambient.hook_watch import HookWatch, any_global_hook, may_differ, unseen_hooks
 from amprewrite.runtime.ambient.low_cache import CacheReadHigh, LowCaches
-from amprewrite.runtime.captured.forward_scale import ForwardScale
-from amprewrite.runtime.captured.past import CallsInRegions, Past
+from amprewrite.runtime.ambient.past import CallsInRegions, Past
 from amprewrite.runtime.captured.region import Region, Run
 from amprewrite.runtime.captured.weight_watch import Known
 from amprewrite.runtime.compiler import dynamo
@@ -31,6 +30,7 @@ from amprewrite.runtime.compiler.dynamo_failures import Failure, try_all_again
 from amprewrite.runtime.compiler.growing_sizes import mark_growing
 from amprewrite.runtime.compiler.plain_words import DISABLE_REASON, captured_otherwise
 from amprewrite.runtime.options import Options
+from amprewrite.runtime.training.forward_scale import ForwardScale
 from amprewrite.tables.errors import CaptureError
 from amprewrite.torch_internals.autograd import current_backward
 from amprewrite.torch_internals.dynamo import SkipFrame

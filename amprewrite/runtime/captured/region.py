@@ -13,10 +13,10 @@ from amprewrite.graphs.fx.run.first_run import Refusals
 from amprewrite.graphs.fx.uncaptured import pushed
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.lower.emit import CompiledFn
-from amprewrite.runtime.captured.forward_scale import ForwardScale
+from amprewrite.runtime.ambient.past import Past
 from amprewrite.runtime.captured.look_ahead import LookAhead
-from amprewrite.runtime.captured.past import Past
 from amprewrite.runtime.compiler.suspend_modes import suspend_dispatch_modes
+from amprewrite.runtime.training.forward_scale import ForwardScale
 from amprewrite.runtime.training.overflow_control import StepGate
 from amprewrite.runtime.training.overflow_probe import LatestInputs, OverflowProbe
 from amprewrite.runtime.weights.low_gather import GatheredLow

@@ -2,8 +2,6 @@
 
 A gate belongs to a rewritten model; optimizers/optimizer_hooks.py does the work on each optimizer, without wrapping it.
 
-A dynamic scale is used from the forward on that knows an optimizer: it is an overflowing step that brings the scale down, so
-without steps it would stay too large. Until then the scale of a forward is 1, as under torch.autocast without a GradScaler.
 Optimizers are known
 
 1. by `attach`;
@@ -12,10 +10,8 @@ Optimizers are known
 3. at their first step, through the one hook that PyTorch keeps for all optimizers. The gradients of that step were not
    scaled, so it does not move the scale; it is skipped if they overflowed.
 
-A forward in eval mode has a scale of 1, too, until a step follows forwards in eval mode alone: saliency maps, forces and attacks take
-gradients there that no step follows, and none would bring the scale down for them.
-
-Where backwards go on and no optimizer is found, a warning says once that nothing is scaled (optimizers/unscaled.py).
+`forward_scale.py` says which scale a forward has until then. Where backwards go on and no optimizer is found, a warning says once that
+nothing is scaled (optimizers/unscaled.py).
 
 To every other optimizer the hook does nothing; without it an optimizer that was copied, unpickled or made by a trainer would
 step on infinities in silence. It goes with the last gate.
@@ -39,6 +35,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from amprewrite.graphs.fx.ops.cuda_graphs import recording
 from amprewrite.runtime.parts import is_flattened
 from amprewrite.runtime.training.backwards import BackwardEnd, Noted
+from amprewrite.runtime.training.forward_scale import ScaleUse
 from amprewrite.runtime.training.loss_scale import DEFAULT_FLOOR, LossScale, LossScaleError
 from amprewrite.runtime.training.nonfinite import local_values
 from amprewrite.runtime.training.optimizers.closures import params_of
@@ -101,13 +98,12 @@ class StepGate:
     """Guards the optimizers of one model.  `parameters` returns the model's current parameters (FSDP swaps them)."""
 
     _backwards: BackwardEnd
+    _use: ScaleUse
     _notes: list[Noted]
     _stray: bool
     """Whether there may be a parameter that no known optimizer owns."""
     _known: set[int] | None
     """Ids of all parameters of known optimizers, where this forward has asked."""
-    _evaluated: set[bool]
-    """Whether forwards since the latest step were in eval mode."""
 
     def __init__(
         self,
@@ -137,7 +133,6 @@ class StepGate:
         self._facts: dict[str, bool | Tensor] = {}
         self._first = {id(p) for p in self.parameters()}
         """Ids of the parameters from the start. FSDP1 takes them out during a forward, and keeps them; of others the id may be reused."""
-        self._unscaled = self._stepped = False
         self._forget_optimizers()
 
     def attach(self, optimizer: Optimizer, copies: bool = False, group: Any = None) -> None:
@@ -184,38 +179,14 @@ class StepGate:
     @property
     def ran_unscaled(self) -> bool:
         """Whether gradients that a step is about to use come from a forward that did not use the dynamic scale."""
-        return self._unscaled or (self._evaluated == {True} and not self._learns_in_eval)
+        return self._use.unscaled
 
     def snapshot(self, device: torch.device | str, evaluates: bool = False) -> tuple[Tensor, Tensor]:
-        """(scale, inverse) for one forward: 0-dim fp32 tensors. `evaluates`: the model is in eval mode throughout.
-
-        A dynamic scale is 1 until an optimizer is known, while all parameters are frozen, and in eval mode, unless the model is trained
-        in eval mode: no step would bring it down.
-        """
+        """(scale, inverse) for one forward: 0-dim fp32 tensors. `evaluates`: the model is in eval mode throughout."""
         for optimizer in self._guarded:
             guard_of(optimizer).resume()
-        if self.loss_scale.kind == "dynamic" and not any(p.requires_grad for p in self.parameters()):
-            return self._ones_on(device)
-        if self.loss_scale.kind == "dynamic" and torch.is_grad_enabled():
-            self._evaluated.add(evaluates)
-            if evaluates and not self._learns_in_eval:
-                self.loss_scale.withheld = not self._guarded
-                return self._ones_on(device)
-        if self.loss_scale.kind != "dynamic" or self._knows_optimizer():
-            if self._stepped:
-                self._unscaled = False
-            return self.loss_scale.snapshot(device)
-        if torch.is_grad_enabled():
-            self._unscaled = self.loss_scale.withheld = True
-            self._stepped = False
-        return self._ones_on(device)
-
-    def _ones_on(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        one = self._ones.get(torch.device(device))
-        if one is None:
-            with torch.inference_mode(False), torch.no_grad():
-                one = self._ones[torch.device(device)] = torch.ones((), dtype=torch.float32, device=device)
-        return one, one
+        learns = any(p.requires_grad for p in self.parameters())
+        return self._use.pair(torch.device(device), learns, evaluates, len(self._guarded) > 0, self._knows_optimizer)
 
     @property
     def listens(self) -> bool:
@@ -224,7 +195,7 @@ class StepGate:
 
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:
         """Count a backward, by autograd's number for it, that gives weights gradients; after a few of them say that nothing is scaled."""
-        if self.listens and self._alone.enough(number, weights, self._evaluated == {True}):
+        if self.listens and self._alone.enough(number, weights, self._use.evaluates):
             for optimizer in existing_optimizers():
                 self._adopt(optimizer)
             if not self._guarded and self.on_unscaled is not None:
@@ -362,9 +333,7 @@ class StepGate:
 
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Raise if training is stuck.  `overflow` is None if only the device knows: then look every so often."""
-        self._stepped = True
-        if self._evaluated:
-            self._learns_in_eval, self._evaluated = self._evaluated == {True}, set()
+        self._use.step()
         if overflow is None:
             self.loss_scale.ask = self._locate
         else:
@@ -431,14 +400,7 @@ class StepGate:
         self._until_look = self.max_consecutive_skips
         self._unguarded = 0
         """Forwards since an optimizer was known."""
-        self._unscaled = False
-        """Whether a forward did not use the scale."""
-        self._stepped = False
-        """Whether an optimizer stepped since."""
-        self._evaluated = set()
-        self._learns_in_eval = False
-        """Whether all forwards before the latest step were."""
-        self._ones: dict[torch.device, Tensor] = {}
+        self._use = ScaleUse(self.loss_scale)
         self._rest = Noted()
         """Flags for gradients of parameters that no known optimizer owns."""
         self._notes = [self._rest]
@@ -453,9 +415,8 @@ class StepGate:
     def __getstate__(self) -> dict[str, Any]:
         """Without the optimizers: a copy belongs to a copied model, whose optimizers it will find."""
         mine = (
-            "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_unscaled", "_stepped", "_ones", "_rest", "_notes",
-            "_stray", "_known", "_copies", "_backwards", "_first", "_evaluated", "_learns_in_eval",
-            "_alone", "_scalers",
+            "_attached", "_guarded", "_foreign", "_until_look", "_unguarded", "_use", "_rest", "_notes",
+            "_stray", "_known", "_copies", "_backwards", "_first", "_alone", "_scalers",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in mine} | {"_facts": {}}
 

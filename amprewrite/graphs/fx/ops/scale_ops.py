@@ -13,7 +13,7 @@ Derivatives of any order stay right because crossing is a pair of functions, eac
 
 A backward is linear in the gradients that enter it. So each backward may have a factor of its own: gradients are multiplied by it on entry
 and divided on exit. Forces and penalties are computed with the factor 1; the loss made of them has the scale
-(`runtime/captured/forward_scale.py` decides, and writes the number when the backward enters). If the first backward had the factor `then`,
+(`runtime/training/forward_scale.py` decides, and writes the number when the backward enters). If the first backward had the factor `then`,
 the derivative of `_Times` is `then` divided by the factor of the second: the true derivative, and also the border of the second backward,
 crossed in the other direction. Without the border the result is silently wrong: second-order terms drop out of fp16 (a relative error of
 0.98 in a gradient penalty).

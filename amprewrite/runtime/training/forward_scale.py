@@ -1,4 +1,10 @@
-"""The loss scale of one forward, the same number for all graphs that run in it, in each backward that goes through them.
+"""Which scale the gradients of one forward have: the same number for all graphs that run in it, in each backward through them.
+
+A forward has the loss scale, or 1 in its place. Under a dynamic scale, which an overflowing step brings down, it has 1 where no step
+would do so (`ScaleUse`):
+
+1. until an optimizer is known, as under torch.autocast without a GradScaler, and while all parameters are frozen;
+2. in eval mode, until a step follows forwards in eval mode alone: no step follows saliency maps, forces and attacks.
 
 The loss scale is there for the gradient of the loss. Gradients that are taken on the way to it, as forces, penalties and the inner steps
 of meta-learning are, would be scaled beyond fp16, and the loss would be NaN. So a backward has the scale, or 1 in its place:
@@ -29,11 +35,65 @@ from amprewrite.graphs.fx.ops.on_device import on_device
 from amprewrite.graphs.fx.ops.scale_ops import tell_of_entries
 from amprewrite.graphs.fx.uncaptured import uncaptured
 from amprewrite.runtime.ambient.hook_watch import hook_result
-from amprewrite.runtime.captured.past import asking_node
-from amprewrite.runtime.training.overflow_control import StepGate
+from amprewrite.runtime.ambient.past import asking_node
+from amprewrite.runtime.training.loss_scale import LossScale
 from amprewrite.torch_internals.autograd import call_after_backward, current_backward
 
 Pair = tuple[Tensor, Tensor]
+
+
+class ScaleUse:
+    """Which forwards of one model use its loss scale."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+        self._withheld = self._stepped = self._learns_in_eval = False
+        """True if a forward went without an optimizer; if one stepped since; if all forwards before the latest step were in eval mode."""
+        self._modes: set[bool] = set()
+        """Modes of the forwards since the latest step: True for eval mode."""
+        self._ones: dict[torch.device, Tensor] = {}
+
+    @property
+    def evaluates(self) -> bool:
+        """True if all forwards since the latest step were in eval mode."""
+        return self._modes == {True}
+
+    @property
+    def unscaled(self) -> bool:
+        """True if a step now would use gradients of a forward that did not use the dynamic scale."""
+        return self._withheld or (self.evaluates and not self._learns_in_eval)
+
+    def pair(self, device: torch.device, learns: bool, evaluates: bool, known: bool, look: Callable[[], bool]) -> Pair:
+        """(scale, inverse) for one forward. `learns`: a parameter takes gradients. `known`: an optimizer is, or `look` finds one."""
+        grad = torch.is_grad_enabled()
+        if self.scale.kind != "dynamic":
+            return self.scale.snapshot(device)
+        if not learns:
+            return self._one(device)
+        if grad:
+            self._modes.add(evaluates)
+            if evaluates and not self._learns_in_eval:
+                self.scale.withheld = not known
+                return self._one(device)
+        if look():
+            self._withheld = self._withheld and not self._stepped
+            return self.scale.snapshot(device)
+        if grad:
+            self._withheld, self._stepped, self.scale.withheld = True, False, True
+        return self._one(device)
+
+    def _one(self, device: torch.device) -> Pair:
+        one = self._ones.get(device)
+        if one is None:
+            with torch.inference_mode(False), torch.no_grad():
+                one = self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
+        return one, one
+
+    def step(self) -> None:
+        """Note that an optimizer steps."""
+        self._stepped = True
+        if self._modes:
+            self._learns_in_eval, self._modes = self.evaluates, set()
 
 
 class _Backward:
@@ -159,10 +219,13 @@ def _runs(node: Any) -> bool | None:
 
 
 class ForwardScales:
-    """Gives each forward of a model its scale."""
+    """Gives each forward of a model its scale: `snapshot(device, evaluates)`. `heard` gets backwards that give weights gradients."""
 
-    def __init__(self, gate: StepGate, root: nn.Module) -> None:
-        self.gate, self.root = gate, root
+    def __init__(
+        self, root: nn.Module, static: bool, snapshot: Callable[[torch.device, bool], Pair],
+        listens: Callable[[], bool], heard: Callable[[int, Sequence[Tensor]], None],
+    ) -> None:  # fmt: skip
+        self.root, self.static, self.snapshot, self.listens, self.heard = root, static, snapshot, listens, heard
         self._entered: weakref.ref[ForwardScale] | None = None
         """The forward that a backward has entered last."""
 
@@ -172,13 +235,12 @@ class ForwardScales:
         if entered is not None and entered.in_backward() and asking_node() is not None:
             return entered  # what this recomputation saves is read by that backward
         evaluates = not any(module.training for module in self.root.modules())
-        pair, static = self.gate.snapshot(device, evaluates), self.gate.loss_scale.kind == "static"
-        return ForwardScale(pair, in_parts, static, self._backward_entered, self.gate.listens)
+        return ForwardScale(self.snapshot(device, evaluates), in_parts, self.static, self._backward_entered, self.listens())
 
     def _backward_entered(self, forward: ForwardScale, number: int, learns: bool) -> None:
         self._entered = weakref.ref(forward)
         if learns:
-            self.gate.heard(number, forward.weights)
+            self.heard(number, forward.weights)
 
 
-__all__ = ["ForwardScale", "ForwardScales"]
+__all__ = ["ForwardScale", "ForwardScales", "ScaleUse"]
