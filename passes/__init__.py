@@ -3,9 +3,9 @@
 from typing import Any
 
 from amprewrite.graphs.fx.captured import EditedGraph, Reading, Target
+from amprewrite.ir.decisions import Decisions
+from amprewrite.ir.follow_plan import check_casts
 from amprewrite.ir.pass_base import Pass, run_passes
-from amprewrite.ir.plans.decisions import Decisions
-from amprewrite.ir.plans.follow_plan import check_casts
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.apply.fold_masks import FoldMasks

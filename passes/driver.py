@@ -31,14 +31,14 @@ from amprewrite.graphs.fx.read.matrix_products import read_matrix_products
 from amprewrite.graphs.fx.read.reader import read_graph, turns_grad_on
 from amprewrite.graphs.fx.run.measure import measure
 from amprewrite.graphs.fx.run.range_dangers import exchanges_infinities
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED, Agreed
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import Calibration
+from amprewrite.ir.follow_plan import match_region
 from amprewrite.ir.held_wide import held
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.decisions import Decisions
-from amprewrite.ir.plans.follow_plan import match_region
 from amprewrite.ir.plans.plan import FLUSHES, LEFT, ModelPlan, RegionPlan
 from amprewrite.ir.policies.pad_policy import PadPolicy
 from amprewrite.ir.policies.policy import Policy

@@ -25,11 +25,11 @@ from amprewrite.accuracy.strict.edges import Edges
 from amprewrite.accuracy.strict.metric import Metric
 from amprewrite.graphs.fx.captured import Captured
 from amprewrite.ir.cost import elements_read
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny
 from amprewrite.passes.paint.paint_lists import PaintLists

@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import PIPELINES

@@ -22,9 +22,9 @@ import transformers as hf
 from torch import nn
 
 from amprewrite.ir.cost import TICK, CostModel, price
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import WEIGH, decide

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.errors import PassError

@@ -10,9 +10,9 @@ Inputs and parameters are high. In canonical order makers precede readers, so on
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.held_wide import widest_of
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, Reason

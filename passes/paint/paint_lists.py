@@ -9,8 +9,8 @@ The passes after this one paint the rest. Nothing here depends on the order of t
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError
 from amprewrite.tables.recipes import WIDE

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason

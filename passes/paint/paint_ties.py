@@ -5,8 +5,8 @@ The colour is high if one member is high, low if one is low and none is high. Ot
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.vocabulary import Colour, Reason
 

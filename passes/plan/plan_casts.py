@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import resolved
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PassError

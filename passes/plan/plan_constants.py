@@ -9,8 +9,8 @@ A graph that PyTorch captured has no such constants: its weights are inputs.
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.vocabulary import Colour

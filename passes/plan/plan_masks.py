@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.devices import device_row
 from amprewrite.tables.vocabulary import Colour, Edit

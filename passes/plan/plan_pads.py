@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_calls import Call, Ref
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.pad_plan import KINDS, Layout, PadCopy, PaddedValue, PadPlan, PadRegion
 from amprewrite.ir.plans.plan import Cast
 from amprewrite.ir.policies.pad_policy import PadRule

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from amprewrite.ir.cost import TICK, Prices
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.plans.plan import Candidate
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_after_deny import PaintAfterDeny

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.constants import lost_constants
 from amprewrite.ir.evidence.range_rules import (
     MASK,
@@ -37,7 +38,6 @@ from amprewrite.ir.evidence.range_rules import (
 from amprewrite.ir.evidence.ranges import ValueRange
 from amprewrite.ir.op_graph import Demand, OpNode
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.formats import Format

@@ -8,9 +8,9 @@ computed from products alone, stays open.
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.held_wide import held_wide
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.passes.paint.paint_ties import paint_ties
 from amprewrite.tables.vocabulary import Reason

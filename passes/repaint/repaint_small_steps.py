@@ -15,8 +15,8 @@ Large steps, as of most residual streams, lose as much by their own rounding.
 
 from __future__ import annotations
 
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.pass_base import Pass
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.problem import Problem
 from amprewrite.ir.running_sums import running_sums
 from amprewrite.passes.paint.paint_ties import paint_ties

@@ -45,12 +45,12 @@ from amprewrite import passes
 from amprewrite.graphs.fx.captured import Captured, EditedGraph, Reading, Target
 from amprewrite.graphs.fx.weights.frozen_weight import FrozenWeight
 from amprewrite.graphs.fx.weights.weight_cache import WeightCache
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.evidence.agreed import NOTHING_AGREED
 from amprewrite.ir.evidence.constants import ConstantRead, Loss
 from amprewrite.ir.evidence.keep_high import KeepHigh
 from amprewrite.ir.evidence.ranges import fingerprint
 from amprewrite.ir.pass_base import run_passes
-from amprewrite.ir.plans.decisions import Decisions
 from amprewrite.ir.policies.pad_policy import parse_pad
 from amprewrite.ir.policies.policy import Policy
 from amprewrite.ir.policies.product_policy import parse_products

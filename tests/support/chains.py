@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from amprewrite.ir.decisions import Decisions, Painted
 from amprewrite.ir.op_graph import Demand, Operand, OpGraph, OpNode
 from amprewrite.ir.pass_base import Pass, PassResult, run_passes
-from amprewrite.ir.plans.decisions import Decisions, Painted
 from amprewrite.ir.plans.plan import Cast, RegionPlan
 from amprewrite.ir.policies.policy import Policy, parse_overrides
 from amprewrite.ir.problem import Problem

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from amprewrite.graphs.onnx.read.reader import OnnxReading
-from amprewrite.ir.plans.follow_plan import match_region
+from amprewrite.ir.follow_plan import match_region
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.tables.errors import PlanError

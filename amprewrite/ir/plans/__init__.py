@@ -1,1 +1,1 @@
-"""The cast plan and its pads as frozen data, and the check of a saved plan against a captured graph."""
+"""The cast plan and its pads as frozen data, versions of the file, and plans of several graphs shown once each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from amprewrite.ir.plans.decisions import Decisions
+from amprewrite.ir.decisions import Decisions
 from amprewrite.ir.plans.plan import ModelPlan, NodePlan, RegionPlan
 from amprewrite.ir.problem import Problem
 from amprewrite.passes import pipeline
