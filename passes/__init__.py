@@ -85,9 +85,9 @@ PLAN: tuple[Deciding, ...] = (
     PlanPads(),  # round dims up for Tensor Cores, and place the pads and slices that remain
     PlanProducts(),  # choose the low products that read fp8 copies of their operands, in each direction
     PlanClamps(),  # clamp constants beyond the low range
-    PlanKernelNeeds(),  # fp32 statistics for a CPU's norms without weights; separate pads for its convolutions
+    PlanKernelNeeds(),  # on a CPU: fp32 statistics for norms without weights, separate pads for convolutions
     PlanGradientBlocks(),  # group weights that share an autograd node in training
-    PlanMasks(),  # drop masks that allow all positions or are plainly causal, as models do outside of capture
+    PlanMasks(),  # drop masks that are causal or allow all positions, which models skip themselves when they are not captured
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares(), RepaintReadByMany())
 """Passes that keep in fp32 values that torch.autocast would not round, whatever their price."""
@@ -108,7 +108,7 @@ WEIGH: tuple[Deciding, ...] = (
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # edit the graph as the plan says
     InsertPads(),  # change sizes where padded regions begin and end; weights are padded by their casts
-    SpreadCopies(),  # several copies of values with many readers, padded or not
+    SpreadCopies(),  # give a value with many readers several low copies, padded or not
     PadApart(),  # a separate pad for the convolutions that the plan names
     InsertNormWeights(),  # fp32 weights of one for the norms that the plan names
     ScaleLoss(),  # training with a loss scale: gradients enter times the scale and leave divided by it

@@ -76,9 +76,11 @@ class GraphErrors:
         self.flops = {name: self.graph[name].flops + 1 for name in self.heavy}
 
     def kept(self, price: float, heavies: bool) -> set[str]:
-        """Open ops that are high in the cheapest plan at this price of a unit of squared error.
+        """The open ops that run high in the cheapest plan, if a unit of squared error costs `price`.
 
-        With `heavies`, ops on the allowlist may be high, and all other open ops are."""
+        With `heavies`, the plan chooses only for ops on the allowlist, and all other open ops are high. Without it, the plan chooses only
+        for the other ops, and ops on the allowlist are low.
+        """
         network = Network()
         by_tie: dict[str, int] = {}
         vertices: dict[str, int] = {}

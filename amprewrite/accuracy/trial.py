@@ -80,7 +80,7 @@ class Trial:
         """All graphs that have run so far, in order."""
 
     def run(self, batch: Any, runner: GraphRunner) -> Any:
-        """Run the model on one batch, with `runner` for its graphs, and return its result."""
+        """Run the model on one batch and return its result. `runner` runs each captured graph of the model."""
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)
 

@@ -57,7 +57,7 @@ def export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)  # it may run elsewhere
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    if session.options.low is not None:  # without dtype=, graphs that run here may stay fp32 in spite of the export
+    if session.options.low is not None:  # without dtype=, graphs that run here may stay fp32: the export does not bind them
         with session.lock:
             session.agreement.join(region, [entry.graphs for entry in list(session.entries.values())], session.note)
     if region.left and session.options.strict:

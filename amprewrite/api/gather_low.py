@@ -79,7 +79,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
         sizes[0] += count * sum(each.numels) * FP32.bytes
         sizes[1] += count * sum(numel * (low.bytes if ok else FP32.bytes) for numel, ok in zip(each.numels, agreed, strict=True))
         if each.group.is_unsharded:
-            each.module.reshard()  # a call that was refused may have left rounded weights
+            each.module.reshard()  # a call that raised may have left rounded weights gathered
         if any(agreed):
             gathers[each.path] = LowGather(each, agreed, low)
             each.module.set_custom_all_gather(gathers[each.path])

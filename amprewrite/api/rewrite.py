@@ -282,7 +282,7 @@ def checked_options(
         raise PolicyError(f"plan= takes a CastPlan (CastPlan.from_json reads one), not {type(plan).__name__}")
     if plan is not None:
         dtype = plan.low if dtype is None else dtype
-        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists  # lists decide which calls count as one op
+        lists = plan.lists if is_word(lists, "default") and plan.lists in PRESETS else lists  # a plan needs its own lists to match ops
     cache_weights = cache_weights if isinstance(cache_weights, str) else bool(cache_weights)
     strict = flag("strict", strict)
     low = None if dtype is None else parse_format(dtype)

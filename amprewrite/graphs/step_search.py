@@ -51,7 +51,10 @@ class Factor:
 
 
 class SmallSteps(ABC, Generic[Node]):
-    """The steps of one graph. A subclass reads its ops."""
+    """Finds the sums of one graph that change a value in many small steps, as `x = x + 0.1 * f(x)` does.
+
+    A subclass reads the ops of one kind of graph.
+    """
 
     order: Mapping[Node, int]
     """The position of each value."""

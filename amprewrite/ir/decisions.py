@@ -69,7 +69,7 @@ class Decisions:
             self.notes.append(text)
 
     def freeze(self, problem: Problem) -> RegionPlan:
-        """The plan of the region. Every node of `problem` must have a colour."""
+        """Return the decisions as the plan of one graph. Every node of `problem` must have a colour."""
         place = problem.costs.place if self.candidates else ""
         return RegionPlan(
             name=problem.name,

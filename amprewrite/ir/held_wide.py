@@ -118,7 +118,7 @@ class _Reading:
         if not given or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT
         bent = node.op in LEVELS | AWAY | AVERAGES | LOGS | NORMS
-        if node.op in SUMS:  # with a number, or with a value that is more exact than a product
+        if node.op in SUMS:  # it counts as unrounded if it adds a number, or an unrounded value that is not learnt
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

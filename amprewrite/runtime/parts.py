@@ -29,12 +29,12 @@ Granularity = str | tuple[str, ...]
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has taken the module over."""
+    """Whether FSDP2 shards the module."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Whether FSDP1 has taken the parameter over; it marks and keeps such parameters (torch.distributed.fsdp._common_utils)."""
+    """Whether FSDP1 manages the parameter, by the mark that it sets (torch.distributed.fsdp._common_utils)."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 

@@ -122,7 +122,7 @@ class Session:
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `entry` on its rewritten graphs, capturing them first if the inputs are new."""
         state, nested = self.state, self.state.depth > 0
-        recomputes = current_backward() >= 0  # in a backward, as a checkpoint does: on the graphs of its forward
+        recomputes = current_backward() >= 0  # a call inside a backward, as by a checkpoint, must run the graphs of its forward
         again = recomputes and (not nested or state.recomputed != asking_number())  # the first call of a recomputation
         inside = entry.regions.of_forward() if again else nested and regions_around() > state.around
         if not recomputes and (inside or entry.regions.changes):
@@ -294,7 +294,10 @@ class Session:
         self.state.scale = self.state.entry = None
 
     def look_at_weights(self) -> bool:
-        """Have graphs captured anew whose decisions rest on weights as they no longer are; whether there is one."""
+        """Mark graphs for a new capture if their weights have moved into or out of the low format's range.
+
+        Returns True if a graph is marked.
+        """
         if self.options.given is not None:
             return False
         low, every = self.policy_for(self._device()).low, [entry.graphs for entry in list(self.entries.values())]

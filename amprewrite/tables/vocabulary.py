@@ -41,7 +41,7 @@ class Edit(Enum):
 
     @property
     def says(self) -> str:
-        """The rest of a sentence that begins with the name of the op."""
+        """The effect of the edit, as a clause that follows the name of the op: "takes no mask: ..."."""
         return _EDITS[self.value]
 
 

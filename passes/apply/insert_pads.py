@@ -138,7 +138,11 @@ def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
 
 
 def _sizes(run: _Insertion, call: Call, node: torch.fx.Node, first: int, name: str) -> None:
-    """Set the sizes of an op, physical if a dim is padded: from argument `first` on, or as one tuple there. -1 keeps its meaning."""
+    """Replace the size arguments of an op by the padded sizes.
+
+    The sizes are either all arguments from `first` on, or one tuple at `first` or with keyword `name`. A dim without padding keeps its
+    argument, -1 included.
+    """
     grown = {dim: extents(factors)[1] for dim, factors in run.layout(call)}
     if not grown:
         return

@@ -68,7 +68,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
             return place not in target.frozen
 
         if target.training:
-            edited.module, _ = copy_graph(edited.module)  # users can look into this graph: it keeps its casts
+            edited.module, _ = copy_graph(edited.module)  # the original keeps its casts, because users can inspect it
             return cast_in_blocks(edited.module, cache, target.blocks, chosen)
         edited.hoisted = hoist_weight_casts(edited.module, chosen=chosen)
         return bool(edited.hoisted)

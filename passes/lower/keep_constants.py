@@ -108,9 +108,10 @@ def _can_be_kept(node: torch.fx.Node) -> bool:
 
 
 def _stays_inside(node: torch.fx.Node) -> bool:
-    """True if only ops read a value and its memory: it is not returned, and its bits are not read as another dtype.
+    """True if only ops of this graph read a value and its views.
 
-    The memory of integers is known from capture, because no pass changes their dtype.
+    False if the graph returns the value, if a function of the user or a subgraph takes it, or if an op reads its bits as another dtype.
+    The views were found at capture. They still hold for integers, because no pass changes the dtype of an integer.
     """
     memory, waiting, seen = memory_of(node), [node], {node}
     while waiting:

@@ -70,7 +70,10 @@ def _modes(ops: list[torch.fx.Node], call: torch.fx.Node) -> Iterator[tuple[torc
 
 
 def _switch(graph: torch.fx.Graph, modes: dict[torch.fx.Node, bool | None]) -> None:
-    """Insert switches between ops that run in different modes, and restore the caller's mode at the end."""
+    """Insert calls that set the grad mode wherever it changes from one op to the next, and restore the caller's mode at the end.
+
+    In `modes`, None stands for the caller's mode.
+    """
     ops = list(modes)
     if set(modes.values()) == {None}:
         return

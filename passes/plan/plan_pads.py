@@ -222,7 +222,10 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
 def layouts(
     regions: Regions, versions: Mapping[tuple[str, str], int]
 ) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """(layout of every padded result, every change of size between a result and its readers), by the versions that the readers see."""
+    """The layout of every padded result, and every change of size between a result and its readers.
+
+    `versions` gives the write version in which a reader sees a value. Readers of different versions get separate copies.
+    """
     values, have = [], {}
     for call in regions.calls.values():
         for i in range(len(call.shapes)):

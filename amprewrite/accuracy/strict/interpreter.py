@@ -319,7 +319,7 @@ class StrictInterpreter(torch.fx.Interpreter):
             return rounded
 
         def seen(got: torch.Tensor, before: torch.Tensor) -> None:
-            if not self.recording.backward:  # the model's own code computes this gradient
+            if not self.recording.backward:  # the run has no backward: the model's own code takes this gradient
                 return
             name = self.path + planned.name
             exact = self.recording.gradients.get(name) if planned.role == "op" else None

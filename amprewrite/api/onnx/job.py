@@ -396,7 +396,7 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        if read.loss is not None and (kept or not read.loss.kept):  # otherwise its error is negligible
+        if read.loss is not None and (kept or not read.loss.kept):  # a low reader of an inexact constant was found not to be harmed
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())
 

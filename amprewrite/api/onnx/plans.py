@@ -32,7 +32,7 @@ SOFT = (Reason.CONSTANT, Reason.CANCELS)
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """The region to follow. Raises PlanError if the plan is of another graph, or makes an op low that must be high."""
+    """The region of `plan` for the graph of `problem`. Raises PlanError if none fits, or if it makes an op low that must be high."""
     region = match_region(plan, problem)
     for planned in region.nodes:
         vertex = problem.graph.nodes.get(planned.name)
@@ -63,7 +63,10 @@ class Carried:
 
 
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> Carried:
-    """Pin the vertices of `reading` to the colours of a PyTorch plan. With `only_chosen`, only nodes with an override count."""
+    """Pin the ops of an ONNX graph to the colours that the same ops have in a PyTorch plan.
+
+    With `only_chosen`, only ops for which the user gave a node override are pinned.
+    """
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

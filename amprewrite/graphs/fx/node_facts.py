@@ -185,7 +185,7 @@ def comparable(size: Any) -> Any:
 
 def read_fact(node: torch.fx.Node, position: int) -> Fact:
     op = op_name(node.target) if node.op in ("call_function", "call_method") else ""
-    op = "autograd.grad" if node.target is torch.autograd.grad else op  # not the attribute of that name
+    op = "autograd.grad" if node.target is torch.autograd.grad else op  # op_name gives `grad`, which is also the attribute `x.grad`
     row = _form_of(find_op(op), node) if op else None
     value = example_value(node)
     fact = Fact(node, position, row.name if row else op or node.op, row, _role(node, value), value, value_dtype(value))

@@ -72,7 +72,7 @@ def describe(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """Floating types in the schema of an op."""
+    """The floating-point types that the schema of an ONNX op allows for its inputs and outputs."""
 
     inputs: tuple[str, ...]
     """Type variable or type of each formal input. The last one repeats if the op is variadic."""

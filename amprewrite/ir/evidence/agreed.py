@@ -77,7 +77,7 @@ class Agreed:
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
     def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
-        """The reasons of the colours that `of` gives, from the graphs that decided them."""
+        """The reason for each agreed colour that `of` returns, by name. It is the reason of the graph that decided the colour."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
     def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:
@@ -104,7 +104,10 @@ class Agreed:
         return replace(self, places=places, whys=whys) if changed else self
 
     def joined_by_products(self, products: Iterable[Planned]) -> Agreed:
-        """A copy with the fp8 decisions of one planned graph added; the same object if nothing changes."""
+        """Return a copy that also holds the fp8 decisions for the products of one planned graph; `self` if nothing changes.
+
+        In `products` a low colour means fp8.
+        """
         known = self.products or Agreed()
         joined = known.joined(products)
         return self if joined is known else replace(self, products=joined)

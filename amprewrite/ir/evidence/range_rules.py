@@ -105,9 +105,9 @@ class Read(Generic[Node]):
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """The sides of zero on which the result is far beyond the range, if the value that is read is so on `side`.
+    """The signs (BELOW, ABOVE) that the result of an op may have far beyond the range, if its operand is far beyond the range on `side`.
 
-    Empty if the op uses the sign of the number alone. None if it uses its size, so that the end of the range would change the result.
+    Empty if an operand at the end of the range gives the same result, as in an op that reads the sign alone. None if it gives another one.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):

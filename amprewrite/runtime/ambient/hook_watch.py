@@ -29,14 +29,14 @@ class _OwnHookNumbers:
 
 
 def hook_result(result: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """`result.register_hook(hook)`, which no HookWatch takes for a hook that came."""
+    """Call `result.register_hook(hook)` and count the hook as our own, so that no HookWatch reports it."""
     with _OwnHookNumbers.lock:
         result.register_hook(hook)
         _OwnHookNumbers.taken += 1
 
 
 def hook_node(node: Node, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Hooks that run before and after a node of autograd, which no HookWatch takes for hooks that came."""
+    """Set hooks before and after an autograd node and count them as our own, so that no HookWatch reports them."""
     with _OwnHookNumbers.lock:
         node.register_prehook(before)
         node.register_hook(after)

@@ -60,7 +60,7 @@ class CallsInRegions:
         reentrant = isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
         if not reentrant and not saved_tensors_are_hooked():
             return False
-        number = node._sequence_nr() + reentrant  # this node is older than all in its body
+        number = node._sequence_nr() + reentrant  # a reentrant checkpoint numbers its node before it runs its body
         return next((inside for first, inside in reversed(self.changes) if first <= number), False)
 
 

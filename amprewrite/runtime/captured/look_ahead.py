@@ -217,7 +217,7 @@ def rewrite_for(
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # as the module's own code takes them
+    inputs = tuple(tree_flatten_spec((args, dict(kwargs)), given))  # flattened, as the module's own forward does first
     if not worth_watching(captured.problem) or not _hold_numbers((inputs, captured.module.state_dict())):
         return edited, plan
 

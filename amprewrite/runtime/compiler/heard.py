@@ -117,7 +117,10 @@ def _devices(root: nn.Module, inputs: Any) -> set[str]:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples and dicts, `depth` of them within each other. Objects of other classes may be under construction."""
+    """The tensors in nested lists, tuples and dicts, at most `depth` levels deep.
+
+    Objects of other classes are not searched: they may be under construction.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, list | tuple | dict):

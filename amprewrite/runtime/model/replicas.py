@@ -27,7 +27,7 @@ REPLICATE = "_replicate_for_data_parallel"
 def replica_of(session: Session, module: nn.Module) -> nn.Module:
     """The copy of `module`, a rewritten model or a part, that torch.nn.parallel.replicate gets."""
     refuse_frozen(module, "replicating it")
-    session.gate.look_for_optimizers()  # while the model holds its own parameters
+    session.gate.look_for_optimizers()  # now, because replicas run on copies, which no optimizer owns
     replica: nn.Module = nn.Module._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
     replica.__dict__["_compiled_call_impl"] = _ReplicaCall(session, module, replica)
     return replica

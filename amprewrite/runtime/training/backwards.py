@@ -131,7 +131,7 @@ class Noted:
                 self._flags = [any_of(self._flags)]
 
     def began(self, params: Iterable[Tensor]) -> None:
-        """Forget what was in gradients of `params` that were thrown away since, as a forward or a backward begins."""
+        """Drop the flags of gradients of `params` that were discarded. Called when a forward or a backward begins."""
         if not self:
             return
         gradients = [p.grad for p in params if p.grad is not None]

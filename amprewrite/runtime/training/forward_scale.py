@@ -175,7 +175,7 @@ class ForwardScale:
         if self.copied:
             further = torch.is_grad_enabled()  # create_graph=True: what it gives is differentiated again
             self._set(not self.under_way and (kept or self.static + taken + (not further) > 1))
-        # Noted last: another thread of this backward that comes here meanwhile writes the same, before it reads.
+        # Set last: until then, another thread of this backward also sets the scale, to the same value, before it reads the scale.
         call_after_backward(backward)  # type: ignore[attr-defined]
         self._backward = weakref.ref(backward)
 

@@ -389,7 +389,10 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """By how much a set of steps moves the growth tracker, if the scale and all else stay; 0 if not, or if that takes waiting."""
+        """The number to add to the growth tracker if this update changes nothing else; 0 if it changes more.
+
+        Also 0 if the host would have to wait for a tensor in order to know.
+        """
         numbers = host_numbers(found_inf, self._scale, self._growth_tracker, self._left, self._searching)
         if not numbers or not self._tables or self._recorded is not None or torch.is_inference_mode_enabled():
             return 0

@@ -133,7 +133,7 @@ def _flags(gradients: Iterable[Tensor], checked: bool = False, start: Tensor | N
         known, left = finite_flags(members) if checked else ([], members)
         here = [flag for flag in known if flag.device == where]
         if here:
-            found.setdefault(where, here[0])  # told only ever of what is looked at here: the kernel below may raise it
+            found.setdefault(where, here[0])  # this flag covers only gradients checked here, so the kernel below may set it in place
         flags += [flag for flag in known if flag is not found.get(where)]
         if left:
             if where not in found:

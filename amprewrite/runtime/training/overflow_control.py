@@ -95,7 +95,10 @@ class Stuck:
 
 
 class StepGate:
-    """Guards the optimizers of one model.  `parameters` returns the model's current parameters (FSDP swaps them)."""
+    """Checks the gradients of one model for overflow: steps of its optimizers that overflow are skipped, and the loss scale follows them.
+
+    `parameters` returns the model's current parameters (FSDP swaps them).
+    """
 
     _backwards: BackwardEnd
     _use: ScaleUse
@@ -207,7 +210,7 @@ class StepGate:
         self._knows_optimizer()
 
     def _knows_optimizer(self) -> bool:
-        """Whether an optimizer is guarded; looks for one now and then."""
+        """Whether an optimizer is guarded. If none is, calls number 1, 2, 4, 8, ... search the process for one."""
         if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
             self._unguarded += 1
             if self._unguarded & (self._unguarded - 1) == 0:
@@ -227,15 +230,16 @@ class StepGate:
         self._backwards.watch(results)
 
     def forward_began(self) -> None:
-        """Forget what was in gradients that the loop threw away, as a training forward begins."""
+        """Drop the overflow flags of gradients that the training loop has discarded. Called when a training forward begins."""
         self._known = None
         for note in self._notes:
             note.began(self._share(note))
 
     def _backward_began(self) -> None:
-        """Forget what was in gradients that were thrown away, as a backward begins. Parameters of a head may have new gradients already.
+        """Drop the overflow flags of gradients that were discarded. Called when a backward begins.
 
-        LossScaleError if a GradScaler has handled an optimizer of this model since the backward before.
+        Parameters of a head may have new gradients by then, so only the model's own parameters are looked at.
+        Raises LossScaleError if a GradScaler has handled an optimizer of this model since the backward before.
         """
         self._scalers.refuse(self._guarded)
         for note in self._notes:

@@ -17,8 +17,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "keras3": {"init": 2.0**15, "floor": None, "cap": math.inf},
     # apex/amp/scaler.py
     "apex": {"floor": None, "cap": 2.0**24},
-    # deepspeed/runtime/fp16/loss_scaler.py with its config's defaults: windows are counted from the last overflow, the step
-    # after it not included, and an overflow at the floor ends the run
+    # deepspeed/runtime/fp16/loss_scaler.py with its config's defaults: the first clean step after an overflow does not count
+    # towards growth, and an overflow at the floor ends the run
     "deepspeed": {"growth_interval": 1000, "floor": 1.0, "cap": None, "hysteresis": 2, "rest": 1, "raise_at_floor": True},
     # megatron/core/optimizer/grad_scaler.py, which does not look whether the grown scale is finite either
     "megatron": {"init": 2.0**32, "growth_interval": 1000, "floor": 1.0, "cap": math.inf, "hysteresis": 2},

@@ -166,7 +166,7 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Wait until a folder's entries are on the disk, if the file system can do that."""
-    with contextlib.suppress(OSError), _opened(folder) as handle:  # the entries are right all the same
+    with contextlib.suppress(OSError), _opened(folder) as handle:  # not every file system can sync a folder; entries are correct without
         os.fsync(handle)
 
 

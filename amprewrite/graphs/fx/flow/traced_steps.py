@@ -198,7 +198,7 @@ def _elements(node: torch.fx.Node) -> Any:
 
 
 def _dims(node: torch.fx.Node) -> int:
-    """Number of dims along which a value may vary."""
+    """Number of dims whose size is symbolic or above 1."""
     return sum(not isinstance(size, int) or size > 1 for size in _shape_of(node) or ())
 
 

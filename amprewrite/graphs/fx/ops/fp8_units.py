@@ -140,7 +140,7 @@ def _trial(device: torch.device, recipe: Recipe) -> str:
                     return f"{gemm}: a sum of {TRIAL} ones is {made.flatten()[0].item()}"
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # as in _multiply
+        except Exception as error:  # the device, a size or a layout is not supported
             return f"{gemm}: {_brief(error)}"
     return ""
 

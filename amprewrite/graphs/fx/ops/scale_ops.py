@@ -157,7 +157,7 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
     levels = []
     for level in range(depth, 0, -1):
         whole = torch._remove_batch_dim(gradient, level, 0, 0)
-        if len(whole):  # a tensor that this level does not batch is returned expanded, to the size 0
+        if len(whole):  # torch expands a tensor that this level does not batch, here to the batch size 0
             gradient = whole
             levels.append(level)
     result = function.apply(gradient, *others)
@@ -167,7 +167,10 @@ def _applied(function: type[torch.autograd.Function], gradient: Tensor, *others:
 
 
 def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
-    """Call the method `enters`, while its object lives, when a later backward differentiates gradients that were multiplied by `factor`."""
+    """Register the method `enters`: it is called when a later backward differentiates gradients that were multiplied by `factor`.
+
+    `factor` holds a weak reference to the method, so it does not keep the method's object alive.
+    """
     factor.amprewrite_enters = weakref.WeakMethod(enters)  # type: ignore[attr-defined]
 
 

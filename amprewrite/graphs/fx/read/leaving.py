@@ -99,7 +99,7 @@ def read_results_back(graph: torch.fx.Graph, without_grad: Set[Node]) -> Iterato
         if node in without_grad or not differentiable(example_value(node)) or _op_of(node)[-1] in apart:
             continue
         op = _maker(node)
-        key = alike.key(op) or op  # calls that make the keys and values of all layers are alike
+        key = alike.key(op) or op  # all layers make their keys and values by like calls: one answer serves all
         if key not in known:
             known[key] = _is_read_back(op)
         if known[key]:

@@ -100,9 +100,9 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 
 
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
-    """Give every fact a rank independent of the order of nodes, and a name by op and count: linear, linear_1, …
+    """Set the rank and the name of every fact. Names are unique: the op and a count, as in linear, linear_1, …
 
-    No two nodes have one name: inputs keep the names that they have, and counting skips these.
+    The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, and counting skips these.
     """
     counts: Counter[str] = Counter()
     bases = {node: _base_name(fact, entry, names) for node, fact in facts.items()}

@@ -120,11 +120,13 @@ def _pinned_summing(
 
 
 def _kind(fact: Fact, lists: OpLists, low: Format) -> OpKind | None:
-    """Kind of the op in this call, by the lists.
+    """The kind of the op in this call. The op lists give it by the op's name, with five exceptions:
 
-    Five things need more than the name: squares and cubes keep their relative error and in bf16 their range; a power that only a tanh reads
-    (GELU) may overflow without harm; a product of a value with itself is a square; `inner` of a vector is a dot and no matrix product; and
-    an einsum that sums over no dim of two operands is no matrix product either.
+    1. Squares and cubes keep a small relative error. In bf16 they also keep their range.
+    2. A power that only a tanh reads, as in GELU, may overflow without harm.
+    3. A product of a value with itself is a square.
+    4. `inner` of a vector is a dot product, not a matrix product.
+    5. An einsum that sums over no dim of two operands is an elementwise product, not a matrix product.
     """
     if fact.row is None:
         return None
@@ -234,7 +236,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     if fact.dtype != "fp32":
         answers = kind is OpKind.CLEAR and fact.op not in CONVERSIONS and not _reads_bits(fact)
         if fact.may_be_idle:
-            return Demand.ANY  # if its operand is low already, it returns that
+            return Demand.ANY  # a conversion to low returns an operand that is low already
         return Demand.ANY if answers and not fact.dtype.startswith(_FLOATING) else Demand.HIGH
     second = fact.op in LIKE_SECOND and parameter not in ("self", "input", "") and fact.node.args[0] is not feeder.node
     if second or fact.op in TAKES_SHAPE_ONLY:
@@ -252,7 +254,7 @@ def _reads_bits(fact: Fact) -> bool:
 
 # -- 3. pins -----------------------------------------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
-    """The colour that facts force; None if lists and passes decide."""
+    """The colour that an op must have, with the reason and a detail. None if the op lists and the passes may choose it."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
         return Colour.PLAIN, Reason.HALF, fact.dtype
     if fact.role == "op" and fact.dtype.startswith(NOT_DENSE) and fact.dtype.endswith("fp32"):

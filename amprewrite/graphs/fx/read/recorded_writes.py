@@ -33,9 +33,9 @@ def recorded_inputs(graph: torch.fx.Graph) -> frozenset[int]:
 
 
 def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
-    """True if the graph writes, recorded by autograd, to an input whose name is in `hooked`.
+    """True if the graph writes to an input named in `hooked`, and autograd records the write.
 
-    A hook that was set before the write belongs to the old value, and must not be taken for a hook on the new one.
+    A hook that was set before the write belongs to the old value. It must not be treated as a hook on the new value.
     """
     if not hooked:
         return False

@@ -83,7 +83,10 @@ class Alike:
             return None
 
     def _form(self, tensor: torch.Tensor) -> int:
-        """A number that is equal for tensors that no op can tell apart."""
+        """A number for the dtype, device, sizes, strides and flags of a tensor. No op can tell tensors with the same number apart.
+
+        Raises _NotAlike if the tensor has a known value or a layout that these do not describe.
+        """
         known = self._form_of.get(id(tensor))
         if known is None:
             if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.is_nested:

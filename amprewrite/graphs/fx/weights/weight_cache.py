@@ -281,7 +281,7 @@ class WeightCache:
 
 
 class _Answer:
-    """An accelerator's comparison of some weights, on its way to the host."""
+    """The result of comparing weights with their copies on an accelerator, copied to the host without waiting."""
 
     def __init__(self, weights: list[Tensor], flags: list[Tensor]) -> None:
         self.weights = weights

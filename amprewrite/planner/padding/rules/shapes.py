@@ -63,7 +63,7 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[
 
 
 def reshape(view: View) -> Rule:
-    """Rule of reshapes: dims pass in the groups that hold the same numbers before and after."""
+    """The padding rule of a reshape: groups of dims that hold the same numbers before and after have the same padding."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None or not view.call.shapes:
@@ -78,7 +78,7 @@ def reshape(view: View) -> Rule:
 
 
 def permuted(view: View) -> Rule:
-    """Rule of permutations: every dim passes to its new place."""
+    """The padding rule of a permutation: each dim of the operand and its new place in the result have the same padding."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     shape = view.shape(source)

@@ -74,7 +74,7 @@ class ChooseFused(CustomGraphPass):
                 node.meta["low_precision_pointwise_barrier"] = True
                 continue
             for source in node.all_input_nodes:
-                source.meta["inductor_realize_to_strides"] = True  # a kernel's order of sums may depend on how its operand lies
+                source.meta["inductor_realize_to_strides"] = True  # a kernel may sum in an order that depends on its operand's strides
 
     def uuid(self) -> bytes:
         """The key, beside inductor's own, under which compiled graphs are kept."""

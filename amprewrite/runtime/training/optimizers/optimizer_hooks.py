@@ -123,7 +123,7 @@ class Guard:
         self.resume()
 
     def remove(self, gate: Gate) -> None:
-        """Guard the optimizer for `gate` no longer."""
+        """Stop guarding the optimizer for `gate`."""
         for ref in [each for each in self._refs if each() is gate]:
             self.drop(ref)
 
@@ -277,7 +277,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         idle.__dict__[name] = value
     idle.__dict__.pop("step", None)  # a scheduler's, bound to the real one
     if type(optimizer).__module__.startswith("torch."):
-        idle.param_groups = []  # none of those looks up a group by index, and Dynamo, which may compile the step, wants a list
+        idle.param_groups = []  # torch's own optimizers look up no group by index, and Dynamo needs a plain list to compile the step
     else:
         idle.param_groups = _NoGroups({**group, "params": []} for group in optimizer.param_groups)
     idle.state = defaultdict(dict)

@@ -45,7 +45,10 @@ class UnscaledBackwards:
         self._numbers: list[Tensor] = []
 
     def enough(self, number: int, weights: Sequence[Tensor], evaluates: bool) -> bool:
-        """Whether a backward, by autograd's number for it, is the one after which to speak."""
+        """Count a backward that gave gradients to `weights`. True once there are enough to warn that gradients are not scaled.
+
+        `number` is autograd's number of the backward, which counts once. With `evaluates` it counts only if the weights have changed.
+        """
         if number == self._latest:
             return False
         self._latest = number
