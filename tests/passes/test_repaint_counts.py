@@ -77,6 +77,11 @@ KEPT: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "a running count": (lambda m, x: (x > 0).float().cumsum(1) @ m.weight, {}),
     "distances": (lambda m, x: (torch.arange(64)[:, None] * 64 - torch.arange(64)).float() @ m.weight + x, {}),
     "places that data choose": (lambda m, x: x.topk(64, -1).indices.float() @ m.weight, {}),
+    "positions by a triangle of ones": (lambda m, x: x @ m.weight * (torch.tril(torch.ones(64, 64)) @ (x > 0).float()), {}),
+    "positions by a triangle in a buffer": (
+        lambda m, x: x @ m.weight * (m.ones @ (x[:, :1] > 0).float()), {"ones": torch.tril(torch.ones(64, 64))}),
+    "lengths": (lambda m, x: x @ m.weight / ((x > 0).float().mT @ (x > 0).float()).clamp(min=1), {}),
+    "one-hot rows counted": (lambda m, x: x @ m.weight * (F.one_hot(x.argmax(-1), 64).float() + 1).mT.mm(torch.ones(64, 1)), {}),
     "scaled positions": (lambda m, x: (torch.arange(4096).view(64, 64).float() / 3) @ m.weight + x, {}),
 }  # fmt: skip
 FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
@@ -89,6 +94,8 @@ FREE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: x @ (torch.bitwise_and(m.packed >> 4, 15).float() * 0.1), {"packed": torch.randint(0, 99999, (64, 64))}),
     "small whole numbers in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": torch.arange(64.0).expand(64, 64).clone()}),
     "fractions in a buffer": (lambda m, x: m.places @ m.weight + x, {"places": 999 * torch.rand(64, 64)}),
+    "a share by a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ m.shares), {"shares": torch.rand(64, 64)}),
+    "half of a mask": (lambda m, x: x @ m.weight * ((x > 0).float() @ (x > 1).float().div(2)), {}),
     "an average by a mask": (lambda m, x: torch.tril(torch.ones(64, 64)) @ (x @ m.weight), {}),
     "attention with a mask of counts": (
         lambda m, x: F.scaled_dot_product_attention(*(3 * [(x @ m.weight)[None]]), attn_mask=-torch.arange(4096.0).view(64, 64)), {}),
@@ -106,6 +113,18 @@ def test_a_product_of_counts_stays_high(case: str) -> None:
 def test_what_the_format_holds_does_not_keep_a_product_high(case: str, low: str) -> None:
     function, buffers = FREE[case]
     assert {colour for colour, _ in colours(function, torch.randn(64, 64), low, **buffers)} == {Colour.LOW}
+
+
+@pytest.mark.parametrize(("low", "length"), [("bf16", 1024), ("bf16", 4097), ("fp16", 4097)])
+@pytest.mark.parametrize("ones", ["made", "held"])
+def test_positions_that_a_product_of_masks_counts_are_exact(ones: str, low: str, length: int) -> None:
+    def places(m: Function, x: Tensor) -> Tensor:
+        triangle = m.ones if ones == "held" else torch.tril(torch.ones(length, length))
+        return torch.cat([x @ m.weight, triangle @ (x[:, :1] > -99).float()], 1)
+
+    held = {"ones": torch.tril(torch.ones(length, length))} if ones == "held" else {}
+    amp = amprewrite.rewrite(Function(places, **held), dtype=low, device="h100")
+    assert torch.equal(amp(torch.randn(length, 64))[:, -1], torch.arange(1, length + 1).float())
 
 
 def test_what_fp16_holds_is_low_there() -> None:

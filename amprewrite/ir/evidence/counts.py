@@ -6,22 +6,25 @@ Positions, distances, lengths, indices and time steps are whole numbers. fp32 ho
 1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and
    looked-up rows are not counted, and neither is any value downstream of an fp32 input or a parameter.
 2. It is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements, and wide
-   integers after moves, sums and factors. It is SMALL if it cannot: booleans and bytes, sines, shares, remainders.
+   integers after moves, sums and factors. It is SMALL if it cannot, and may have fractions: sines, shares, frequencies. It is WHOLE if it
+   cannot and has none: booleans, bytes, remainders, one-hot rows, masks.
 3. A product keeps its operands in fp32 if one of its factors is LARGE. A product that sums over at most `FEW` elements also does if all
    of its factors are counted, as angles of positions and frequencies are. Its result needs exact operands, and it has few FLOPs.
+4. A product does so, too, if all of its factors are WHOLE: a triangle of ones times a mask gives positions, a mask times itself gives
+   lengths. The low format holds the factors, but not the result.
 
 Attention and recurrent layers do not count as products here, and summands, such as masks, do not count as factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 
 from amprewrite.ir.op_graph import OpGraph, OpNode
 from amprewrite.tables.formats import Format
-from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
+from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FEW = 16
@@ -32,17 +35,21 @@ PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, 
 MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
 GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments."""
+ASKS = frozenset(name for name, row in OPS.items() if row.asks)
+STAYS_WHOLE = GROWS | ASKS | ops_with(Trait.UNIFORM) | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
+"""Ops that make no fractions of whole numbers. A tensor that is an attribute of another, such as `mT`, has its numbers."""
 BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
 FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
 """Prefixes of the names of dtypes that can hold fractions."""
 
 
 class Count(IntEnum):
-    """Whether a value is counted, and how large it may be. A result takes the largest count of its operands, or NOT if one is NOT."""
+    """Whether a value is counted, and how large it may be. A result is LARGE if an operand is, and NOT if one is NOT."""
 
     NOT = 0
     SMALL = 1
-    LARGE = 2
+    WHOLE = 2
+    LARGE = 3
 
 
 def most_exact(low: Format) -> int:
@@ -50,7 +57,7 @@ def most_exact(low: Format) -> int:
     return int(2 / low.eps)
 
 
-def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Iterable[float], low: Format) -> Count:
+def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[float], low: Format) -> Count:
     """The count of the result of an op.
 
     `op` is its ATen base name, `dtype` the name of the result's dtype ("" if it is no tensor), `given` the counts of its operands, and
@@ -58,17 +65,19 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Iterable[float
     """
     whole = not dtype.startswith(FRACTIONS)
     row, sizes, limit = find_op(op), [abs(number) for number in numbers], most_exact(low)
+    exact = op in STAYS_WHOLE and all(each >= Count.WHOLE for each in given) and all(float(number).is_integer() for number in numbers)
+    small = Count.WHOLE if whole or exact else Count.SMALL
     if dtype in BYTES:
-        return Count.SMALL
+        return Count.WHOLE
     if not whole and (row is None or op in RANDOM | LOOKS_UP or Count.NOT in given):
         return Count.NOT
     if op in WITHIN_ONE or (op in BELOW and sizes and max(sizes) <= limit):
-        return Count.SMALL
+        return small
     if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
         return Count.LARGE  # indices, sizes, and inputs of the graph
-    return Count.LARGE if op in GROWS and max(sizes, default=0) > limit else Count.SMALL
+    return Count.LARGE if op in GROWS and max(sizes, default=0) > limit else small
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
@@ -89,8 +98,8 @@ def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode
     large = next((each for each in factors if counts.get(each) is Count.LARGE), None)
     if large is not None:
         return large
-    few = factors and all(counts.get(each, Count.NOT) for each in factors) and summed(node) <= FEW
-    return factors[0] if few else ""
+    least = min((counts.get(each, Count.NOT) for each in factors), default=Count.NOT)
+    return factors[0] if least is Count.WHOLE or (least and summed(node) <= FEW) else ""
 
 
 __all__ = ["FRACTIONS", "Count", "keep_counts", "made_of", "most_exact"]

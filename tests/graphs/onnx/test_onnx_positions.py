@@ -7,6 +7,7 @@ import io
 import warnings
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx_help import Net, true_error
@@ -14,6 +15,7 @@ from rotary import ANGLES, Rotary
 from torch import Tensor, nn
 
 from amprewrite.api.onnx.convert import rewrite_onnx
+from amprewrite.graphs.onnx.run.rounded import strict_outputs
 
 pytest.importorskip("onnxscript", reason="the onnx extra is not installed")
 
@@ -37,19 +39,27 @@ class Layer(nn.Module):
         return x + self.attention(x)
 
 
-def errors(spelling: str, low: str, lengths: tuple[int, ...]) -> list[float]:
-    """Errors under true rounding of one converted file at each length."""
+def exported(model: nn.Module) -> onnx.ModelProto:
+    """An fp32 file with a dynamic length."""
     rows = torch.export.Dim("rows", min=2, max=8192)
     with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            Layer(spelling).eval(), (torch.randn(1, 100, WIDTH),), dynamo=True, verbose=False, dynamic_shapes={"x": {1: rows}}
+            model.eval(), (torch.randn(1, 100, WIDTH),), dynamo=True, verbose=False, dynamic_shapes={"x": {1: rows}}
         )
     assert program is not None
-    file = program.model_proto
+    return program.model_proto
+
+
+def feed_of(length: int, draws: np.random.Generator) -> dict[str, np.ndarray]:
+    return {"x": draws.standard_normal((1, length, WIDTH)).astype(np.float32)}
+
+
+def errors(spelling: str, low: str, lengths: tuple[int, ...]) -> list[float]:
+    """Errors under true rounding of one converted file at each length."""
+    file = exported(Layer(spelling))
     made, draws = rewrite_onnx(file, dtype=low), np.random.default_rng(0)
-    feeds = [{"x": draws.standard_normal((1, length, WIDTH)).astype(np.float32)} for length in lengths]
-    return [true_error(Net(file, feed), made) for feed in feeds]
+    return [true_error(Net(file, feed_of(length, draws)), made) for length in lengths]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -64,3 +74,21 @@ def test_a_thousand_positions_are_as_exact_as_a_hundred(spelling: str) -> None:
 def test_four_thousand_positions_are_as_exact_as_a_hundred(spelling: str, low: str) -> None:
     short, *longer = errors(spelling, low, (128, 1024, 4096))
     assert max(longer) < 1.5 * short
+
+
+class Counts(nn.Module):
+    """A triangle of ones times a mask: positions, which fp16 holds up to 2048."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.tril(torch.ones(x.shape[-2], x.shape[-2])) @ (x[..., :1] > -99).float()
+        return torch.cat([self.linear(x), places], -1)
+
+
+def test_positions_that_a_product_of_masks_counts_are_exact() -> None:
+    made = rewrite_onnx(exported(Counts()), dtype="fp16")
+    ((written, *_),) = strict_outputs(made.ir_model, [feed_of(4097, np.random.default_rng(0))])
+    assert np.array_equal(written[0, :, -1], np.arange(1, 4098))

@@ -69,18 +69,18 @@ def _learns(*values: Any) -> bool:
 
 
 def _look(held: Mapping[torch.fx.Node, Any], low: Format) -> dict[torch.fx.Node, Count]:
-    """Constants that hold integers beyond the low format's exact ones, marked LARGE. A constant that cannot be read counts as SMALL."""
+    """The counts of constants: LARGE with whole numbers beyond the low format's exact ones, WHOLE with others. Unread ones are SMALL."""
     found, asked = dict.fromkeys(held, Count.SMALL), list[tuple[torch.fx.Node, Tensor]]()
     with torch.no_grad(), unselected():
         for node, value in held.items():
             plain = type(value) in (Tensor, torch.nn.Buffer) and not isinstance(value, FakeTensor) and value.layout == torch.strided
             if plain and value.device.type != "meta" and value.numel():
-                beyond = value.abs().amax() > most_exact(low)
-                asked.append((node, beyond & (value == value.round()).all()))
+                asked.append((node, torch.stack([(value == value.round()).all(), value.abs().amax() > most_exact(low)])))
         for device in {flag.device for _, flag in asked}:
             there = [(node, flag) for node, flag in asked if flag.device == device]
             flags = torch.stack([flag for _, flag in there]).tolist()
-            found |= {node: Count.LARGE for (node, _), flag in zip(there, flags, strict=True) if flag}
+            kinds = ((Count.LARGE if beyond else Count.WHOLE) if whole else Count.SMALL for whole, beyond in flags)
+            found |= {node: kind for (node, _), kind in zip(there, kinds, strict=True)}
     return found
 
 

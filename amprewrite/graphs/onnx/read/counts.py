@@ -56,12 +56,13 @@ def _entering(value: ir.Value, low: Format) -> Count:
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count], low: Format) -> Count:
-    """The count of a value that a node reads. A constant counts as LARGE if it holds integers beyond the low format's exact ones."""
+    """The count of a value that a node reads. Constants count by their values."""
     if value not in found:
         held = constant_tensor(value)
         numbers = np.zeros(0) if held is None or held.dtype.is_string() else np.asarray(held.numpy(), np.float64)
-        beyond = numbers.size > 0 and np.abs(numbers).max() > most_exact(low) and np.array_equal(numbers, np.round(numbers))
-        found[value] = Count.NOT if held is None else Count.LARGE if beyond else Count.SMALL
+        whole = numbers.size > 0 and np.array_equal(numbers, np.round(numbers))
+        beyond = whole and np.abs(numbers).max() > most_exact(low)
+        found[value] = Count.NOT if held is None else Count.LARGE if beyond else Count.WHOLE if whole else Count.SMALL
     return found[value]
 
 
