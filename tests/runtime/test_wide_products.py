@@ -58,8 +58,9 @@ def test_the_result_is_the_fp32_product_of_rounded_operands(rows: int) -> None:
     shares, chosen = amp(x)
     assert torch.equal(shares, wanted) and torch.equal(chosen, wanted.topk(2, -1).indices)
     assert edits(amp) == ["linear_1"] and edits(plain) == []
-    exact = model(x)[0]
-    assert (shares - exact).norm() < (plain(x)[0] - exact).norm()
+    if rows > 1:  # the errors of a single row are a matter of luck
+        exact = model(x)[0]
+        assert (shares - exact).norm() < 0.95 * (plain(x)[0] - exact).norm()
     with torch.no_grad():
         assert torch.equal(amp(x)[0], wanted)
 
