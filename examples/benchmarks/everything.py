@@ -95,6 +95,7 @@ TASKS = (
     Task("casts_vs_autocast", 0.1, ("--layers", "4"), ("--layers", "1", "--only", "bert")),
     Task("launches", 0.1, ("--only", "bert,vit"), ("--only", "vit", "--small", "--dtypes", "bf16")),
     Task("memory", 0.1, ("--only", "bert,vit"), ("--only", "lstm", "--batch", "2")),
+    Task("compiled_memory", 0.1, ("--only", "bert,gpt2"), ("--only", "odd_mlp", "--batch", "2")),
     Task("fp16_training", 0.1, ("--only", "cost", "--rounds", "10"), ("--only", "cost", "--rounds", "2")),
     Task("accuracy", 0.12, ("--layers", "2", "--only", "bert,vit"), ("--layers", "1", "--only", "bert", "--batches", "1")),
     Task("planner_cost", 0.1, ("--only", "bert,gpt2,resnet", "--perturb", "1"), ("--only", "resnet", "--perturb", "1")),
