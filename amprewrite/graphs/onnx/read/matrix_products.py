@@ -25,7 +25,7 @@ def read_matrix_products(reading: OnnxReading) -> dict[str, MatrixProduct]:
         if len(x.shape) < 2 or constant_tensor(w) is None or w.shape is None or w.shape.rank() != 2:
             continue
         straight = bool(node.attributes.get_int("transB", 0))
-        columns, inner = (int(dim) for dim in (w.shape if straight else reversed(w.shape)))
+        columns, inner = w.shape.numpy() if straight else reversed(w.shape.numpy())
         found[name] = MatrixProduct(
             read[0], read[1], 0, 0, x.numel // max(inner, 1), inner, columns, x_learns=True, w_learns=True, transposed=not straight
         )
