@@ -1,18 +1,20 @@
-"""Price a plan on a roofline: a launch, and the longer of arithmetic and memory traffic (Williams et al. 2009).
+"""Predict the run time of a plan with a roofline model: per kernel, a launch plus the longer of compute time and memory traffic.
 
-An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format it runs in, and three times that in a step of training:
-gradients of two operands, or saved values read again. A cast takes a launch and its bytes; in training the gradient is cast
-back, once for all readers of the value. A promoting kernel reads a low operand next to a high one without a cast. In training the
-gradient is cast all the same; in inference a kernel that converts as it reads is a little slower. By default, every call makes low
-copies of parameters. They and their gradients cost their bytes only, since a few launches make all of them. If copies are
-kept (a block of frozen weights, `cache_weights="step"`, a file), they cost nothing without gradients.
+The model is Williams et al. (2009). Its rules here:
 
-A price may mix training and inference: if one plan serves both, `CostModel.training` is the weight of training.
+1. An op takes `launch + max(FLOPs / rate, bytes / bandwidth)` in the format in which it runs. A training step takes three times as long:
+   its backward computes gradients of two operands, or reads saved values again.
+2. A cast takes a launch and the transfer of its bytes. In training the gradient is cast back, once for all readers of the value.
+3. A kernel that promotes mixed dtypes reads a low operand next to a high one without a cast. In training the gradient is still cast back.
+   In inference the kernel is a little slower, because it converts as it reads.
+4. By default every call makes low copies of parameters. These copies and their gradients cost only the transfer of their bytes, since a few
+   launches make all of them. Copies that are kept between calls (`cache_weights="step"`, frozen weights, a file) cost nothing in a pass
+   without gradients.
+5. One plan may serve both training and inference. `CostModel.training` is then the weight of training in the price.
+6. If memory has a price (`rewrite(..., memory=...)`), a training step also pays for the bytes of every result and copy, because the
+   backward may keep them.
 
-If memory has a price (`rewrite(..., memory=...)`), a step of training also pays for the bytes of every result and copy, since
-backward may keep them.
-
-Prices are whole ticks of 0.1 ns. Sums are then exact, and the cheapest plan depends on no rounding.
+Prices are integers in ticks of 0.1 ns, so that sums are exact and the choice of the cheapest plan depends on no rounding error.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 TICK = 1e-10
-"""Seconds."""
+"""The unit of prices, in seconds."""
 RISK = 0.02
-"""A rounding op runs low only if that saves more than this share of a launch: ties go to accuracy."""
+"""Extra price of running an op low, as a share of a launch. So an op that rounds runs low only if that saves more than this."""
 MIXING = 0.1
-"""Price in the forward of reading a low operand next to a high one, as a share of a cast: kernels that convert do not vectorise."""
+"""Price in the forward of a kernel that reads a low operand next to a high one, as a share of a cast. Such kernels do not vectorise."""
 _CONVERSIONS = ops_with(Trait.CONVERTS)
-"""Conversions. They are priced as casts if the format changes; otherwise the rewrite drops them."""
+"""Ops that convert dtypes. They have no price as ops: they are priced as casts if the format changes, and dropped if it does not."""
 
 
 class Timings(Protocol):
-    """Measured seconds of a forward; None if there is no measurement."""
+    """Measured run times in seconds: of an op in a forward, and of a cast. Both methods return None if there is no measurement."""
 
     def op(self, node: OpNode, fmt: Format) -> float | None: ...
 
@@ -50,32 +52,32 @@ class Timings(Protocol):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices on a device. All results are in ticks of 0.1 ns."""
+    """Computes the prices of ops and casts on one device. All methods return ticks of 0.1 ns."""
 
     device: Device
     low: Format
     training: float
-    """Weight of a training step in the price, from 0 to 1; the rest is a pass without gradients. True is 1, False is 0."""
+    """Weight of a training step in the price, from 0 to 1. The rest weighs a pass without gradients. True counts as 1, False as 0."""
     cached_weights: bool = True
-    """Whether low copies of parameters are kept between calls without gradients."""
+    """Whether calls without gradients keep the low copies of parameters for the next call."""
     timings: Timings | None = None
     memory: float = 0.0
-    """Price of a byte kept for backward, in seconds."""
+    """Price of one byte that is kept for the backward, in seconds."""
     together: bool = False
     """Whether one launch makes all low copies of parameters and a few launches cast their gradients back."""
 
     @property
     def time(self) -> CostModel:
-        """The same prices without the price of memory. Times shown to users come from these."""
+        """Return a copy of this model without the price of memory. Times that users see are computed with it."""
         return replace(self, memory=0.0)
 
     @property
     def place(self) -> str:
-        """Name of the device, and whether its prices are modelled or measured."""
+        """Name of the device, followed by "(modelled)" or "(measured)" for the origin of its prices."""
         return f"{self.device.name} ({'modelled' if self.timings is None else 'measured'})"
 
     def op(self, node: OpNode, fmt: Format, read: int) -> int:
-        """Price of the op in `fmt` if it reads `read` elements in that format."""
+        """Return the price of running `node` in `fmt`, where it reads `read` elements in that format."""
         seconds = self._seconds(node, fmt, read)
         if fmt is not FP32 and node.kind is not OpKind.CLEAR:
             seconds += RISK * self.device.launch
@@ -98,7 +100,7 @@ class CostModel:
         return self.device.launch + max(moved, node.flops / self.device.rate(rate))
 
     def cast(self, node: OpNode) -> int:
-        """Price in the forward of one copy of the node's result in the other format."""
+        """Return the price, in the forward, of one copy of the result of `node` in the other format."""
         if not 0 < self.training < 1:
             return self._cast(node, bool(self.training))
         return round(self.training * self._cast(node, True) + (1 - self.training) * self._cast(node, False))
@@ -114,28 +116,31 @@ class CostModel:
         return _ticks((self.device.launch + moved if measured is None else measured) + kept)
 
     def gradient_cast(self, node: OpNode) -> int:
-        """Price of casting a value's gradient back. It is paid once for all readers in the other format for which `sends_gradients`."""
+        """Return the price of casting the gradient of `node` back to the format of its value; 0 without training.
+
+        The price is paid once for all readers that run in the other format and for which `sends_gradients` is True.
+        """
         if not self.training or node.role in ("constant", "buffer"):
             return 0
         return round(self.training * self._cast(node, True))
 
     def mixed_read(self, node: OpNode) -> int:
-        """Price, without gradients, of a kernel that reads this low value next to a high one and converts it (see `mixes`)."""
+        """Return the extra price in inference of a kernel that reads the low result of `node` next to a high operand (see `mixes`)."""
         return 0 if self.training >= 1 else round((1 - self.training) * MIXING * self._cast(node, False))
 
 
 def sends_gradients(reader: OpNode) -> bool:
-    """Whether the backward of this op gives its operands gradients in the op's own format."""
+    """True if the backward of `reader` returns gradients for its operands in the format in which `reader` runs."""
     return reader.carries_fp32 or reader.role == "output"
 
 
 def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
-    """Whether a kernel that computes in the colour `want` reads the operand in another format and converts it itself."""
+    """True if the kernel of `reader`, which computes in the colour `want`, may read `operand` in the other format and convert it itself."""
     return want is Colour.HIGH and operand in reader.promoted
 
 
 def moves_nothing(node: OpNode) -> bool:
-    """Whether the op costs nothing by itself: a view, a conversion, or a vertex that is no op."""
+    """True if `node` itself costs nothing: it is a view, a conversion (priced as a cast), or no op."""
     return node.role != "op" or _is_view(node.op)
 
 
@@ -146,7 +151,7 @@ def _is_view(op: str) -> bool:
 
 
 def elements_read(graph: OpGraph, node: OpNode) -> int:
-    """Elements of fp32 operands that the op reads. A lookup in a table reads as many as it returns."""
+    """Return the number of elements of fp32 operands that the op reads. A lookup in a weight reads at most as many as it returns."""
     total = 0
     for operand in node.operands:
         maker = graph[operand.value]
@@ -157,13 +162,13 @@ def elements_read(graph: OpGraph, node: OpNode) -> int:
 
 @dataclass(frozen=True)
 class Price:
-    """Price of one colouring of a graph, in ticks of 0.1 ns."""
+    """Price of a graph whose ops have given colours, in ticks of 0.1 ns."""
 
     ops: int
     casts: int
-    """Time of all casts, casts of gradients included."""
+    """Price of all casts, casts of gradients included."""
     copies: int
-    """Number of copies that the forward makes."""
+    """Number of copies that the forward makes. This is a count, no price."""
 
     @property
     def total(self) -> int:
@@ -171,7 +176,7 @@ class Price:
 
 
 class Prices:
-    """Price colourings of one graph on a device. The prices of its ops and values are computed once."""
+    """Computes the price of many colourings of one graph. The prices of single ops and casts are computed once, in the constructor."""
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.places = {node.name: place for place, node in enumerate(graph)}
@@ -199,7 +204,7 @@ class Prices:
         self.mixed_read = np.array([model.mixed_read(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
-        """The price of a colouring: its ops, and the casts that it needs."""
+        """Return the price of the graph, ops and necessary casts, if each node has the colour given by `colours`, by name."""
         low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
         made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
         mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0
@@ -214,7 +219,7 @@ class Prices:
 
 
 def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Price:
-    """The price of one colouring of a graph."""
+    """Return the price of `graph` if each node has the colour given by `colours`, by name. For many colourings use `Prices`."""
     return Prices(graph, model).of(colours)
 
 

@@ -1,4 +1,4 @@
-"""A plan in the making: the deciding passes write here, and `freeze` makes the plan of a region from it."""
+"""Collects the decisions on one graph. The deciding passes write them, and `freeze` turns them into a `RegionPlan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amprewrite.tables.vocabulary import Colour, Edit, Reason
 
 @dataclass(frozen=True)
 class Painted:
-    """A colour with its reason, the node that caused it, and a detail."""
+    """The colour of one node with its reason, the node that caused it ("" if none did), and a detail of the reason."""
 
     colour: Colour
     reason: Reason
@@ -24,13 +24,13 @@ class Painted:
 
 @dataclass
 class Decisions:
-    """Decisions on one problem so far. Deciding passes add to it; applying passes see only the plan that `freeze` makes of it."""
+    """Decisions on one `Problem` so far. Deciding passes add to them. Applying passes see only the plan that `freeze` returns."""
 
     paints: dict[str, Painted] = field(default_factory=dict)
     casts: tuple[Cast, ...] = ()
     pads: PadPlan = field(default_factory=PadPlan)
     candidates: tuple[Candidate, ...] = ()
-    """The plans that were compared by price, the chosen one first."""
+    """The plans that were compared by price, the chosen plan first; empty if none were."""
     edits: list[NodeEdit] = field(default_factory=list)
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
@@ -40,7 +40,10 @@ class Decisions:
         self.paints[name] = Painted(colour, reason, because_of, detail)
 
     def keep_high(self, problem: Problem, name: str, reason: Reason, because_of: str = "") -> None:
-        """Paint an op high. Nothing happens if it carries no fp32 value, is high already, is pinned, or has an override."""
+        """Paint the op `name` high, unless it is high already, carries no fp32 value, is pinned, or has an override.
+
+        An op whose colour follows from the subgraph inside it (`Reason.BODY`) does not change either.
+        """
         node, paint = problem.graph[name], self.paints.get(name)
         asked = node.op in problem.lists.asked or (paint is not None and paint.reason in (Reason.ASKED, Reason.BODY))
         if node.carries_fp32 and node.pinned is None and not asked and (paint is None or paint.colour is Colour.LOW):
@@ -51,25 +54,25 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add an edit of one op. The edit is off if a given plan switches it off."""
+        """Add the edit `what` of one op. It is recorded as switched off if the plan to follow (`problem.given`) switches it off."""
         given = problem.given.edits if problem.given is not None else ()
         off = any(edit.node == node and edit.what is what and not edit.on for edit in given)
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> bool:
-        """Add an edit of each of these ops that runs low. True if any does."""
+        """Add the edit `what` of each of `nodes` that runs low. Return True if any of them does."""
         found = [name for name in nodes if self.paints[name].colour is Colour.LOW]
         for name in found:
             self.edit(problem, name, what)
         return bool(found)
 
     def note(self, text: str) -> None:
-        """Add a line to the notes of the plan, once."""
+        """Add `text` to the notes of the plan, unless they hold it already."""
         if text not in self.notes:
             self.notes.append(text)
 
     def freeze(self, problem: Problem) -> RegionPlan:
-        """Return the decisions as the plan of one graph. Every node of `problem` must have a colour."""
+        """Return the decisions as the plan of the graph of `problem`. Every node of the graph must have a colour."""
         place = problem.costs.place if self.candidates else ""
         return RegionPlan(
             name=problem.name,

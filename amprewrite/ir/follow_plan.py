@@ -9,16 +9,18 @@ from amprewrite.tables.vocabulary import Colour
 
 
 def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
-    """The region of `plan` with the same nodes as `problem`.
+    """Return the region of `plan` that has the same nodes as the graph of `problem`.
 
-    Raises PlanError that names the first mismatch with the closest region, or a colour that the graph cannot have.
+    Raises PlanError if the plan is for another low format, if no region fits (the message names the first mismatch with the region of the
+    most similar length), or if the region gives a node a colour that it cannot have.
     """
     if plan.low != problem.policy.low.name:
         raise PlanError(f"the plan is for low = {plan.low}, this rewrite's is {problem.policy.low.name}; pass dtype={plan.low!r}")
     found = {region: _first_mismatch(region, problem) for region in plan.regions}
     fitting = [region for region, mismatch in found.items() if not mismatch]
     if fitting:
-        of_that_name = [region for region in fitting if region.name.rpartition(".")[2] == problem.name]  # two branches may be alike
+        # several regions may fit, such as two branches with the same ops: the name then decides
+        of_that_name = [region for region in fitting if region.name.rpartition(".")[2] == problem.name]
         region = (of_that_name or fitting)[0]
         _check_colours(region, problem)
         return region
@@ -29,7 +31,8 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
-    here = [node for node in problem.graph if node.dtype or node.role == "output"]  # whether symbolic sizes occur depends on the batch
+    # nodes for symbolic sizes have no dtype: they are left out, since their presence depends on the batch
+    here = [node for node in problem.graph if node.dtype or node.role == "output"]
     there = [planned for planned in region.nodes if planned.dtype or planned.role == "output"]
     for planned, node in zip(there, here, strict=False):
         if planned.name != node.name:
@@ -55,7 +58,7 @@ def _check_colours(region: RegionPlan, problem: Problem) -> None:
 
 
 def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
-    """Raise PlanError if the casts listed in a plan are not the casts that follow from its colours."""
+    """Raise PlanError if `region` lists casts and these differ from `casts`, which follow from its colours."""
     planned, given = ({(cast.value, cast.to): cast for cast in some} for some in (region.casts, casts))
     for key in [*planned, *given]:
         if region.casts and (key in planned) != (key in given):

@@ -1,11 +1,12 @@
-"""Values that torch.autocast holds in fp32, and how exactly it holds them. No other file reads torch.autocast's rules.
+"""Predicts which values torch.autocast would hold in fp32, and how exactly (`Held`). No other file reads torch.autocast's rules.
 
 1. Inputs and weights are fp32, and so is the result of an op that reads no tensor. A cast of a value that is already low gives a low
    value.
-2. Ops on torch.autocast's low list give low values. Ops on its fp32 list, and casts to fp32 in the model's code, give fp32. ONNX files
-   have no such lists; there our own denied and unlisted ops give fp32.
-3. Any other op gives the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count. Neither do 0-dim
-   tensors next to tensors with dims, nor the constants of a file without an offset, which are stored in the format of their readers.
+2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
+   files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
+3. Any other op returns the widest dtype of its data. Side arguments, such as the weights of a batch norm, do not count. Neither do 0-dim
+   tensors next to tensors with dims, nor the constants of an ONNX file that have no offset (see `offsets` in `Problem`), because such
+   constants are stored in the format of their readers.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_
 FILE = "meta"
 """The device of a graph that was read from an ONNX file."""
 LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_with(Trait.LEVELS_ABOVE))
-"""Ops whose result may depend so little on the operand that its error is far smaller."""
+"""Ops that may shrink the error of their operand, because the result hardly depends on some operands, as in a saturated sigmoid."""
 
 
 def is_product(node: OpNode) -> bool:
-    """Whether torch.autocast runs an op low, or may run ops inside it low. A product of counts is not one: it stays fp32 here."""
+    """True if torch.autocast runs `node` low, or may run ops of a subgraph inside it low. False for products of counts, which stay fp32."""
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or node.flops > 0 or inside)
 
 
 def rounds(node: OpNode) -> bool:
-    """Whether an op rounds its operands under every plan: a product, or a cast to a low format."""
+    """True if an op rounds its operands under every plan: it is a product, or a cast to a low format."""
     return is_product(node) or (node.op in CONVERTS and node.dtype in LOW_NAMES)
 
 
 def data_of(node: OpNode) -> tuple[Operand, ...]:
-    """The operands that are data of an op, without side arguments such as the weights of a norm."""
+    """Return the operands that are data of an op. Side arguments, such as the weights of a norm, and operands read for their shape or dtype
+    alone are left out."""
     if node.op in SHAPE_ONLY or (node.op in ASKS and not node.carries_fp32):
         return ()
     if node.op in CONVERTS | LIKE_SECOND and len(node.operands) > 1:
@@ -54,7 +56,10 @@ def data_of(node: OpNode) -> tuple[Operand, ...]:
 
 
 def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
-    """For an op on no list of torch.autocast: the operand whose dtype it takes ("" without operands), and whether that is in `wide`."""
+    """Return (name of the operand whose dtype an op takes, True if that operand is in `wide`), for an op on no list of torch.autocast.
+
+    The name is "" if the op has no operands. `wide` holds the names of the values in fp32.
+    """
     like = [operand for operand in node.operands if node.op in CONVERTS and operand.demand is Demand.ANY]
     read = like or [operand for operand in data_of(node) if operand.demand is not Demand.ANY] or list(node.operands)
     read = [operand for operand in read if not operand.scalar] or read
@@ -62,9 +67,10 @@ def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
 
 
 def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = None, offsets: Set[str] = frozenset()) -> set[str]:
-    """Names of the values that torch.autocast holds in fp32 on `device`. `known` holds facts of graphs inside and around this one.
+    """Return the names of the values of `graph` that torch.autocast would hold in fp32 on `device`.
 
-    `offsets` are constants with a common part larger than the differences of their values.
+    `known` holds the precision of values that is known from graphs inside and around this graph. `offsets` names the constants that have an
+    offset: a common part that is larger than the differences of their values.
     """
     kinds, known, found = {} if device == FILE else autocast_kinds(device), known or {}, set[str]()
     for node in graph:
@@ -87,7 +93,7 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
 
 
 def held(problem: Problem) -> dict[str, Held]:
-    """How exactly torch.autocast holds each value of a graph."""
+    """Return, for each value of the graph of `problem`, how exactly torch.autocast would hold it."""
     return _Reading(problem).found
 
 
@@ -107,7 +113,8 @@ class _Reading:
         given = [each.value for each in data_of(node) if not each.scalar]
         found = [self.found[each] for each in given]
         if node.may_saturate and not any(self.found[each] is Held.EXACT and each in self.from_inputs for each in given):
-            return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN  # a mask, or values that a mask blocks
+            # a mask, or values to which a mask was added: not EXACT, because constants that only block positions need no exact digits
+            return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS | UNIFORM and not given:
             return Held.PLAIN
         if node.op in NORMS and given and node.numel >= self.graph[given[0]].numel:
@@ -118,17 +125,20 @@ class _Reading:
         if not given or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT
         bent = node.op in LEVELS | AWAY | AVERAGES | LOGS | NORMS
-        if node.op in SUMS:  # it counts as unrounded if it adds a number, or an unrounded value that is not learnt
+        if node.op in SUMS:  # a sum counts as PLAIN if it adds a number, or a PLAIN value that is not learnt
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_learnt(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_learnt(self, name: str) -> bool:
-        """Whether a value is a weight, rows of a table, the result of a norm, or a mask."""
+        """True if the value `name` is no result of an op (such as a weight), rows of a table, the result of a norm, or a mask."""
         seen = self.graph.seen(name)
         return seen.role != "op" or seen.op in LOOKS_UP | NORMS or self.graph[name].may_saturate
 
     def _spans(self, name: str) -> int:
-        """Most elements of a value that can differ: its smallest size upstream, along ops with one operand."""
+        """Return an upper bound on the number of different elements of a value: its smallest size upstream, along ops with one operand.
+
+        For example, an expanded scalar has one.
+        """
         node, least = self.graph[name], self.graph[name].numel
         while node.role == "op" and not is_product(node) and len(node.operands) == 1:
             node = self.graph[node.operands[0].value]

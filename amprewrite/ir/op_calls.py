@@ -1,6 +1,6 @@
-"""Recorded calls of ops, for passes that look at dims: arguments and shapes as plain data, tensors by name.
+"""Calls of ops with their arguments and shapes as plain data, for passes that need to know about dims. Tensors are given by name.
 
-The op graph holds the edges between fp32 values. Padding needs more: the dim of a softmax, how a view splits a dim.
+The op graph holds only the edges between fp32 values. Padding needs more, such as the dim of a softmax or the new shape of a view.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Size = int | str
-"""Extent of a dim; a string if it is symbolic."""
+"""Extent of a dim: an int, or the name of a symbolic size."""
 Shape = tuple[Size, ...]
 
 
@@ -23,39 +23,39 @@ class Ref:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op."""
+    """One call of an op, with its arguments and the shapes of its results."""
 
     name: str
-    """Name of its vertex."""
+    """Name of its vertex in the op graph."""
     op: str
     """ATen base name; for a vertex that is no op, its role."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     shapes: tuple[Shape, ...] = ()
-    """Shapes of the tensors it returns, in order."""
+    """Shapes of the tensors that it returns, in order."""
     several: bool = False
-    """Whether it returns a tuple or list of tensors."""
+    """Whether it returns a tuple or list of tensors instead of a single tensor."""
     floating: bool = True
     """Whether all results are floating point."""
     item: Any = None
-    """The index, for `getitem` of a tuple."""
+    """The index, if the call is a `getitem` of a tuple; otherwise None."""
     opaque: str = ""
-    """Why padding must not pass this op, such as aliasing writes or tensor subclasses; "" if it may."""
+    """The reason why this op must not read or return padded tensors, such as aliasing writes or tensor subclasses; "" if it may."""
     role: str = "op"
 
     def get(self, place: int, name: str, default: Any = None) -> Any:
-        """The argument at `place`, or by its name."""
+        """Return the positional argument at `place`, otherwise the keyword argument `name`, otherwise `default`."""
         if place < len(self.args):
             return self.args[place]
         return self.kwargs.get(name, default)
 
     def refs(self) -> tuple[str, ...]:
-        """Names of the values that the call reads, each once, in order."""
+        """Return the names of the values that the call reads, each once, in the order of the arguments."""
         return tuple(dict.fromkeys(ref.name for ref in leaves((self.args, tuple(self.kwargs.values()))) if isinstance(ref, Ref)))
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of nested tuples, lists, dicts and slices."""
+    """Yield the leaves of nested tuples, lists, dicts and slices. Anything else is a leaf."""
     if isinstance(value, tuple | list):
         for inner in value:
             yield from leaves(inner)

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Demand(Enum):
-    """The dtype that an op needs for one of its operands."""
+    """The dtype in which an op needs one of its operands."""
 
     COLOUR = "colour"
     """The dtype of the op's own colour."""
     PROMOTE = "promote"
-    """Like COLOUR, but the kernel promotes mixed operands itself: a low operand may stay low next to a high one."""
+    """Like COLOUR, but the kernel promotes mixed operands itself: a low operand may stay low next to a high operand."""
     HIGH = "high"
-    """The dtype before the rewrite, whatever the op's colour."""
+    """The dtype that the operand had before the rewrite, fp32, whatever the op's colour."""
     ANY = "any"
-    """Either dtype: comparisons, shapes, fp32 parameters of an op with low data."""
+    """Either dtype. Examples: operands that are compared, or read for their shape, and fp32 parameters of an op with low data."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,19 @@ class Operand:
     scalar: bool = False
     """Whether it is a 0-dim tensor, which tensors with dims outrank in type promotion."""
     write_version: int = 0
-    """Number of in-place writes to its memory before this read. Readers share a copy only within one write version."""
+    """Number of in-place writes to its memory before this read. Readers share a low copy only if they have the same write version."""
     summand: bool = False
-    """Whether the op only adds it to a product of its other operands."""
+    """Whether the op only adds this operand to a product of its other operands, as `addmm` does with its first."""
     twice: bool = False
-    """Whether the op takes it as two or more arguments, as in `y * y`."""
+    """Whether the op takes this tensor as two or more arguments, as in `y * y`."""
 
 
 @dataclass(frozen=True)
 class OpNode:
-    """One op and its facts. Frozen: passes decide on it and never change it."""
+    """One vertex of the op graph: an op, or an input, weight or output of the graph, with its facts.
+
+    Frozen: passes decide about a node and never change it.
+    """
 
     name: str
     op: str
@@ -62,24 +65,27 @@ class OpNode:
     """Dtype of the result: fp32, int64, …; several dtypes are joined by a plus; "" without a tensor."""
     shape: tuple[int | str, ...] = ()
     numel: int = 0
-    """Elements of the result. Symbolic sizes count by their hint."""
+    """Number of elements of the result. Symbolic sizes count with their value at capture."""
     flops: int = 0
+    """FLOPs of one forward if the op is a product of tensors; otherwise 0."""
     device: str = "cpu"
     module: str = ""
     """Path of the module that calls it, "" for the root."""
     source: str = ""
-    """file:line of the model's code."""
+    """Line of the model's code that calls it, as "file.py:12"."""
     role: str = "op"
+    """"op", or "input", "parameter", "buffer", "constant" or "output" for a vertex that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None
-    """Colour that facts force, with reason and detail; None if lists and passes decide."""
+    """(colour, reason, detail) if a fact forces the colour of this node; None if lists and passes decide."""
     precision_group: str = ""
-    """Name of its precision group; "" for none. Nodes of a group share memory or a kernel, and so have one colour."""
+    """Name of its precision group; "" for none. Nodes of a group share memory or a kernel, and therefore have one colour."""
     relative: bool = False
-    """Whether it is a cast to a dtype that the model takes from another tensor. Such a cast may be low even after a denied op."""
+    """Whether it is a cast to the dtype of another tensor, as `x.to(y.dtype)` is. Such a cast may be low even after a denied op."""
     may_saturate: bool = False
-    """Whether it holds finite constants beyond the low format's range, such as a mask of finite minimums."""
+    """Whether its result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
-    """For a product of counts: the count that a low format would round (`ir/evidence/counts.py`)."""
+    """Name of the operand that counts something and that a low format would round, if the op is a product of counts; otherwise "".
+    See `ir/evidence/counts.py`."""
 
     @property
     def carries_fp32(self) -> bool:
@@ -87,19 +93,19 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """The operands with dims that the op's kernel promotes itself if their formats differ."""
+        """The operands whose mixed dtypes the op's kernel promotes itself, without 0-dim tensors."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
 def _empty() -> nx.DiGraph:
-    import networkx as nx  # the import takes a tenth of torch's, and reading a plan needs no graph
+    import networkx as nx  # imported late because it is slow to import, and users who only read a plan need no graph
 
     return nx.DiGraph()
 
 
 @dataclass
 class OpGraph:
-    """Op vertices in a canonical order, and the networkx graph over their names."""
+    """The vertices of one graph in a canonical order, and a networkx graph of the edges between their names."""
 
     nodes: dict[str, OpNode] = field(default_factory=dict)
     digraph: nx.DiGraph = field(default_factory=_empty)
@@ -121,14 +127,17 @@ class OpGraph:
             self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
-        """The first vertex, from `name` upstream, that is not a clear op with one operand: the source of its values."""
+        """Return the vertex that made the values of `name`: the first vertex upstream, itself included, that is no view or similar op.
+
+        Skipped are CLEAR ops with one operand.
+        """
         node = self[name]
         while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:
             node = self[node.operands[0].value]
         return node
 
     def exchanged(self, nodes: Mapping[str, OpNode]) -> OpGraph:
-        """The graph with these vertices replaced. The edges stay the same."""
+        """Return a copy of the graph in which `nodes` replace the vertices of the same names. The edges stay the same."""
         return OpGraph(nodes={**self.nodes, **nodes}, digraph=self.digraph, rank=self.rank)
 
     def __iter__(self) -> Iterator[OpNode]:
@@ -138,15 +147,15 @@ class OpGraph:
         return self.nodes[name]
 
     def readers(self, name: str) -> Iterator[OpNode]:
-        """Ops that read the result of `name`."""
+        """Yield the vertices that read the result of `name`."""
         return (self.nodes[reader] for reader in self.digraph.successors(name))
 
     def feeders(self, name: str) -> Iterator[OpNode]:
-        """Ops whose results `name` reads."""
+        """Yield the vertices whose results `name` reads."""
         return (self.nodes[feeder] for feeder in self.digraph.predecessors(name))
 
     def precision_groups(self) -> dict[str, list[str]]:
-        """Names of the nodes of each precision group, which share one colour."""
+        """Return, by name of the precision group, the names of its nodes, which share one colour."""
         groups: dict[str, list[str]] = {}
         for node in self:
             if node.precision_group:
@@ -155,9 +164,9 @@ class OpGraph:
 
 
 def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
-    """For each operand whose format matters to a node run in `colour`: the colour in which the kernel computes with it.
+    """Yield (operand, the colour in which the kernel computes with it) for each operand whose format matters if `node` runs in `colour`.
 
-    A promoting op takes 0-dim operands in any format, unless all of its operands are 0-dim.
+    A promoting op takes 0-dim operands in any format, unless all of its operands are 0-dim. Such operands are left out.
     """
     free_scalars = any(not o.scalar and o.demand in (Demand.PROMOTE, Demand.COLOUR) for o in node.operands)
     for operand in node.operands:
@@ -168,17 +177,20 @@ def wanted(node: OpNode, colour: Colour) -> Iterator[tuple[Operand, Colour]]:
 
 
 def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
-    """The operand that is cast if a promoting op runs high and all its operands are low: the smallest, the first on a tie."""
+    """Return the operand that is cast to fp32 if the promoting op `node` runs high and all its operands are low; None if it promotes none.
+
+    It is the smallest such operand, and the first of several that are equally small.
+    """
     return min(node.promoted, key=lambda o: nodes[o.value].numel, default=None)
 
 
 def resolved(
     node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]
 ) -> Iterator[tuple[Operand, Colour]]:
-    """The operands of `node` that must be cast if it runs in `colour`, each with the colour that it is cast to.
+    """Yield the operands of `node` that must be cast if it runs in `colour`, each with the colour to which it is cast.
 
-    A promoting op that runs high reads low operands without a cast if another operand with dims is high. If all are low, its anchor
-    alone is cast, and type promotion does the rest.
+    `colours` are the colours of all nodes by name. A promoting op that runs high reads low operands without a cast if another operand with
+    dims is high. If all of them are low, only its `anchor` is cast, and type promotion in the kernel does the rest.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)

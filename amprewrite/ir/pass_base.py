@@ -1,7 +1,7 @@
 """The base class of passes (requires, call, ensures), and a function that runs a pipeline of them.
 
-A pass reads one thing and edits another. Deciding passes read a `Problem` and add to `Decisions`. Applying passes read the plan
-of a region and edit an fx graph. So neither kind can do the work of the other.
+A pass reads one object and edits another. Deciding passes read a `Problem` and edit `Decisions`. Applying passes read a `RegionPlan` and
+edit an fx graph. So a deciding pass cannot change a graph, and an applying pass cannot decide.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class PassResult:
 
 
 class Pass(Generic[Read, Edited]):
-    """One named step. Subclasses are thin wrappers of plain functions."""
+    """One named step of a pipeline. A subclass defines `name` and `call`, and calls plain functions to do the work."""
 
     name: ClassVar[str]
 
     def requires(self, read: Read, edited: Edited) -> None:
-        """Raise PassError if the two are not ready for this pass."""
+        """Raise PassError if `read` or `edited` is not ready for this pass."""
 
     def call(self, read: Read, edited: Edited) -> bool:
-        """Run the pass. True if anything changed."""
+        """Run the pass on `edited`. Return True if anything changed."""
         raise PassError(f"{type(self).__name__} does nothing: it has no call method")
 
     def ensures(self, read: Read, edited: Edited) -> None:
-        """Raise PassError if the result breaks a promise of this pass."""
+        """Raise PassError if `edited`, after the pass, breaks a promise of this pass."""
 
     def __call__(self, read: Read, edited: Edited) -> PassResult:
         started = time.perf_counter()
@@ -54,9 +54,9 @@ class Pass(Generic[Read, Edited]):
 
 
 def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited, where: str = "graph") -> tuple[PassResult, ...]:
-    """Run passes in order on the graph called `where`, and return the result of each.
+    """Run passes in order, and return the result of each. `where` is the name of the graph in error messages.
 
-    An unexpected failure becomes a PassError that names the pass and the passes before it.
+    An unexpected exception becomes a PassError that names the pass and the passes that ran before it.
     """
     results: list[PassResult] = []
     for each in passes:
@@ -68,7 +68,10 @@ def run_passes(passes: Sequence[Pass[Read, Edited]], read: Read, edited: Edited,
 
 @contextmanager
 def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
-    """Turn an unexpected exception into a PassError. The graph then stays fp32 with a warning: our bugs must not end a training run."""
+    """Turn an unexpected exception of the block into a PassError; amprewrite's own errors pass through.
+
+    The caller can then leave the graph in fp32 with a warning, so that a bug in a pass does not end a training run.
+    """
     try:
         yield
     except AmpRewriteError:
@@ -81,7 +84,7 @@ def failing_as_pass(what: str, where: str = "") -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """Switch Python's cycle collector off inside the block.
 
-    A pass makes no garbage cycles, and scanning a large graph again and again would make it slower than linear.
+    A pass makes no garbage cycles, and repeated scans of a large graph by the collector would make its run time more than linear.
     """
     on = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The input of the deciding passes: one captured graph, the facts known about it, and the user's policy. Nothing here is decided."""
+"""The input of the deciding passes: one captured graph, the facts known about it, and the user's policy. It holds no decisions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from amprewrite.tables.vocabulary import Edit, Held, Reason
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One graph to plan. Frozen: to add a fact, copy it with `dataclasses.replace`."""
+    """One graph to plan, with all facts about it. Frozen: to add a fact, copy the problem with `dataclasses.replace`."""
 
     graph: OpGraph
     policy: Policy
@@ -38,78 +38,83 @@ class Problem:
     inside_scaled: bool = False
     """Whether loss scaling is built into a graph around this one."""
     kept_high: tuple[Reason, str] | None = None
-    """Why this whole graph stays high, and the op whose body it is; None if it may run low."""
+    """(reason, op) if this whole graph stays fp32; the graph is then the body of that op, such as a loop. None if it may run low."""
     block_size: int = 0
-    """Most elements of weights in one gradient block; 0 if the graph casts its weights itself."""
+    """Largest number of weight elements in one gradient block (weights that share an autograd node); 0 if there are no blocks, so that
+    each weight is cast where it is read."""
     fold_masks: Literal["", "fixed", "any"] = ""
-    """Attention masks that may be dropped: none, masks of fixed sizes, or also masks that a call can judge."""
+    """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
+    to be tested in each call, which takes a graph without a compiler."""
     masks: Mapping[str, Edit] = field(default_factory=dict)
-    """Edits allowed on the masks of attention calls; empty unless masks may be dropped."""
+    """For attention calls by name: the edit that may be made to their mask. Empty unless masks may be dropped."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Attention calls that read copies of heads, each with the ops that copy. Such a call has no mask, or a mask in `masks`."""
+    """For attention calls by name: the ops that copy heads of their keys and values. Such a call has no mask, or a mask in `masks`."""
     bare_norms: tuple[str, ...] = ()
-    """Norms that compute their statistics in the dtype of their input."""
+    """Norms on a CPU without weights, which compute their statistics in the dtype of their input."""
     bare_taps: tuple[str, ...] = ()
-    """Convolutions whose low backward leaves gradients uninitialised for weights that meet padding alone."""
+    """Convolutions with weights that are multiplied with padding only. Their low backward leaves the gradients of these weights
+    uninitialised."""
     small_steps: tuple[str, ...] = ()
-    """Sums that update one value in many small steps, and the ops between them that scale or copy it."""
+    """Sums that update one value in many small steps, and the ops between these sums that scale or copy the value."""
     trained: frozenset[str] = frozenset()
     """Values that receive gradients in a backward."""
     read_by_many: tuple[str, ...] = ()
-    """Values whose gradient is a sum of more terms than a low format adds up accurately. Weights are not among them."""
+    """Values with so many readers that a low format would not add up their gradients accurately. Weights are not among them."""
     matrix_products: Mapping[str, MatrixProduct] = field(default_factory=dict)
     """Products that fp8 kernels could run, by name; empty unless fp8 was asked for."""
     held: Mapping[str, Held] = field(default_factory=dict)
-    """How exactly torch.autocast holds the inputs of a graph inside another, and the results of graphs inside this one."""
+    """How exactly torch.autocast holds values of this graph, if other graphs tell: the inputs, if this graph lies inside another graph, and
+    the results of subgraphs inside this graph."""
     needs_bits: frozenset[str] = frozenset()
-    """Values whose rounding error a graph around this one or inside it would magnify."""
+    """Values whose rounding error would be magnified by ops of the graph around this graph, or of subgraphs inside it."""
     far_constants: tuple[str, ...] = ()
     """Ops with an argument that is a finite constant beyond the low format's range."""
     device: str = "cpu"
+    """Type of the device on which the graph runs; "meta" for a graph that was read from an ONNX file."""
     planned_for: Device | None = None
-    """The device to plan for; None for the device at hand."""
+    """The row of the device for which to plan; None to plan for the device at hand."""
     timings: Timings | None = None
-    """Measured prices; None for the prices of the device table."""
+    """Measured run times from which to compute prices; None to compute them from the device table."""
     magnitudes: Mapping[str, float] = field(default_factory=dict)
-    """Largest magnitude of each parameter and buffer, if the low format's range is narrow."""
+    """Largest magnitude of each parameter and buffer; empty unless the low format's range is narrow."""
     offsets: frozenset[str] = frozenset()
-    """Weights that are summands and have an offset: the mean of a row is larger than its spread."""
+    """Weights that are added to values and have an offset: the mean of a row is larger than its spread."""
     constants: tuple[ConstantRead, ...] = ()
     """Reads of the constants of an ONNX file. A constant is stored in the format of its readers."""
     calibration: Calibration | None = None
-    """Ranges of the model's values on sample batches."""
+    """Ranges of the model's values on sample batches; None without calibration."""
     keep_high: KeepHigh | None = None
-    """Nodes to keep high for accuracy."""
+    """Nodes that an accuracy search keeps in fp32; None without a search."""
     agreed: Agreed = NOTHING_AGREED
-    """Colours that other graphs of the model have decided."""
+    """Colours of ops that were decided in other graphs of the model."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Nodes whose ops refused low inputs when tried, each with the error message."""
+    """Nodes whose ops raised an error on low inputs when tried, each with the error message."""
     pad: PadPolicy | None = None
     """The rules for padding; None if nothing may be padded."""
     calls: Mapping[str, Call] = field(default_factory=dict)
     """The recorded call of every op; empty unless padding may happen."""
     pad_refused: Mapping[str, str] = field(default_factory=dict)
-    """Nodes whose ops refused padded inputs when tried, each with the error message."""
+    """Nodes whose ops raised an error on padded inputs when tried, each with the error message."""
     pads_off: bool = False
     """Whether padding was tried and failed."""
     given: RegionPlan | None = None
-    """A plan to follow instead of deciding."""
+    """The region of the user's plan that this graph must follow; None if the passes decide."""
     notes: tuple[str, ...] = ()
-    """Notes from reading the graph. The plan repeats them."""
+    """Notes made while the graph was read. The plan shows them."""
 
     @property
     def costs(self) -> CostModel:
-        """The prices with which this graph is planned."""
+        """The prices with which this graph is planned. They mix training and inference if the policy sets `parity`."""
         return self.own_costs if self.policy.parity is None else replace(self.own_costs, training=self.policy.parity)
 
     @property
     def own_costs(self) -> CostModel:
-        """The prices of this graph alone: for a training step, or for a pass without gradients."""
+        """The prices of this graph by itself: of a training step if the graph trains, otherwise of a pass without gradients."""
         row = self.planned_for or device_row(self.device)
         kept, together = self.policy.cache_weights == "step", bool(self.policy.cache_weights)
         return CostModel(row, self.policy.low, self.training, kept, self.timings, self.policy.memory, together)
 
     @property
     def apart(self) -> Problem:
-        """The same problem as if the model had no other graph."""
+        """Return a copy of this problem that ignores the other graphs of the model: without their colours and without shared prices."""
         return replace(self, policy=replace(self.policy, parity=None), agreed=NOTHING_AGREED)

@@ -1,7 +1,8 @@
-"""Price what fp8 saves in a product's GEMMs, and its copies: the roofline that torchao publishes, on our table of devices.
+"""Predict the time that fp8 saves in the GEMMs of a product, and the time that its fp8 copies cost.
 
-A GEMM takes the longest of its arithmetic, its traffic and a launch. A copy takes the longer of its kernels' traffic and launches.
-Large kernels reach the shares of a device's rates below (torchao, `testing/training/roofline_utils.py`, measured on H100).
+The model is torchao's roofline, applied to amprewrite's table of devices. A GEMM takes the longest of its arithmetic, its memory traffic
+and a launch. Each kernel of a copy takes the longer of its memory traffic and its launches. Large kernels reach only a share of a device's
+peak rates: `REACHED_FLOPS` and `REACHED_BANDWIDTH` (torchao, `testing/training/roofline_utils.py`, measured on H100).
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from amprewrite.tables.recipes import BASE, FP8, ROWS, STRAIGHT, Recipe, W
 
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.78, 0.92
 COMPILED_LAUNCH = 2e-6
-"""Seconds that any kernel of a compiled graph takes at least."""
+"""Least time of a kernel in a compiled graph, in seconds."""
 WIDE, NARROW = BASE.bytes, 1
-"""Bytes per element of a value and of its fp8 copy."""
+"""Bytes per element of a bf16 value, and of its fp8 copy."""
 ALONE_AMAX, ALONE_CAST = (12, 4), (45, 6)
-"""Bytes per element, and launches, of amax and cast if neither a compiler nor our kernel fuses them."""
+"""(bytes of traffic per element, launches) of the amax and of the cast in eager PyTorch, without a compiler or amprewrite's own kernel."""
 
 
 @dataclass(frozen=True)
 class ProductPrices:
-    """Prices of GEMMs and copies on a device, in ticks of 0.1 ns."""
+    """Computes prices of GEMMs and fp8 copies on one device, in ticks of 0.1 ns."""
 
     device: Device
     fused: bool
-    """Whether a compiler fuses amaxes and casts with the ops that make the values."""
+    """Whether a compiler fuses the amaxes and casts with the ops that make the values."""
     kernel: bool
-    """Whether one kernel of ours casts and transposes, if no compiler does."""
+    """Whether amprewrite's own kernel casts and transposes, where no compiler does."""
 
     @property
     def launch(self) -> float:
         return COMPILED_LAUNCH if self.fused else self.device.launch
 
     def saved(self, rows: int, inner: int, columns: int) -> int:
-        """Time that a GEMM of these sizes saves in fp8."""
+        """Return the time that a GEMM [rows, inner] @ [inner, columns] saves in fp8 compared with bf16; below 0 if fp8 is slower."""
         return self._gemm(rows, inner, columns, BASE.name, WIDE) - self._gemm(rows, inner, columns, FP8, NARROW)
 
     def _gemm(self, rows: int, inner: int, columns: int, rate: str, size: int) -> int:
@@ -46,7 +47,11 @@ class ProductPrices:
         return _ticks(max(arithmetic, moved / (self.device.bandwidth * REACHED_BANDWIDTH), self.launch))
 
     def copy(self, recipe: Recipe, role: str, way: str, numel: int) -> Iterator[tuple[str, int]]:
-        """The kernels of one copy, each with its price. Copies of one value share kernels of the same name."""
+        """Yield (name, price) of each kernel that makes one fp8 copy of a matrix with `numel` elements.
+
+        `role` is the role of the matrix in the product, `way` the layout of the copy (see `tables/recipes.py`). Copies of one value share
+        kernels of the same name.
+        """
         by_rows, held = recipe.scaling(role, way) == ROWS, role == W
         if not (self.fused or self.kernel):
             yield f"amax of {way if by_rows else 'all'}", self._pass(numel, *ALONE_AMAX)
@@ -55,17 +60,18 @@ class ProductPrices:
                 yield "transpose", self._pass(numel, 2 * NARROW)
         elif by_rows:
             fuses = self.fused and not held
-            if way == STRAIGHT:  # a row stays in a cache between its amax and its cast
+            if way == STRAIGHT:  # one kernel suffices: a row stays in a cache between its amax and its cast
                 yield way, self._pass(numel, NARROW if fuses else WIDE + NARROW)
             else:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)  # from the scales of rows, or while it is made
+            # the amax costs no traffic: it follows from the scales of the rows, or the fused kernel that makes the value computes it
+            known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):
                 yield "scale", self._pass(0, 0)
-            if self.fused and held:  # forward and backward are compiled apart
+            if self.fused and held:  # each layout reads the weight anew, because forward and backward are compiled separately
                 yield f"cast {way}", self._pass(numel, WIDE + NARROW)
             else:
                 yield "cast", self._pass(numel, WIDE)

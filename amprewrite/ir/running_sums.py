@@ -1,15 +1,16 @@
-"""Running sums: a value is updated many times by adding results of products, as in recurrences and moving averages.
+"""Find running sums, which stay fp32: values that are updated many times by adding results of products, as in recurrences.
 
-Examples: `h = h + u[:, t]`, `h = 0.99 * h + 0.01 * u[:, t]`, `h = n + z * (h - n)`. Each sum rounds all of h, and the errors add up.
-torch.autocast keeps h in fp32 if its start comes from no product: a learnt state, zeros, an input.
+Examples: `h = h + u[:, t]`, `h = 0.99 * h + 0.01 * u[:, t]`, `h = n + z * (h - n)`. In a low format each sum would round all of h, and the
+errors would add up. torch.autocast keeps h in fp32 if its start comes from no product: a learnt state, zeros, an input.
 
-1. A sum continues an earlier one if only elementwise ops, moves and choices lead from the earlier sum to it.
-2. It carries the earlier sum if the values added on the way come from products, but not from products of the earlier sum. A branch of a
-   residual stream comes from those; its own rounding is as large as the stream's. A sum that a computed factor scales, as a gate does,
-   is always carried, unless a path without such a factor exists as well.
-3. Only values that torch.autocast holds in fp32 count, and only from `MANY` sums in a row.
-4. A residual stream of `DEEP` sums in a row is carried as well. The roundings of so many sums, and of as many sums of its gradient in
-   the backward, exceed those of a branch. A norm ends a stream and begins a new one.
+1. A sum *continues* an earlier sum if only elementwise ops, moves and choices lead from the earlier sum to it.
+2. It *carries* the earlier sum if the values added on the way come from products, but not from products of the earlier sum itself. The
+   branch of a residual block is such a product of the earlier sum. It does not count, because its own rounding is as large as the rounding
+   of the stream. If a computed factor, such as a gate, scales the earlier sum on the way, then the sum carries it in any case, unless
+   there is also a path without such a factor.
+3. Only values that torch.autocast holds in fp32 count, and only rows of at least `MANY` sums.
+4. Residual streams of at least `DEEP` sums count as well. The roundings of so many sums, and of as many sums of the gradient in the
+   backward, exceed the roundings of a branch. A norm ends a stream and begins a new one.
 
 `lerp` is known by name: it scales its first operand by one minus its weight.
 """
@@ -27,18 +28,21 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 MANY = 8
-"""Least number of sums in a row that stay fp32: one rounding in bf16 is off by up to 0.4 %, eight in the same direction by 3 %."""
+"""Least length of a running sum that stays fp32. One rounding in bf16 is off by up to 0.4 %, eight in the same direction by 3 %."""
 DEEP = 32
-"""Least number of sums of a residual stream that stay fp32. Their roundings are independent, so 32 of them are off by six times the error
-of one. Networks of a dozen layers have 25."""
+"""Least number of sums of a residual stream that stays fp32. Their roundings are independent, so 32 of them are off by about six times the
+error of one. Networks of a dozen layers have 25 sums and stay below this limit."""
 FEW = 16
-"""Most ops between a sum and the earlier sum that it continues: three or four are usual."""
+"""Largest number of ops on a path from a sum back to the earlier sum that it continues. Three or four are usual."""
 SUMS, FACTORS = ops_with(Trait.ADDS_UP), ops_with(Trait.SCALES)
 LEVEL = ops_with(Trait.TAKES_MEAN_AWAY, Trait.HAS_STEPS, Trait.SHARES_OUT)
 
 
 def running_sums(problem: Problem) -> frozenset[str]:
-    """The sums of a graph that are part of long running sums, and the ops that pass the value from one sum to the next."""
+    """Return the names of the sums that are part of long running sums, and of the ops that lead from one such sum to the next.
+
+    The set is empty if the graph has no long running sum.
+    """
     graph = problem.graph
     if sum(node.op in SUMS for node in graph) < MANY:
         return frozenset()
@@ -47,29 +51,31 @@ def running_sums(problem: Problem) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Way:
-    """A path from a value back to an earlier sum."""
+    """A path from a sum back to an earlier sum."""
 
     passed: tuple[str, ...] = ()
+    """Names of the ops on the path, the later sum included."""
     added: tuple[str, ...] = ()
-    """Values that sums add on the path."""
+    """Names of the values that the sums on the path add."""
     scaled: bool = False
-    """Whether a computed factor scales the carried value."""
+    """Whether a factor that was computed by a product scales the carried value on the path."""
     branch: bool = False
-    """Whether the added values come from the sum itself, through products."""
+    """Whether an added value comes from a product of the earlier sum, as the branch of a residual block does."""
 
 
 class _Sums:
-    """The sums of one graph, each with a bit, and the values downstream of them as sets of bits."""
+    """Finds the running sums of one graph. Sets of sums are ints with one bit for each sum."""
 
     def __init__(self, graph: OpGraph, wide: Set[str]) -> None:
         self.graph, self.wide = graph, wide
         self.rounded = set[str]()
-        """Values downstream of a product."""
+        """Names of the values downstream of a product, results of products included."""
         self.bit: dict[str, int] = {}
+        """The bit of each sum, by name."""
         self.made: dict[str, int] = {}
-        """For each value: the sums upstream."""
+        """For each value: the set of the sums upstream, itself included."""
         self.by_products: dict[str, int] = {}
-        """For each value: the sums upstream with a product in between."""
+        """For each value: the set of the sums upstream that reach it through a product."""
         for node in graph:
             self._read(node)
 
@@ -95,7 +101,10 @@ class _Sums:
         return self._in_a_row(plain, MANY) | (self._in_a_row(carried, DEEP) if len(sums) >= DEEP else frozenset())
 
     def _in_a_row(self, ways: dict[str, dict[str, _Way]], many: int) -> frozenset[str]:
-        """The sums in rows of at least `many`, and the ops between them. `ways` holds the paths from each sum to earlier sums."""
+        """Return the sums in rows of at least `many` sums, and the ops between them.
+
+        `ways` holds for each sum, in the order of the graph, the earlier sums that it carries, with the paths to them.
+        """
         steps: dict[str, int] = {}
         for name, given in ways.items():
             steps[name] = 1 + max((steps.get(before, 1) for before in given), default=0)
@@ -108,7 +117,7 @@ class _Sums:
         return frozenset(each for each in (*kept, *passed) if each in self.wide)
 
     def _carried(self, node: OpNode) -> Iterator[tuple[str, _Way]]:
-        """The earlier sums that a sum carries, each with the path to it. The values added must come from products, or be scaled."""
+        """Yield (name of an earlier sum that the sum `node` carries, the path back to it). Rule 2 of this file decides."""
         plain, scaled = dict[str, _Way](), dict[str, _Way]()
         waiting = deque([(node, _Way())])
         for _ in range(FEW**2):
@@ -125,7 +134,10 @@ class _Sums:
                 yield name, replace(way, branch=branch)
 
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
-        """Whether an op works element by element, moves values or chooses among them, and so continues a sum."""
+        """True if a sum may be continued through `node`: an op that works element by element, moves values, or chooses among them.
+
+        `to` is the sum in question. An op of kind INTERNAL counts as elementwise if its result has as many elements as the sum.
+        """
         if node.role != "op" or is_product(node) or node.op in LEVEL:
             return False
         return node.kind in (OpKind.CLEAR, OpKind.INFER) or (node.kind is OpKind.INTERNAL and node.numel == to.numel)

@@ -1,1 +1,1 @@
-"""Choice of the ops that run low and of the dims that are padded, so that a graph costs least: numbers alone, no torch.fx and no ONNX."""
+"""Optimisers that choose which ops run low and which dims are padded, so that a graph costs least. They use neither torch.fx nor ONNX."""

@@ -1,20 +1,20 @@
-"""Choose the open ops that run low so that a graph costs least: minimum cuts, with branch and bound for the one term that is no cut.
+"""Choose which open ops run low so that a graph costs least, by minimum s-t cuts. Open ops are ops whose colour no rule has fixed.
 
-With low on the source's side, every price but one is a cut arc (Kolmogorov and Zabih, "What energy functions can be minimized via graph
-cuts?", 2004: unary terms, and w·a·(1−b)):
+Vertices on the source's side run low. Then every price but one is the capacity of an arc (Kolmogorov and Zabih, "What energy functions can
+be minimized via graph cuts?", 2004: unary terms, and w·a·(1−b)):
 
-1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ties share a vertex.
-2. A value that is read in the other format pays one copy, however many readers it has: an extra vertex "a low copy exists" or "every reader
-   is low" with infinite arcs from or to the readers, and one arc of the copy's price to or from the maker. Its further prices
-   (`gradient_cast`, `mixed_read`) hang on a vertex of their own if other readers cause them than cause the copy.
-3. The exception: a promoting op that runs high pays a copy of its anchor, but only if all its operands are low. That is a product of three
-   labels with a positive price, and no cut. Two lower bounds of it are cuts. The first is nothing at all, exact unless the copy has to be
-   paid. The second is the anchor's copy for a high op, plus one for each other low operand, minus one for each other operand. It is exact
-   unless another operand is high and more than the anchor's copy was given back.
-4. Solve with the first bound. If it is wrong, take the second. If that is wrong too, branch on an operand's colour, and prune by the
-   bounds. A bound that is exact at its own minimum is the minimum.
+1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ops of one precision group share a vertex.
+2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
+   exists" or "every reader is low". Infinite arcs join it to the readers, and an arc with the copy's price joins it to the maker. Two more
+   prices, `gradient_cast` and `mixed_read`, get a vertex of their own if the readers that cause them are not the readers of the copy.
+3. The exception: a promoting op that runs high pays a copy of its anchor, but only if all its operands are low. This term is a product of
+   three labels with a positive price, which no arc can express. Two lower bounds of it are cuts. The first bound is 0. It is exact unless
+   the copy has to be paid. The second bound is, for a high op, the price p of the copy, plus p for each other operand that is low, minus p
+   for each other operand. It is exact unless another operand is high and the bound falls below 0.
+4. Solve with the first bound. If the solution has to pay a copy, solve with the second bound. If that is not exact either, branch on the
+   colour of an operand, and prune branches by the bounds. A solution is optimal if its bound is exact for it.
 
-The cut nearest to the source is taken: of all cheapest plans the one with the fewest low ops.
+Of several cheapest solutions the cut nearest to the source is taken: the solution with the fewest low ops.
 """
 
 from __future__ import annotations
@@ -33,45 +33,50 @@ from amprewrite.tables.vocabulary import Colour
 
 Side = npt.NDArray[np.bool_]
 Key = tuple[str, int]
-"""A value and the write version in which it is read."""
+"""(name of a value, the write version in which it is read)."""
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Vertices of the readers of a value, by the copy they need when they run low or high. A vertex may be listed twice."""
+    """Vertices of the readers of one value, by the effect that they have on its copies. A vertex may be listed twice."""
 
     low: list[int] = field(default_factory=list)
+    """Readers that need a low copy of the value when they run low."""
     high: list[int] = field(default_factory=list)
+    """Readers that need a high copy of the value when they run high."""
     senders: list[int] = field(default_factory=list)
-    """Readers whose gradients the value has to cast when they run high."""
+    """Readers whose gradients have to be cast to the format of a low value when they run high."""
     mixers: list[int] = field(default_factory=list)
-    """Readers that take the value without a cast when they run high."""
+    """Readers whose kernels convert a low value themselves when they run high."""
 
 
 @dataclass(frozen=True)
 class _Mixer:
-    """A promoting op that may run high with all operands low."""
+    """A promoting op that may run high while all its operands are low. It then pays for a copy of its anchor (rule 3 of this file)."""
 
     op: int
+    """Vertex of the op."""
     anchor: Key
+    """The operand of which a copy is made."""
     others: tuple[int, ...]
-    """Vertices of the other operands that may be high."""
+    """Vertices of the makers of the other operands, without makers that always run low."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Result of the search: the open ops that run low."""
+    """Result of `cheapest`: which open ops run low."""
 
     low: frozenset[str]
+    """Names of the open ops that run low; all other open ops run high."""
     gap: int
-    """Ticks by which a cheaper assignment may still exist; 0 if there is none."""
+    """Upper bound, in ticks of 0.1 ns, on the saving of a better assignment; 0 if this assignment is optimal."""
 
 
 def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> Assignment:
-    """The cheapest colours of `open_nodes`, given the fixed ones in `colours`.
+    """Return the cheapest colours of `open_nodes`, given the fixed colours of all other nodes in `colours`.
 
-    The search takes at most 500 cuts, and fewer of a large graph. If that is not enough, the best assignment found so far is returned with
-    the gap that is left. Raises Contradiction if ties and colours cannot be kept.
+    The search computes at most 500 cuts, and fewer for a large graph. If that is not enough, the best assignment found so far is returned,
+    with a `gap` above 0. Raises Contradiction if nodes that must share a colour are forced to both colours.
     """
     search = _Search(graph, colours, open_nodes, model)
     try:
@@ -82,7 +87,7 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
 
 
 class _Search:
-    """The network of one graph, and branch and bound over its mixers."""
+    """The flow network of one graph, and a branch-and-bound search over its mixers."""
 
     def __init__(self, graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> None:
         self.graph, self.colours, self.model = graph, colours, model
@@ -110,7 +115,7 @@ class _Search:
             self.vertices[node.name] = vertex
 
     def _end(self, name: str) -> int:
-        """The vertex of a node: its own if the node is open, otherwise the terminal of its colour."""
+        """Return the vertex of a node: its own vertex if the node is open, otherwise the terminal for its fixed colour."""
         vertex = self.vertices.get(name)
         if vertex is not None:
             return vertex
@@ -124,7 +129,7 @@ class _Search:
             self.network.arc(SOURCE, self.vertices[node.name], max(-more, 0))
 
     def _read(self, node: OpNode) -> None:
-        """Record the formats in which a node reads its operands."""
+        """Record the copies and casts that `node` causes when it runs low, and when it runs high."""
         own, mixing = self._end(node.name), node.promoted
         mixer = self._mixer(node, own) if mixing else None
         for operand, want in wanted(node, Colour.LOW):
@@ -147,7 +152,7 @@ class _Search:
             self.mixers.append(mixer)
 
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
-        """The mixer of a promoting op; None if some operand is always high when the op is, or if the op is never high."""
+        """Return the mixer of a promoting op; None if the op never runs high, or if some operand is high whenever the op is."""
         ends = [self._end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
             return None
@@ -183,7 +188,10 @@ class _Search:
         self.network.arc(copy, maker, cost)
 
     def _high_copy(self, maker: int, readers: set[int], cost: int, named: bool = False) -> int:
-        """The vertex that stands for "every reader is low". With `named`, it is a new vertex even for a single reader or none."""
+        """Add the price of a high copy of a value, and return the vertex that stands for "every reader is low".
+
+        With `named` this is a new vertex even for a single reader or none. SINK if some reader is always high, or if nothing is to be paid.
+        """
         if SINK in readers:
             self.network.arc(maker, SINK, cost)
             return SINK
@@ -200,7 +208,7 @@ class _Search:
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Arcs and constant of a mixer's second bound, given the colours that are fixed (True: low)."""
+        """Return (arcs, constant to add) of the second bound of `mixer`, given the fixed colours of some vertices (True: low)."""
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
         arcs, cost = [], self._forward(mixer)
@@ -215,11 +223,11 @@ class _Search:
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if the mixer's op is high here with nothing but low operands."""
+        """True if, in the assignment `side`, the op of `mixer` is high and all its operands are low, so that the first bound is too low."""
         return bool(not side[mixer.op] and side[self._end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:
-        """The real price of an assignment, over the same constant as the bounds."""
+        """Return the exact price of an assignment. It leaves out the same constant as the bounds, so that they can be compared."""
         side = side.copy()
         for key in {mixer.anchor for mixer in self.mixers}:
             copy = self.high_copies[key]
@@ -234,7 +242,7 @@ class _Search:
 
     # -- search --------------------------------------------------------------------------
     def run(self, cuts: int) -> tuple[Side, int]:
-        """(best assignment, ticks by which another may be cheaper)."""
+        """Search with at most about `cuts` cuts. Return (best assignment, ticks by which another assignment may be cheaper)."""
         self._columns = tuple(np.array(c, np.int64) for c in (self.network.tails, self.network.heads, self.network.capacities))
         members = np.zeros(self.network.size, np.int64)
         np.add.at(members, list(self.vertices.values()), 1)
@@ -275,7 +283,7 @@ class _Search:
         return side, value + constant
 
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
-        """Both colours of an operand at which a second bound may be wrong."""
+        """Yield the two subproblems that fix a colour of the first operand at which a second bound may be wrong; none if all are exact."""
         for index in sorted(second):
             mixer = self.mixers[index]
             free = [o for o in mixer.others if o not in fixed]

@@ -1,13 +1,13 @@
-"""Choose projects that share needs: a maximum-weight closure, found by one minimum cut.
+"""Choose items with gains and costs, where an item may require other items: a maximum-weight closure, found by one minimum cut.
 
-A project has a gain and requires its needs, directly or through other needs. A need that several projects share is paid once (Picard,
-"Maximal closure of a graph and applications to combinatorial problems", 1976):
+An item with a gain is called a project, an item with a cost a need. A project requires its needs, directly or through other needs. A need
+that several projects share is paid once (Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976):
 
     source → project   its gain, lost if it is not taken
     project → need     must not be cut
     need → sink        its cost, paid if it is taken
 
-Of all best sets the smallest is taken.
+Of several best sets the smallest is chosen.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, Item]]) -> frozenset[Item]:
-    """The set of items with the largest sum of weights that contains all needs of its items.
+    """Return the set of items with the largest sum of weights that contains, for each of its items, all items that this item needs.
 
-    `weights` are gains, and negative for costs. `needs` are pairs (item, item that it needs).
+    `weights` gives the weight of every item: a gain above 0, or a cost below 0. `needs` are pairs (item, item that it needs). The set is
+    empty if no set has a sum above 0.
     """
     network = Network()
     vertices = {item: network.vertex() for item in weights}

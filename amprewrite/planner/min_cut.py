@@ -1,12 +1,12 @@
-"""Minimum s–t cuts over integer capacities of any size.
+"""Compute minimum s–t cuts of networks with integer capacities of up to 64 bits.
 
-The solver is Dinic's algorithm in scipy, whose capacities are int32. Larger ones are scaled, which is exact (capacity scaling: Edmonds and
-Karp 1972, Gabow 1985):
+The solver is Dinic's algorithm in scipy, which takes only int32 capacities. Larger capacities are handled exactly by capacity scaling
+(Edmonds and Karp 1972, Gabow 1985):
 
-1. No arc can carry more than the flow that is still missing, so capacities are clipped to an upper bound of it.
-2. A maximum flow of the capacities divided by 2^s, times 2^s, is a flow of the true network. The rest of the flow fits through the arcs
-   that the scaled cut left over, a bound far smaller than before.
-3. Repeat on the residual network until s is 0. Then the sum of the flows is maximum, and its residual network gives the cut.
+1. No arc can carry more than the flow that is still missing. So capacities are clipped to an upper bound of the missing flow.
+2. Divide the capacities by 2^s, so that they fit, and find a maximum flow. This flow times 2^s is a flow of the true network. The missing
+   flow has to cross the cut that the scaled network gave. The capacity left on the arcs of this cut is a far smaller upper bound.
+3. Repeat on the residual network until s is 0. Then the sum of the flows is a maximum flow, and the residual network gives the cut.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SOURCE, SINK = 0, 1
 INFINITE = -1
 """Capacity of an arc that must not be cut."""
 _BITS = 29
-"""Scaled capacities stay below 2 to this power: an arc and its reverse together fit int32. Each stage leaves at most one unit of
-its scale an arc, so the bound shrinks for any network of fewer than 2^28 arcs."""
+"""Scaled capacities stay below 2 to this power, so that the sum over an arc and its reverse fits int32. Each stage leaves at most one unit
+of its scale on each arc of the cut, so that the bound shrinks for any network of fewer than 2^28 arcs."""
 
 
 class Contradiction(AmpRewriteError):
-    """Constraints that no cut can keep; `chain` holds the vertices of a path of infinite arcs from source to sink."""
+    """Raised if every cut contains an infinite arc. `chain` holds the vertices of a path of infinite arcs from source to sink."""
 
     def __init__(self, chain: list[int], names: Sequence[str] = ()) -> None:
-        """`names` are the nodes on the path, if they are known."""
+        """Make an error for the path `chain`. `names` are the nodes of the op graph on the path, if they are known."""
         joined = ", ".join(names) or f"vertices {chain}"
         super().__init__(f"{joined} must share one precision, and what stands at the ends asks for both; remove an override of one of them")
         self.chain = chain
@@ -49,12 +49,15 @@ class Network:
         self.capacities: list[int] = []
 
     def vertex(self) -> int:
-        """A new vertex."""
+        """Add a vertex and return its number."""
         self.size += 1
         return self.size - 1
 
     def arc(self, tail: int, head: int, capacity: int) -> None:
-        """Add an arc: cutting `head` off from `tail` costs `capacity`, and INFINITE forbids it."""
+        """Add an arc. A cut with `tail` on the source's side and `head` on the sink's side pays `capacity`; INFINITE forbids such a cut.
+
+        Loops and arcs with a capacity of 0 are ignored.
+        """
         if tail != head and capacity:
             self.tails.append(tail)
             self.heads.append(head)
@@ -62,9 +65,10 @@ class Network:
 
 
 def min_cut(network: Network, extra: Iterable[tuple[int, int, int]] = ()) -> tuple[npt.NDArray[np.bool_], int]:
-    """(mask of the vertices on the source's side, the fewest possible; cost of the cut).
+    """Return a minimum cut as (boolean mask of the vertices on the source's side, cost of the cut).
 
-    `extra` holds further arcs (tail, head, capacity). Raises Contradiction if only an infinite cut exists.
+    Of all minimum cuts it has the fewest vertices on the source's side. `extra` holds further arcs (tail, head, capacity), which are not
+    added to `network`. Raises Contradiction if every cut contains an infinite arc.
     """
     tails, heads, capacities = (np.fromiter(column, np.int64) for column in (network.tails, network.heads, network.capacities))
     more = np.array(list(extra), np.int64).reshape(-1, 3)
@@ -103,7 +107,7 @@ def _reached(residual: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _leaving(residual: csr_array, side: npt.NDArray[np.bool_]) -> int:
-    """The capacity that is left on the arcs out of `side`: an upper bound of the flow that is missing."""
+    """Return the capacity that is left on the arcs out of `side`, which is an upper bound of the missing flow."""
     arcs = residual.tocoo()
     return int(arcs.data[side[arcs.row] & ~side[arcs.col]].sum())
 

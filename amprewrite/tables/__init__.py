@@ -1,1 +1,1 @@
-"""Facts in rows, and the shared vocabulary: errors, number formats, devices, ops."""
+"""Tables of facts in rows (number formats, devices, ops), and shared definitions such as errors and enums."""

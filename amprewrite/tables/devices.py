@@ -1,10 +1,10 @@
 """Performance of devices: FLOP/s of each format, bytes/s of memory, seconds to launch a kernel.
 
-Rates of NVIDIA's rows are the data sheets' (dense, no sparsity; SXM boards where there are several), bandwidths too: V100 (2020), T4
+Rates and bandwidths of NVIDIA's rows are from the data sheets (dense, no sparsity; SXM boards where there are several): V100 (2020), T4
 (2019), A100 80 GB (2021), L4 (2023), H100 (2023), H200 (2024) and HGX B200 (2024, an eighth of the board). Formats that the matrix units
-lack run on the fp32 units. "fp8" is the rate of products that read e4m3 or e5m2 and return bf16; devices without it have none. A launch is
-the cost of an op in eager PyTorch, 4 to 5 µs. The CPU rows are round figures for eight server cores on two channels of memory;
-`measure=True` measures instead.
+lack run on the fp32 units. "fp8" is the rate of products that read e4m3 or e5m2 and return bf16; devices without fp8 have no such entry. A
+launch is the cost of an op in eager PyTorch, 4 to 5 µs. The CPU rows are round figures for eight server cores on two channels of memory.
+With the option `measure=True` prices come from measurements instead.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ class Device:
 
     name: str
     type: str
-    """As in torch: "cpu", "cuda"."""
+    """Device type as in torch: "cpu" or "cuda"; "other" for any other accelerator."""
     flops: Mapping[str, float] = field(hash=False)
-    """Dense FLOP/s of a matrix product in "fp32", "tf32", "fp16", "bf16" and "fp8", the last four if they differ from fp32."""
+    """Dense FLOP/s of a matrix product by format: "fp32", "tf32", "fp16", "bf16", "fp8". Absent formats have the rate of fp32."""
     bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     launch: float
     """Seconds to launch one kernel in eager PyTorch."""
     low_formats: tuple[str, ...]
-    """Formats that the matrix units multiply natively, best first; empty if low precision gains nothing."""
+    """Low formats that the matrix units multiply natively, the best first; () if low precision gains nothing."""
 
     @property
     def flash_attention(self) -> bool:
-        """True if PyTorch's flash attention runs here: from sm_80 on, as bf16 does (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+        """True if PyTorch's flash attention runs on this device. It needs sm_80, as bf16 does (ATen, transformers/cuda/sdp_utils.cpp)."""
         return self.type != "cpu" and "bf16" in self.low_formats
 
     @property
     def fp8(self) -> bool:
-        """True if the matrix units multiply fp8: from sm_89 on."""
+        """True if the matrix units multiply fp8, which NVIDIA's do from sm_89 on."""
         return "fp8" in self.flops
 
     def rate(self, fmt: str) -> float:
-        """FLOP/s of a matrix product in the format called `fmt`."""
+        """Return the FLOP/s of a matrix product in the format called `fmt`, or of fp32 if the row has no rate for it."""
         return self.flops.get(fmt, self.flops["fp32"])
 
 
 GPUS: list[Device] = []
-"""Every row that `_gpu` made, oldest first."""
+"""The rows of all GPUs with a name of their own, oldest first."""
 
 
 def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str, fp8: float = 0) -> Device:
-    """Make a row from TFLOP/s and GB/s."""
+    """Make a row of a CUDA GPU from rates in TFLOP/s and a bandwidth in GB/s, add it to GPUS, and return it. `low` is the rate of every
+    low format; an `fp8` of 0 means no fp8."""
     rates = {"fp32": fp32 * 1e12, "tf32": tf32 * 1e12, **dict.fromkeys(low_formats, low * 1e12)}
     rates |= {"fp8": fp8 * 1e12} if fp8 else {}
     GPUS.append(Device(name, "cuda", rates, bandwidth * 1e9, 4e-6, low_formats))
@@ -80,11 +81,11 @@ OTHER = Device("other accelerator", "other", {"fp32": 2e13, "fp16": 1e14, "bf16"
 DEVICES = (CPU, CPU_BF16, *GPUS, CUDA_OLD, CUDA_NO_TENSOR_CORES, OTHER)
 
 NAMED: dict[str, Device] = {"cpu": CPU, "cpu-bf16": CPU_BF16, **{row.name: row for row in GPUS}}
-"""Devices that `device=` accepts."""
+"""The devices that the option `device=` accepts, by name."""
 
 
 def named_device(name: str) -> Device:
-    """The row called `name`. PolicyError, which lists the known names, for any other."""
+    """Return the row called `name`, in upper or lower case. Raises PolicyError, which lists the known names, for anything else."""
     row = NAMED.get(name.lower()) if isinstance(name, str) else None
     if row is None:
         near = difflib.get_close_matches(name.lower(), NAMED, 1) if isinstance(name, str) else []
@@ -94,7 +95,10 @@ def named_device(name: str) -> Device:
 
 
 def device_row(device: str | torch.device) -> Device:
-    """The row for `device` on this machine: by its name, otherwise the nearest by compute capability."""
+    """Return the row for `device` on this machine: a GPU's by its name, otherwise by compute capability the nearest.
+
+    AMD GPUs have the row of the A100. Devices other than CPUs and available CUDA GPUs have the row "other accelerator".
+    """
     kind = torch.device(device).type
     if kind == "cpu":
         return CPU_BF16 if _cpu_has_bf16() else CPU
@@ -119,16 +123,19 @@ def device_row(device: str | torch.device) -> Device:
 
 
 def best_format(device: str | torch.device | Device) -> Format | None:
-    """The low format that this device multiplies fastest and safest; None if it gains nothing."""
+    """Return the best low format for `device`, as fast and safe as possible; None if low precision gains nothing on it."""
     formats = (device if isinstance(device, Device) else device_row(device)).low_formats
     return FORMATS[formats[0]] if formats else None
 
 
 def fp32_rate(row: Device, convolution: bool) -> str:
-    """Format in which `row` multiplies fp32 under torch's present settings: "tf32" or "fp32". Convolutions have a switch of their own."""
+    """Return the format in which `row` multiplies fp32 values under torch's present settings: "tf32" or "fp32".
+
+    `convolution` selects cuDNN's setting for convolutions instead of the setting for matrix products.
+    """
     if row.type != "cuda":
         return "fp32"
-    cudnn: Any = torch.backends.cudnn  # its submodules and properties are set up at run time
+    cudnn: Any = torch.backends.cudnn  # Any, because its submodules and properties are created at run time, unseen by type checkers
     backend = cudnn.conv if convolution else torch.backends.cuda.matmul
     asked = backend.fp32_precision
     everywhere = torch.backends.fp32_precision  # type: ignore[attr-defined]

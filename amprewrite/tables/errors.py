@@ -6,7 +6,7 @@ from typing import Any
 
 
 class AmpRewriteError(Exception):
-    """Base of all errors that amprewrite raises on purpose."""
+    """Base class of all errors that amprewrite raises on purpose."""
 
 
 class OpListError(AmpRewriteError):
@@ -22,11 +22,11 @@ class CaptureError(AmpRewriteError):
 
 
 class PlanError(AmpRewriteError):
-    """There is no plan yet, or a given plan does not fit."""
+    """There is no plan yet, or a given plan is invalid or does not fit the model."""
 
 
 class CalibrationError(AmpRewriteError):
-    """Sample batches cannot be run or compared, or ranges belong to another model."""
+    """Sample batches cannot be run or compared, or a calibration is damaged or belongs to another model."""
 
 
 class PassError(AmpRewriteError):
@@ -38,7 +38,7 @@ class EmitError(AmpRewriteError):
 
 
 class AccuracyError(EmitError):
-    """The requested accuracy cannot be reached. No file was written; `result` holds what it would have been."""
+    """The requested accuracy cannot be reached. No file was written. `result` is the rejected result of an ONNX conversion, or None."""
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class AccuracyError(EmitError):
 
 
 class StaleWeightsError(AmpRewriteError):
-    """A weight changed unseen while low copies of it were kept: results may come from its old values."""
+    """A weight was changed without notice while low copies of it were kept, so that results may come from its old values."""
 
 
 class MissingPackageError(AmpRewriteError, ImportError):
@@ -57,9 +57,9 @@ class MissingPackageError(AmpRewriteError, ImportError):
 
 
 class AmpRewriteWarning(UserWarning):
-    """Something runs differently than asked. The message says what and why."""
+    """Warning that something runs differently than the user asked. The message gives the reason."""
 
 
 def one_line(error: object, most: int = 300) -> str:
-    """The text of a foreign error, on one line of at most `most` characters."""
+    """Return the text of an error of another library on one line, cut to `most` characters; the name of its class if it has no text."""
     return " ".join(str(error).split())[:most] or type(error).__name__

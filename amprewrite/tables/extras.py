@@ -1,6 +1,6 @@
-"""Extras: parts that a copy of amprewrite can do without. Delete an extra's files and its line in EXTRAS, and all other parts work.
+"""Extras: parts of amprewrite that can be removed. After an extra's files and its line in EXTRAS are deleted, all other parts still work.
 
-Passes that only save time are extras too. Their line is in `passes/__init__.py`: `FusePatterns`, `SplitLosses`, `KeepConstants`.
+Passes that only save time are extras as well: `FusePatterns`, `SplitLosses` and `KeepConstants`, each with a line in `passes/__init__.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from amprewrite.tables.errors import PolicyError
 
 @dataclass(frozen=True)
 class Extra:
-    """A part that can be removed."""
+    """A part of amprewrite that can be removed."""
 
     home: str
-    """The module with its functions."""
+    """Name of the module that the rest of amprewrite imports for this part."""
     files: tuple[str, ...]
-    """Its files and folders."""
+    """Its files and folders, as paths from the root of the repository."""
     public: tuple[str, ...] = ()
-    """Names of `amprewrite.__all__` that `home` defines."""
+    """The names in `amprewrite.__all__` that `home` defines."""
 
 
 _ACCURACY = tuple(f"amprewrite/accuracy/{name}.py" for name in ("sensitivity", "frontier", "error_cut"))
@@ -35,7 +35,10 @@ EXTRAS = {
 
 
 def load_extra(name: str, option: str) -> ModuleType:
-    """The module of an extra. PolicyError for the `option` that needs it if the extra was removed."""
+    """Import and return the module of the extra `name`.
+
+    Raises PolicyError if the extra was removed. The message names `option`, the user's option that needs it.
+    """
     if name not in EXTRAS:
         raise PolicyError(f"{option} needs the part {name!r}, which this copy of amprewrite leaves out: install amprewrite whole")
     return import_module(EXTRAS[name].home)

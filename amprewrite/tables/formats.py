@@ -1,4 +1,4 @@
-"""Number formats, one row each."""
+"""The floating point formats that amprewrite knows, each with its dtype, range and names, and functions to look them up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amprewrite.tables.errors import PolicyError
 class Format:
     """A floating point format.
 
-    `max`, `smallest_normal` and `smallest_subnormal` are magnitudes, `eps` is the distance from 1.0 to the next value.
+    `bytes` is its size. `max`, `smallest_normal` and `smallest_subnormal` are magnitudes, `eps` is the distance from 1.0 to the next value.
     """
 
     name: str
@@ -26,17 +26,17 @@ class Format:
     smallest_subnormal: float
     eps: float
     pad_multiple: int
-    """Elements in 16 bytes: Tensor Core kernels want the inner dims to be a multiple of it (NVIDIA's GEMM guide)."""
+    """Number of elements in 16 bytes. Tensor Core kernels are fast if inner dims are multiples of this (NVIDIA's GEMM guide)."""
     narrow: bool
-    """True if its range is much smaller than fp32's, so that values have to be kept within it."""
+    """True if its range is so much smaller than fp32's that values have to be kept within the range."""
     spellings: tuple[str, ...]
-    """Other names that users may give it."""
+    """Other names by which users may call it, such as "float16"."""
     library_name: str
-    """Its name in numpy (with ml_dtypes) and Triton."""
+    """Its name in torch, Triton and numpy (with ml_dtypes), such as "bfloat16"."""
     onnx: str
-    """Its name in ONNX's TensorProto."""
+    """Its name in ONNX's TensorProto.DataType."""
     onnx_type: str
-    """The type string of ONNX's schemas."""
+    """Its name in ONNX's operator schemas, such as "tensor(float16)"."""
     ort_cpu: bool
     """True if ONNX Runtime has CPU kernels for it."""
 
@@ -74,34 +74,35 @@ LOW_NAMES = tuple(row.name for row in LOW_FORMATS)
 LOW_DTYPES = tuple(row.dtype for row in LOW_FORMATS)
 NARROW_DTYPES = tuple(row.dtype for row in LOW_FORMATS if row.narrow)
 SCALED_FORMATS: dict[str, Format] = {row.name: row for row in (E4M3, E5M2)}
-"""Formats of eight bits. A value in one has a meaning only with a scale, so no op runs in them: products read copies (`recipes.py`)."""
+"""The fp8 formats. A value in such a format has a meaning only together with a scale. So no op runs in them, but products may read copies
+of their operands in them (`recipes.py`)."""
 NARROWEST = FP16
-"""The format whose range limits the loss scale."""
+"""The low format with the smallest range, which limits the loss scale."""
 DEFAULT_LOW = BF16
-"""The format that tools show and measure if none is named."""
+"""The low format that tools show and measure if the user names none."""
 DEFAULT_ONNX = FP16
-"""The format to which ONNX files are converted if none is named: every runtime loads it."""
+"""The format to which ONNX files are converted if the user names none, because every runtime loads it."""
 
 CONVERSIONS = tuple(word for row in FORMATS.values() for word in row.spellings if hasattr(torch.Tensor, word))
-"""Methods of a tensor that convert it: float, half, bfloat16."""
+"""Names of the tensor methods that convert a tensor to a format: float, half, bfloat16."""
 
 _SPELLINGS = {spelling: row.name for row in FORMATS.values() for spelling in row.spellings}
 
 
 def is_far(value: object, fmt: Format) -> bool:
-    """True if `value` is a finite number beyond the range of `fmt`."""
+    """True if `value` is a finite float whose magnitude is beyond the range of `fmt`. False for ints and anything else."""
     return isinstance(value, float) and math.isfinite(value) and abs(value) > fmt.max
 
 
 def saturate(value: torch.Tensor, limit: float) -> torch.Tensor:
-    """Finite values clamped to [-limit, limit]. Infinities are kept, because the model wrote them itself."""
+    """Return `value` with finite elements clamped to [-limit, limit]. Infinities stay, because the model itself made them."""
     return torch.where(value.isinf(), value, value.clamp(-limit, limit))
 
 
 def parse_format(dtype: str | torch.dtype | Format) -> Format:
-    """The format named `dtype`: "bf16", "fp16", "fp32", a longer spelling of these, or a torch dtype.
+    """Return the format that `dtype` names: "bf16", "fp16", "fp32", a longer spelling such as "torch.float16", or a torch dtype.
 
-    Raises PolicyError for anything else.
+    Raises PolicyError for anything else. fp8 is refused as well, because no op runs in it.
     """
     if isinstance(dtype, Format):
         return dtype
@@ -120,7 +121,7 @@ def parse_format(dtype: str | torch.dtype | Format) -> Format:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of any torch dtype: fp32, bf16, int64, bool."""
+    """Return the short name of any torch dtype: "fp32", "bf16", "int64", "bool"."""
     for row in FORMATS.values():
         if row.dtype == dtype:
             return row.name

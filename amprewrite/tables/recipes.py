@@ -1,13 +1,13 @@
-"""Recipes that quantise products to fp8: the GEMMs in fp8, their formats, and the part of a matrix that shares a scale.
+"""Recipes to quantise products to fp8: which GEMMs run in fp8, in which formats, and which elements of a matrix share a scale.
 
-A product y = x · wᵀ is three GEMMs in a step of training. Each reads two matrices along the last dim of both:
+In a training step a product y = x · wᵀ is three GEMMs. Each GEMM reads two matrices and sums over the last dim of both:
 
     out          x  · w      gives y
     grad_in      g  · wᵀ     gives the gradient of x; g is the gradient of y
     grad_weight  gᵀ · xᵀ     gives the gradient of w
 
-So a matrix is read "straight" or transposed ("turned"), and scales of rows belong to the rows as the GEMM reads them. The limits of CUDA
-are from ATen/native/cuda/ScaledBlas.cpp. A CPU takes more.
+So a GEMM reads a matrix in its own layout ("straight") or transposed ("turned"). Scales for rows belong to the rows in the layout that the
+GEMM reads. The limits below are CUDA's, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ READS = {
     GRAD_IN: ((G, STRAIGHT), (W, TURNED)),
     GRAD_WEIGHT: ((G, TURNED), (X, TURNED)),
 }
-"""The two matrices that each GEMM reads."""
+"""For each GEMM: the two matrices that it reads, as (role, layout)."""
 TENSOR, ROWS = "tensor", "rows"
 BASE = BF16
-"""The low format of products that may run in fp8: their values, from which copies are made, and their results are in it."""
+"""The low format of products that may run in fp8. Operands, from which the fp8 copies are made, and results are in this format."""
 FP8 = "fp8"
 WIDE = "wide"
-"""Word for products that multiply operands in `BASE` and return fp32."""
+"""The user's word for products that multiply operands in `BASE` and return fp32."""
 ALIGNMENT = E4M3.pad_multiple
-"""Both dims of a weight must be a multiple of this. Rows of x and g are padded when they are quantised."""
+"""Both dims of a weight must be multiples of this for fp8. Rows of x and g need no alignment, since they are padded when quantised."""
 PAIRS = frozenset({(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)})
-"""Pairs of operand formats that a CUDA GEMM takes."""
+"""Pairs of operand formats that a CUDA GEMM accepts."""
 
 
 @dataclass(frozen=True)
@@ -45,44 +45,45 @@ class Recipe:
     gemms: tuple[str, ...]
     """The GEMMs that may run in fp8; the rest stay in bf16."""
     gradient: Format
-    """Format of g; x and w are e4m3."""
+    """Format of g. x and w are e4m3."""
     rows: tuple[tuple[str, str], ...] = ()
-    """Matrices (role, way) with a scale for each row. All others have one scale for the tensor."""
+    """Matrices, as (role, layout), that have a scale for each row. All other matrices have one scale for the whole tensor."""
     power_of_two: bool = False
-    """True if scales are rounded down to powers of two, so that scaling itself rounds nothing."""
+    """True if scales are rounded down to powers of two, so that multiplying by a scale causes no rounding error."""
     fast: tuple[str, ...] = (OUT,)
-    """GEMMs that a GPU may accumulate with fewer bits. Gradients are not among them."""
+    """GEMMs that a GPU may accumulate with fewer bits. By default GEMMs that compute gradients are not among them."""
 
     def format(self, role: str) -> Format:
-        """The format of the matrix in this role."""
+        """Return the fp8 format of the matrix with this role: "x", "w" or "g"."""
         return self.gradient if role == G else E4M3
 
     def scaling(self, role: str, way: str) -> str:
-        """Part of the matrix that shares a scale: "tensor" or "rows"."""
+        """Return which elements of a matrix, in the layout `way`, share a scale: "tensor" for all, "rows" for those of a row."""
         return ROWS if (role, way) in self.rows else TENSOR
 
     def pair(self, gemm: str) -> str:
-        """The formats of the operands of a GEMM, in words."""
+        """Return the formats of both operands of a GEMM as text, such as "e5m2 x e4m3"."""
         return " x ".join(self.format(role).name for role, _ in READS[gemm])
 
 
 TENSORWISE = Recipe("tensorwise", GEMMS, E5M2)
-"""One scale for each tensor. The fastest: both layouts of a matrix share one amax."""
+"""One scale for each tensor. The fastest recipe, because both layouts of a matrix share one amax."""
 ROWWISE = Recipe("rowwise", GEMMS, E4M3, tuple((role, way) for role in ROLES for way in WAYS), power_of_two=True)
-"""A scale for each row. An outlier costs only its own row small values, not the whole tensor."""
+"""One scale for each row. So an outlier flushes small values only in its own row, not in the whole tensor."""
 SAFE = Recipe("rowwise, grad_weight in bf16", (OUT, GRAD_IN), E4M3, tuple((role, STRAIGHT) for role in ROLES), power_of_two=True)
-"""As `ROWWISE`, but gradients of weights, sums over all tokens, stay in bf16. The most exact, and the fastest at width 1,024."""
+"""Like `ROWWISE`, but gradients of weights, which are sums over all tokens, are computed in bf16. The most exact recipe, and the fastest
+for layers of width 1,024."""
 
 RECIPES = {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, SAFE)}
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A word of `products=`."""
+    """A named setting of the option `products=`."""
 
     recipe: Recipe
     priced: bool = True
-    """True if GEMMs run in fp8 only where the prices say that it pays and the model does not need more bits."""
+    """True if GEMMs run in fp8 only where this saves time and the model does not need more bits; False if all GEMMs of the recipe do."""
 
 
 PRESETS = {"fp8": Preset(TENSORWISE), "fp8-safe": Preset(SAFE), "fp8-rowwise": Preset(ROWWISE), "fp8-all": Preset(TENSORWISE, priced=False)}

@@ -1,4 +1,4 @@
-"""Shared enums: kinds of ops, colours of nodes, reasons for them, and how exact torch.autocast keeps a value."""
+"""Enums that all of amprewrite shares: kinds of ops, edits, colours of nodes, reasons for colours, and `Held`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ class OpKind(Enum):
     """The kind of an op in the op lists."""
 
     ALLOW = "allow"
-    """Always low: Tensor Cores make it several times faster."""
+    """Runs low, because Tensor Cores make it several times faster."""
     INFER = "infer"
-    """Low unless a denied op is upstream."""
+    """Runs low unless a denied op is upstream."""
     CLEAR = "clear"
-    """Harmless in any precision: follows its neighbours."""
+    """Is harmless in any precision, and takes the precision of its neighbours."""
     DENY = "deny"
-    """Always high: overflows or loses too many bits in low precision."""
+    """Runs in fp32, because it overflows or loses too many bits in low precision."""
     INTERNAL = "internal"
-    """Reads and writes low, but its kernel computes and accumulates in fp32."""
+    """Reads and writes low values, but its kernel computes and accumulates in fp32."""
 
     @classmethod
     def parse(cls, text: str) -> OpKind:
-        """The kind spelled `text`; raises ValueError for any other word."""
+        """Return the kind whose value is `text`, such as "allow". Raises ValueError for any other word."""
         return cls(text)
 
 
@@ -41,7 +41,7 @@ class Edit(Enum):
 
     @property
     def says(self) -> str:
-        """The effect of the edit, as a clause that follows the name of the op: "takes no mask: ..."."""
+        """The effect of the edit in words that follow the name of the op, such as "takes no mask: ..."."""
         return _EDITS[self.value]
 
 
@@ -63,22 +63,22 @@ class Colour(Enum):
     """The precision that a node runs in."""
 
     LOW = "low"
-    """fp16 or bf16, as the policy says."""
+    """The low format of the policy: fp16 or bf16."""
     HIGH = "high"
-    """The node's format before the rewrite: fp32."""
+    """fp32, the node's format before the rewrite."""
     PLAIN = "plain"
-    """Carries no fp32 value (integers, booleans, the model's own half precision, fp64, complex, sparse): never cast."""
+    """Never cast, because the node carries no fp32 value: integers, booleans, half precision in the model's code, fp64, complex, sparse."""
 
 
 class Held(IntEnum):
-    """Precision in which torch.autocast holds a value."""
+    """How exactly torch.autocast would hold a value. A larger number means a less exact value."""
 
     EXACT = 0
-    """In fp32, and it may have an offset of any size, or be far more exact than a product: rounding may destroy it."""
+    """In fp32, and possibly with an offset of any size, or far more exact than the result of a product: rounding may destroy it."""
     PLAIN = 1
-    """In fp32, without an offset, but no product has rounded it: weights, rows of a table, results of norms."""
+    """In fp32, without an offset, and not rounded by a product: weights, rows of a table, results of norms."""
     ROUNDED = 2
-    """In fp32, but products have rounded it, each element about as far as the low format does."""
+    """In fp32, but computed from results of products, so that each element has about the rounding error of the low format."""
     LOW = 3
     """In the low format."""
 

@@ -1,3 +1,3 @@
-"""Private names of torch that several files use, each under a public name. The table of all private names is
-examples/guides/torch_internals.md.
+"""Private functions and classes of torch that several files use, each under a public name. examples/guides/torch_internals.md lists all
+private names of torch that amprewrite uses.
 """

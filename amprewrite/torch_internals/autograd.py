@@ -7,21 +7,21 @@ import torch
 from torch.autograd import forward_ad
 
 current_backward = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread; -1 outside a backward."""
+"""Return the number of the backward that runs in this thread; -1 outside a backward."""
 set_grad_enabled = torch._C._set_grad_enabled
-"""Switch grad mode. Dynamo records calls of this function in graphs."""
+"""Switch grad mode on or off. Graphs that Dynamo captures contain calls of this function."""
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are active."""
+    """True if hooks set by `torch.autograd.graph.saved_tensors_hooks` are active in this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def call_after_backward(callback: Callable[[], Any]) -> None:
-    """Call `callback` when the backward that runs ends."""
+    """Call `callback` once, at the end of the backward that runs now. To be called inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def in_forward_mode() -> bool:
-    """Whether `torch.autograd.forward_ad` computes tangents."""
+    """True inside a level of `torch.autograd.forward_ad`, where ops compute tangents."""
     return forward_ad._current_level >= 0

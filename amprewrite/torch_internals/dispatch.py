@@ -1,4 +1,4 @@
-"""Dispatch modes, transforms of torch.func, fake tensors and wrapper subclasses."""
+"""Queries about dispatch modes, transforms of torch.func, fake tensors and wrapper subclasses."""
 
 import torch
 from torch._guards import TracingContext
@@ -25,12 +25,16 @@ __all__ = [
 disable_dispatch_modes = _disable_current_modes
 """A context manager that switches all active dispatch modes off."""
 dispatch_modes = _get_current_dispatch_mode_stack
+"""Return the list of active dispatch modes, the innermost last."""
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""Return the number of active dispatch modes."""
 tracing_context = TracingContext.try_get
-"""The context of the trace that Dynamo or AOTAutograd runs now; None outside a trace."""
+"""Return the context of the trace that Dynamo or AOTAutograd runs now; None outside a trace."""
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+"""True if autocast is on for any device type."""
 current_transform = torch._C._functorch.peek_interpreter_stack
-"""The innermost transform of torch.func that runs; None outside a transform."""
+"""Return the innermost transform of torch.func that runs; None outside a transform."""
 is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor
+"""True if a tensor is wrapped by a running transform of torch.func, for example as a batched tensor of vmap."""
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
-"""Whether a tensor is batched by `torch.autograd.grad(..., is_grads_batched=True)`."""
+"""True if a tensor is batched by `torch.autograd.grad(..., is_grads_batched=True)`."""

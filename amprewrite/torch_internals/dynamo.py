@@ -1,4 +1,5 @@
-"""Switches for the code that Dynamo converts, and the exception by which a backend makes Dynamo skip a frame."""
+"""Functions that decide whether Dynamo converts the frames of a code object, and SkipFrame: a backend that raises it makes Dynamo run the
+frame eagerly."""
 
 from types import CodeType
 
@@ -10,10 +11,10 @@ __all__ = ["SkipFrame", "convert_again", "skip_code"]
 
 
 def skip_code(code: CodeType, *, callees: bool = False) -> None:
-    """Have Dynamo run frames of `code` eagerly; with `callees`, also the frames that they call."""
+    """Make Dynamo run frames of `code` eagerly. With `callees` the frames that these frames call run eagerly as well."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT))
 
 
 def convert_again(code: CodeType) -> None:
-    """Have Dynamo convert frames of `code` again after it gave them up."""
+    """Make Dynamo convert frames of `code` again, after it decided to skip them."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))

@@ -1,4 +1,4 @@
-"""Classes of operators in a graph: one overload, all overloads of a name, and higher-order operators, which take functions."""
+"""Classes of operators in a graph: a single overload, all overloads of a name, and higher-order operators, which take functions."""
 
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 

@@ -1,4 +1,4 @@
-"""Nested lists, tuples and dicts of tensors, by torch's pytrees."""
+"""Functions of torch's pytrees, which take nested lists, tuples and dicts apart into leaves and put them together again."""
 
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 

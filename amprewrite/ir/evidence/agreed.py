@@ -1,15 +1,15 @@
-"""Colours that the graphs of one model share: an op has the same colour in every graph in which it is captured.
+"""Keeps colours equal across the graphs of one model: an op has the same colour in every graph in which it is captured.
 
-An op is identified by the module that calls it, its name, the line that calls it, and the number of earlier calls by that line.
-Another tracer may report other lines. If a graph shares no line of a module's ops with the known calls, calls are matched in order
-if there are as many, or with any of the known calls if these have one colour.
+An op is identified by the module that calls it, its name, the line of code that calls it, and the number of earlier calls by that line.
+Another tracer may report other lines. If a graph has none of the lines that are known for an op in a module, then its calls are matched
+with the known calls in order if there are equally many. Otherwise any known call matches, if all known calls have the same colour.
 
 1. The graph that is captured first decides.
 2. A later graph takes over the colours of shared ops and decides the rest.
-3. Facts of a later graph may require high for an op that is low so far. Then it is high in all graphs, and graphs that run it low are
-   planned anew.
+3. Facts of a later graph may require fp32 for an op that is low so far. The op then becomes high in all graphs, and graphs that run it low
+   are planned anew.
 
-Colours therefore change from low to high only, and the search for agreement ends.
+Colours therefore change only from low to high, so that the planning ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from amprewrite.tables.vocabulary import Colour, Reason
 Place = tuple[str, str]
 """Path of a module, and an op that it calls."""
 Call = tuple[str, int]
-"""A line, and the number of its earlier calls of the op."""
+"""A line of the model's code, and how many times it called the op before."""
 FREE = (Reason.BODY, Reason.OPAQUE, Reason.TRANSFORMED)
-"""Reasons of colours that may differ from other graphs: the vertex holds an inner graph, or is inside a torch.func transform."""
+"""Reasons of colours that may differ between graphs: the node holds a subgraph, or is inside a torch.func transform."""
 APART = (*FREE, Reason.DEVICE)
-"""Reasons of colours that bind no other graph: FREE, and a graph that was left in fp32 as a whole."""
+"""Reasons of colours that other graphs do not take over: the reasons in FREE, and a graph that stays fp32 as a whole on this device."""
 
 
 class ColouredOp(Protocol):
@@ -47,7 +47,7 @@ class ColouredOp(Protocol):
 
 
 class Planned(ColouredOp, Protocol):
-    """An op of a plan."""
+    """An op of a plan, with its colour and the reason for it."""
 
     @property
     def colour(self) -> Colour: ...
@@ -64,20 +64,20 @@ AnyOp = TypeVar("AnyOp", bound=ColouredOp)
 
 @dataclass(frozen=True)
 class Agreed:
-    """The colours agreed on so far. Frozen: `joined` returns a copy with more."""
+    """The colours that the graphs planned so far have decided. Frozen: `joined` returns a copy with the colours of one more graph."""
 
     places: Mapping[Place, Mapping[Call, Colour]] = field(default_factory=dict)
     whys: Mapping[Place, Mapping[Call, str]] = field(default_factory=dict)
-    """The reasons of the graphs that decided."""
+    """The reason for each colour in `places`, as text, from the graph that decided the colour."""
     products: Agreed | None = None
-    """Which products run in fp8 (low) and which do not (high); None if nothing is known."""
+    """The same for fp8: a product with colour low runs in fp8, a product with colour high does not. None if no graph has decided."""
 
     def of(self, ops: Iterable[ColouredOp]) -> dict[str, Colour]:
-        """The agreed colours of one graph's ops, by name. Ops without an agreed colour are left out."""
+        """Return the agreed colours of `ops`, which belong to one graph, by name. Ops without an agreed colour are left out."""
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
     def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
-        """The reason for each agreed colour that `of` returns, by name. It is the reason of the graph that decided the colour."""
+        """Return, by name, the reason for each agreed colour that `of` returns, from the graph that decided the colour."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
     def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:
@@ -86,7 +86,7 @@ class Agreed:
                 yield calls[call].name, place, match
 
     def joined(self, plan: Iterable[Planned]) -> Agreed:
-        """A copy with the colours of one planned graph added; the same object if nothing changes."""
+        """Return a copy that also holds the colours of one planned graph; `self` if nothing changes. A colour that is high stays high."""
         plan = tuple(plan)
         planned = {node.name: node.colour for node in plan if node.colour is not Colour.PLAIN and node.reason not in APART}
         places, whys, changed = dict(self.places), dict(self.whys), False
@@ -113,7 +113,7 @@ class Agreed:
         return self if joined is known else replace(self, products=joined)
 
     def contradicts(self, plan: Iterable[Planned]) -> bool:
-        """Whether an op of a planned graph differs from its agreed colour, for a reason that is not in FREE."""
+        """True if some op of a planned graph has another colour than the agreed colour, for a reason that is not in FREE."""
         plan = tuple(plan)
         agreed = self.of(plan)
         return any(agreed.get(node.name, node.colour) is not node.colour and node.reason not in FREE for node in plan)
@@ -134,7 +134,7 @@ def _by_place(ops: Iterable[AnyOp]) -> dict[Place, dict[Call, AnyOp]]:
 
 
 def _matches(calls: Mapping[Call, ColouredOp], known: Mapping[Call, Colour]) -> dict[Call, Call]:
-    """Match calls of an op in one module with known calls. Calls without a match are left out."""
+    """Return, for calls of one op in one module, the known call that each of them matches. Calls without a match are left out."""
     lines = {line for line, _ in known}
     if any(line in lines for line, _ in calls):
         return {call: call for call in calls if call in known}

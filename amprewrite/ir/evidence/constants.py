@@ -1,12 +1,13 @@
-"""The constants of a file that a low format cannot represent, their readers, and the ops that must run high for them.
+"""Find the ops of an ONNX file that must run in fp32, because they read constants that a low format cannot represent.
 
-1. An op runs high if a constant that it reads is lost in the low format: too large, or with a larger error than one rounding.
-2. It also runs high if an element that becomes zero reaches an op with a pole at zero. The element protects against values that no
-   sample shows, such as a row of zeros.
-3. A constant may be rounded if its error is negligible: a bias in a far larger sum, a factor whose products are only added to such a
-   sum, an epsilon far below the smallest result seen.
-4. An op that divides by the result of such an op, or scales it further, runs high as well.
-5. A constant that enters or leaves the body of a branch or loop stays fp32 for all its readers there: bodies have no measured ranges.
+1. An op runs high if a constant that it reads is lost in the low format: too large, or with an error larger than one rounding.
+2. It also runs high if an element of the constant becomes zero and reaches an op with a pole at zero. Such an element, for example an
+   epsilon, protects against operands that no sample may show, such as a row of zeros.
+3. A constant may be rounded if its error is negligible: a bias in a far larger sum, a factor whose products are only added to far larger
+   values, or an epsilon far below the smallest result seen.
+4. An op that divides by the result of such a high op, or scales it further, runs high as well.
+5. A constant that enters or leaves the body of a branch or loop stays fp32 for all its readers there, because values inside such a body
+   have no measured ranges.
 """
 
 from __future__ import annotations
@@ -23,26 +24,28 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 BORDERS = {op_type.lower() for op_type in FLOW}
-"""Ops at the border of a body of a loop or condition."""
+"""Names of the ops through which values enter and leave the body of a loop or condition."""
 INVERSE, USES_SMALL, TAKES_EPSILON = ops_with(Trait.INVERSE), ops_with(Trait.MAGNIFIES_SMALL), ops_with(Trait.TAKES_EPSILON)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The error that rounding causes in one constant."""
+    """The error of one constant if it is stored in the low format."""
 
     name: str
+    """Name of the constant."""
     why: str
+    """The error in words."""
     kept: bool = False
-    """Whether the error is too large, so that readers must stay fp32. In a report: whether a reader stays fp32."""
+    """Whether the error is so large that readers must stay fp32. In a report: whether a reader stays fp32."""
     saturated: bool = False
-    """Whether it is a mask or bound with values that are clamped to the end of the range."""
+    """Whether it is a mask or a bound with values that are clamped to the end of the low format's range."""
     beyond: int = 0
-    """Elements beyond the range."""
+    """Number of elements beyond the range."""
     flushed: int = 0
-    """Elements that become zero."""
+    """Number of elements that become zero."""
     error: float = 0.0
-    """Largest absolute error of an element within the range."""
+    """Largest absolute error of the elements within the range."""
 
     def __str__(self) -> str:
         done = "stays fp32 where it is read" if self.kept else "stored low"
@@ -51,22 +54,25 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantRead:
-    """An op that reads a constant of a file in the op's own format. Storing such a constant low costs nothing."""
+    """One read of a constant of an ONNX file by an op that needs it in the op's own format. Storing such a constant low needs no cast."""
 
     constant: str
     reader: str
     follows: str
-    """The op whose format the constant must have: the reader, or the op that the reader feeds."""
+    """Name of the op whose format the constant must have: the reader, or the op that reads the result of the reader."""
     loss: Loss | None = None
-    """The error of a low copy; None if it is no larger than one rounding."""
+    """The error of the constant in the low format; None if it is no larger than one rounding."""
     summand: bool = False
-    """Whether the op only adds it to a product of its other operands."""
+    """Whether the reader only adds the constant to a product of its other operands."""
     pole: str = ""
-    """An op with a pole at zero that its elements may reach; "" if there is none."""
+    """Name of an op with a pole at zero that the elements of the constant may reach; "" if there is none."""
 
 
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:
-    """The ops that must run high because of constants, each with the reason. `seen`: ranges of values on samples, by vertex."""
+    """Return the names of the ops that must run high because of constants, each with the reason.
+
+    `seen` holds the ranges of values on samples, by vertex; values without samples are absent.
+    """
     own = dict[str, str]()
     for read in reads:
         text = _lost(graph, read, seen.get(read.reader), seen, low)
@@ -91,7 +97,10 @@ def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[
 
 
 def _lost(graph: OpGraph, read: ConstantRead, result: ValueRange | None, seen: Mapping[str, ValueRange], low: Format) -> str:
-    """The reason why an op must not read a constant low; "" if it may."""
+    """Return the reason why the reader must not read the constant in the low format; "" if it may.
+
+    `result` is the range of the reader's result on samples; None if it is unknown.
+    """
     loss, node = read.loss, graph[read.reader]
     if loss is None:
         return ""
@@ -103,7 +112,7 @@ def _lost(graph: OpGraph, read: ConstantRead, result: ValueRange | None, seen: M
 def _harmless(
     graph: OpGraph, node: OpNode, read: ConstantRead, loss: Loss, result: ValueRange | None, seen: Mapping[str, ValueRange], low: Format
 ) -> bool:
-    """Whether the error of a constant is negligible where it is read."""
+    """True if the error of a constant is negligible in the result of `node`, which reads it."""
     if loss.beyond:
         return False
     if read.summand and bias_drowns(result, low):
@@ -114,7 +123,10 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """The reason why an op must run high because it divides by, or scales, a value of `small`; "" if it need not."""
+    """Return the reason why `node` must run high because it divides by, or scales, a value of `small`; "" if it need not.
+
+    `given` are the names of its operands. `small` are results that depend on constants which the low format would flush to zero.
+    """
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):
         return f"{hangs} hangs on a value that {low.name} would flush"

@@ -1,17 +1,17 @@
-"""Numbers that count something, and the products in which a low format would round them.
+"""Find values that count something (positions, lengths, steps), and the products in which a low format would round them.
 
 Positions, distances, lengths, indices and time steps are whole numbers. fp32 holds them exactly up to 2**24, bf16 up to 256, fp16 up to
 2048. torch.autocast rounds them at the first product. Two positions then become equal, and angles made of them are wrong by whole turns.
 
-1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and
-   looked-up rows are not counted, and neither is any value downstream of an fp32 input or a parameter.
-2. It is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements, and wide
-   integers after moves, sums and factors. It is SMALL if it cannot, and may have fractions: sines, shares, frequencies. It is WHOLE if it
-   cannot and has none: booleans, bytes, remainders, one-hot rows, masks.
-3. A product keeps its operands in fp32 if one of its factors is LARGE. A product that sums over at most `FEW` elements also does if all
-   of its factors are counted, as angles of positions and frequencies are. Its result needs exact operands, and it has few FLOPs.
-4. A product does so, too, if all of its factors are WHOLE: a triangle of ones times a mask gives positions, a mask times itself gives
-   lengths. The low format holds the factors, but not the result.
+1. A value is *counted* if it is computed only from whole numbers, numbers in the code and constants of the model. Random draws and rows
+   looked up in a table are not counted, and neither is any value downstream of an fp32 input or a parameter.
+2. A counted value is LARGE if it may exceed the whole numbers that the low format holds exactly: positions, sums over many elements, and
+   wide integers after moves, sums and factors. It is SMALL if it cannot exceed them but may have fractions: sines, shares, frequencies. It
+   is WHOLE if it cannot exceed them and has no fractions: booleans, bytes, remainders, one-hot rows, masks.
+3. A product runs in fp32 if one of its factors is LARGE. A product that sums over at most `FEW` elements also runs in fp32 if all of its
+   factors are counted, as for angles, which are positions times frequencies: the result needs exact operands, and costs few FLOPs.
+4. A product also runs in fp32 if all of its factors are WHOLE: a triangle of ones times a mask gives positions, a mask times itself gives
+   lengths. The low format holds the factors exactly, but not the result.
 
 Attention and recurrent layers do not count as products here, and summands, such as masks, do not count as factors.
 """
@@ -28,40 +28,45 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 FEW = 16
-"""Most elements of a sum that keeps counted factors in fp32. Coordinates have two or three, frequencies one."""
+"""Largest number of elements that a product of counted factors may sum over to stay fp32. Products of coordinates have two or three,
+products of positions and frequencies have one."""
 RANDOM, LOOKS_UP = ops_with(Trait.RANDOM), ops_with(Trait.LOOKS_UP)
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
 PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, Trait.TOTALS, Trait.WITHIN_ONE, Trait.STAYS_BELOW))
 MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
 GROWS = PLACES | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
-"""Ops whose result may be as large as a number among their arguments."""
+"""Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
 STAYS_WHOLE = GROWS | ASKS | ops_with(Trait.UNIFORM) | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
-"""Ops that make no fractions of whole numbers. A tensor that is an attribute of another, such as `mT`, has its numbers."""
+"""Ops that return whole numbers for whole numbers. ASKS belongs to them, because an attribute such as `x.mT` has the numbers of `x`."""
 BYTES = frozenset({"bool", "uint8", "int8", "uint4", "int4", "uint2", "int2"})
 FRACTIONS = ("fp", "bf", "float", "double", "complex", "sparse", "nested")
 """Prefixes of the names of dtypes that can hold fractions."""
 
 
 class Count(IntEnum):
-    """Whether a value is counted, and how large it may be. A result is LARGE if an operand is, and NOT if one is NOT."""
+    """Whether a value is counted, and how large it may be (rules 1 and 2 of this file)."""
 
     NOT = 0
+    """Not counted."""
     SMALL = 1
+    """Counted, within the whole numbers that the low format holds exactly, perhaps with fractions."""
     WHOLE = 2
+    """Counted, within these whole numbers, without fractions."""
     LARGE = 3
+    """Counted, perhaps larger than these whole numbers."""
 
 
 def most_exact(low: Format) -> int:
-    """The largest n such that a format holds all whole numbers up to n: 256 for bf16, 2048 for fp16."""
+    """Return the largest n such that `low` holds all whole numbers up to n exactly: 256 for bf16, 2048 for fp16."""
     return int(2 / low.eps)
 
 
 def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[float], low: Format) -> Count:
-    """The count of the result of an op.
+    """Return the `Count` of the result of an op.
 
-    `op` is its ATen base name, `dtype` the name of the result's dtype ("" if it is no tensor), `given` the counts of its operands, and
-    `numbers` are the numbers among its arguments.
+    `op` is its ATen base name, `dtype` the name of the result's dtype ("" if the result is no tensor), `given` are the counts of its
+    operands, and `numbers` are the numbers among its arguments.
     """
     whole = not dtype.startswith(FRACTIONS)
     row, sizes, limit = find_op(op), [abs(number) for number in numbers], most_exact(low)
@@ -76,22 +81,22 @@ def made_of(op: str, dtype: str, given: Sequence[Count], numbers: Collection[flo
     if Count.LARGE in given or op in TOTALS or (row is not None and row.kind is OpKind.ALLOW):
         return Count.LARGE
     if whole and op not in PLACES and (op not in MOVES or Count.NOT in given or not given):
-        return Count.LARGE  # indices, sizes, and inputs of the graph
+        return Count.LARGE  # wide integers of unknown size, such as indices, sizes of tensors, and inputs of the graph
     return Count.LARGE if op in GROWS and max(sizes, default=0) > limit else small
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """The graph with `counted` set on every product that would round a count.
+    """Return `graph` with the field `counted` set on every product that would round a count (rules 3 and 4 of this file).
 
-    `counts` holds the counts of values by vertex; values that are absent are not counted. `summed` gives the number of elements over
-    which a product sums.
+    `counts` holds the counts of values by vertex; absent values are not counted. `summed` returns the number of elements over which a
+    product sums.
     """
     found = {node.name: replace(node, counted=text) for node in graph if (text := _counted(node, counts, summed)) != node.counted}
     return graph.exchanged(found) if found else graph
 
 
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
-    """The factor for which a product must not round its factors; "" if it may, or if the op is no product."""
+    """Return the name of the factor because of which the product `node` must run in fp32; "" if it may run low, or is no product."""
     if node.kind is not OpKind.ALLOW or not node.flops or node.op in NO_FACTORS:
         return ""
     factors = [operand.value for operand in node.operands if not operand.summand]

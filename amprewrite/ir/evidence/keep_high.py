@@ -1,4 +1,4 @@
-"""Nodes that an accuracy search kept high, graph by graph, with the evidence."""
+"""Nodes that an accuracy search keeps in fp32, for each graph, with the reasons."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from amprewrite.ir.op_graph import OpGraph
 
 @dataclass(frozen=True)
 class KeepHigh:
-    """Nodes to keep high and the reasons, by fingerprint of the graph and by node."""
+    """Result of an accuracy search: the nodes to keep in fp32."""
 
     graphs: Mapping[str, Mapping[str, str]]
+    """Fingerprint of a graph → name of a node → the reason in words."""
     note: str = ""
     """The target and the result of the search, for the plan's notes."""
 
     def of(self, graph: OpGraph) -> Mapping[str, str] | None:
-        """Nodes of this graph to keep high, with the reason in words; None if the search has not seen the graph."""
+        """Return the nodes of `graph` to keep in fp32, each with the reason in words; None if the search has not seen the graph."""
         return self.graphs.get(fingerprint(graph))

@@ -1,9 +1,9 @@
-"""Rules on values that a format's range cannot hold, the same for PyTorch graphs, ONNX files and every kind of evidence.
+"""Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
 
-Evidence is the largest and the smallest magnitude of a value: of a weight, on sample batches, or in a sample run.
+The rules need the largest and the smallest magnitude of a value: of a weight, or of a value on sample batches or in a sample run.
 
 Some ops are known by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small values
-are negligible in larger sums (`add`, `sub`), and `mul` passes them on.
+are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from amprewrite.tables.vocabulary import OpKind
 HEADROOM = 4
 """Margin for unseen data: a value may become this many times larger or smaller than in the samples."""
 MASK = 1e8
-"""A constant below -MASK in a sum or product is taken for a mask: so large a number has no other use."""
+"""A constant of -MASK or less in a sum or product is taken for a mask, since such large numbers have no other use."""
 EXTREME = 1e30
-"""A constant beyond this magnitude is taken for a mask, whatever its sign."""
+"""A constant of at least this magnitude is taken for a mask, whatever its sign."""
 BLOCKS = 88.0
-"""A softmax gives no share to a score this far below the greatest: exp(-88) is below fp32's normal numbers."""
+"""A softmax returns about zero for a score that is this far below the greatest score: exp(-88) is below fp32's normal numbers."""
 ROWS = 8
-"""Fewest rows of a table for which a common offset is not chance."""
+"""Least number of rows of a table at which an offset that all rows have in common cannot be chance."""
 SHRINKS = 64
-"""Scores and their masks may be divided by at most this: the end of the range, divided by it, still blocks a position."""
+"""Scores and their masks may be divided by at most this number: the largest number of the low format, divided by it, is still large enough
+to block a position."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
 BELOW, ABOVE = -1, 1
-"""Sides of zero."""
+"""Sides of zero, as signs."""
 _LEVELS = {BELOW: ops_with(Trait.LEVELS_BELOW), ABOVE: ops_with(Trait.LEVELS_ABOVE)}
 _FILLS, _BOUNDS, _COMPARES = ops_with(Trait.FILLS), ops_with(Trait.BOUNDS), ops_with(Trait.COMPARES)
 _SCALES = ops_with(Trait.SCALES)
 _SHAPE_ONLY, _LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 _COUNTS = ops_with(Trait.HAS_STEPS, Trait.CONVERTS)
 POLES = frozenset(name for name, row in OPS.items() if row.small == "pole")
-"""Ops that return an infinity for an operand that was flushed to zero."""
+"""Ops that return an infinity for zero, so also for a small operand that was flushed to zero."""
 PASSES_SMALL = frozenset(name for name, row in OPS.items() if row.small == "passes")
-"""Ops, in addition to clear ops, whose result is small if their operand is."""
+"""Ops whose result is small if their operand is small. Ops of kind CLEAR, which move values, are left out."""
 SUMS_SMALL = frozenset(name for name, row in OPS.items() if row.small == "sums")
-"""Ops whose result is small only if all their summands are."""
+"""Ops whose result is small only if all their summands are small."""
 
 
 class Fit(enum.Enum):
@@ -54,23 +55,27 @@ class Fit(enum.Enum):
     FITS = "fits"
     TOO_LARGE = "too large"
     FLUSHED = "flushed"
-    """All of it is below the format's smallest number. A summand of a product may be: the sum's own rounding is larger."""
+    """All of its values are below the format's smallest number and would become zero. That is harmless for a weight that is only added to a
+    product, because the rounding of the sum is larger."""
 
 
 def fit(size: float, low: Format) -> Fit:
-    """The fit of a weight with largest magnitude `size`. No headroom is needed, since all values of a weight are known."""
+    """Return whether a weight with the largest magnitude `size` fits. No headroom is needed, since all values of a weight are known."""
     if size > low.max:
         return Fit.TOO_LARGE
     return Fit.FLUSHED if 0 < size < low.smallest_subnormal else Fit.FITS
 
 
 def means_mask(constant: float) -> bool:
-    """Whether a constant of a sum or product is a mask. Results of masks may be clamped to the end of the range, other values not."""
+    """True if a constant in a sum or product is taken for a mask. Only masks may be clamped to the end of the range."""
     return abs(constant) >= EXTREME or constant <= -MASK
 
 
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
-    """Whether a bound may be clamped to the range of `low`: a lower bound to its lowest number, an upper bound to its highest."""
+    """True if a bound, such as an argument of clamp, may be clamped to the range of `low` without a change of the result.
+
+    A lower bound may be clamped unless it is above the range, an upper bound unless it is below the range.
+    """
     return bound <= low.max if lower else bound >= -low.max
 
 
@@ -79,35 +84,38 @@ Node = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Read(Generic[Node]):
-    """One op that reads a value: the facts that show what it does with a number far beyond the range."""
+    """One op that reads a value, with the facts that show how it treats a number far beyond the range."""
 
     op: str
     kind: OpKind | None
     made: Node
-    """The node of its result."""
+    """The node of the op's result."""
     place: int = 0
     """Position of the value among the operands."""
     numbers: tuple[float, ...] = ()
-    """The other operands that are numbers, without bounds, which are in `lower` and `upper`."""
+    """The other operands that are numbers. Bounds are not among them."""
     lower: tuple[float, ...] = ()
+    """Lower bounds of the result, such as `min` of clamp."""
     upper: tuple[float, ...] = ()
+    """Upper bounds of the result, such as `max` of clamp."""
     floating: bool = True
-    """Whether its result is floating point."""
+    """Whether the op's result is floating point."""
     masks: bool = False
-    """Whether attention takes the value as its mask."""
+    """Whether the op is an attention that takes the value as its mask."""
 
     @property
     def factors(self) -> list[float]:
-        """The numbers by which it multiplies the value."""
+        """The numbers by which the op multiplies the value; [] if it neither multiplies nor divides."""
         if self.op not in _SCALES:
             return []
         return [1 / number if self.op == "div" and number else number for number in self.numbers]
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """The signs (BELOW, ABOVE) that the result of an op may have far beyond the range, if its operand is far beyond the range on `side`.
+    """Return the sides (BELOW, ABOVE) on which the result of an op may be far beyond the range of `low`, if its operand is so on `side`.
 
-    Empty if an operand at the end of the range gives the same result, as in an op that reads the sign alone. None if it gives another one.
+    Empty if the result is the same after the operand is clamped to the range, as for an op that reads only the sign. None if clamping the
+    operand would change the result.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):
@@ -128,7 +136,11 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """`handed_on` for bounds. A bound near zero on this side stops the number, a bound beyond the range passes it, any other gives None."""
+    """Return what `handed_on` returns, for ops that bound their result, such as clamp.
+
+    Empty if a bound on `side` is near zero, since the result is then that bound. {side} if the number passes: all bounds on `side` are
+    beyond the range, and no opposite bound is large on `side`. None in all other cases.
+    """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
     if any(abs(bound) <= near for bound in stops):
@@ -138,7 +150,7 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """`handed_on` for the sums and products between scores, their mask and the softmax."""
+    """Return what `handed_on` returns, for the sums and products between scores, their mask and the softmax."""
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
         added = [-number if read.op == "sub" and not read.place else number for number in read.numbers]
@@ -154,9 +166,10 @@ def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def only_blocks(
     node: Node, sides: Iterable[int], reads: Callable[[Node], Iterable[Read[Node]]], low: Format, known: set[tuple[Node, int]]
 ) -> bool:
-    """Whether all readers use numbers far beyond the range, which `node` holds on `sides` of zero, only to block positions.
+    """True if `node`, which holds numbers far beyond the range on `sides` of zero, may be clamped to the range of `low`.
 
-    The numbers may then be clamped to the range. `reads` gives the readers of a value; `known` collects values that passed.
+    This is the case if all ops downstream use these numbers only to block positions, as masks do. `reads` returns the readers of a value.
+    `known` collects (value, side) pairs for which the answer is True, so that later calls need not test them again.
     """
     waiting = [(node, side) for side in sides]
     seen = set(waiting)
@@ -174,22 +187,22 @@ def only_blocks(
 
 
 def near_the_end(largest: float, low: Format) -> bool:
-    """Whether a value that reached `largest` in samples may leave the range of `low`."""
+    """True if a value whose largest magnitude in samples is `largest` may leave the range of `low` on other data."""
     return largest * HEADROOM > low.max
 
 
 def thinned_out(largest: float, low: Format) -> bool:
-    """Whether all of a value lies below the normal range of `low`, where it loses bits."""
+    """True if a value with the largest magnitude `largest` lies below the normal numbers of `low`, where it loses bits. False for zero."""
     return 0 < largest < low.smallest_normal
 
 
 def summands(graph: OpGraph) -> dict[str, bool]:
-    """The values that are added or subtracted, each with whether softmaxes alone read the sums.
+    """Return, by name, the values that are added or subtracted: True if only softmaxes read the sums, otherwise False.
 
     A view of a weight counts as the weight.
     """
     scores: set[str] = set()
-    for node in reversed(list(graph)):  # readers first: a chain may be as long as a scan, and its branches meet again
+    for node in reversed(list(graph)):  # readers before makers, so that one pass is enough and no recursion is needed
         if _are_scores(graph, node, scores):
             scores.add(node.name)
     found: dict[str, bool] = {}
@@ -201,27 +214,27 @@ def summands(graph: OpGraph) -> dict[str, bool]:
 
 
 def rows_have_offset(table: Any) -> Any:
-    """Whether the rows of a table have an offset each, or in common. A common offset needs `ROWS` rows, since few may agree by chance."""
+    """True if the rows of a table have an offset each, or one in common. The latter needs `ROWS` rows, since few may agree by chance."""
     common = has_offset(table.swapaxes(-1, -2)) if table.shape[-2] >= ROWS else False
     return has_offset(table) | common
 
 
 def tables(graph: OpGraph) -> set[str]:
-    """The tables in which rows are looked up."""
+    """Return the names of the tables in which ops of `graph` look up rows."""
     return {graph.seen(operand.value).name for node in graph if node.op in LOOKS_UP for operand in node.operands}
 
 
 def _are_scores(graph: OpGraph, node: OpNode, scores: set[str]) -> bool:
-    """Whether all readers of a value are softmaxes, or ops on scores that lead to softmaxes alone. `scores` holds such readers."""
+    """True if `node` has readers, and each is a softmax or an op on scores that only leads to softmaxes. `scores` holds such ops."""
     readers = list(graph.readers(node.name))
     return bool(readers) and all(each.op in SHARES_OUT or (each.op in MAKES_SCORES and each.name in scores) for each in readers)
 
 
 def has_offset(values: Any, scores: bool = False) -> Any:
-    """Whether the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
+    """True if the rows of a weight (a tensor or array with dims) have an offset: a mean that is larger than their spread.
 
-    Mean and spread are compared as root mean squares. A norm then subtracts most of the value.
-    With `scores`, softmaxes read the rows, and values that block positions do not count: an exporter may add a mask to a bias.
+    Mean and spread are compared as root mean squares. With an offset, a norm subtracts most of the value, so that rounding errors grow.
+    Pass `scores` if softmaxes read the rows: values that block positions are then left out, since an exporter may add a mask to a bias.
     """
     if scores:
         least = values.max() - BLOCKS
@@ -230,19 +243,22 @@ def has_offset(values: Any, scores: bool = False) -> Any:
 
 
 def drowns_in(largest_sum: float, low: Format) -> bool:
-    """Whether the error of a flushed summand is negligible against the rounding of a sum that reaches `largest_sum`."""
+    """True if the error of a summand that becomes zero in `low` is negligible against the rounding of a sum as large as `largest_sum`."""
     return largest_sum * low.eps >= HEADROOM * low.smallest_subnormal
 
 
 def bias_drowns(result: ValueRange | None, low: Format) -> bool:
-    """Whether the error of a bias below the range is negligible against the rounding of the sum. An unseen sum counts as large."""
+    """True if the error of a bias that becomes zero in `low` is negligible against the rounding of the sum with the range `result`.
+
+    True for None: a sum without a known range counts as large.
+    """
     return result is None or drowns_in(result.amax, low)
 
 
 def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: Format, depth: int = 4) -> bool:
-    """Whether a small value, or its products, are only added to far larger values, so that its error is negligible.
+    """True if the result of `node` is small and negligible: it, or its products, are only added to far larger values.
 
-    `seen`: ranges of values on samples, by vertex.
+    `seen` holds the ranges of values on samples, by vertex. `depth` limits the number of ops that are followed before a sum.
     """
     readers = list(graph.readers(node.name))
     for reader in readers:
@@ -256,12 +272,12 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """Whether an operand with smallest magnitude `smallest` may be flushed before an op of `POLES`."""
+    """True if an operand with the smallest magnitude `smallest` may be flushed to zero in `low`, which matters for the ops in `POLES`."""
     return smallest < HEADROOM * low.smallest_normal
 
 
 def hands_on_small(op: str) -> bool:
-    """Whether the result of `op` is small if its operand is: the op moves values, or passes small values on."""
+    """True if the result of `op` is small whenever its operand is small. False for an op without a row in the op table."""
     row = find_op(op)
     return row is not None and (row.kind is OpKind.CLEAR or row.name in PASSES_SMALL)
 

@@ -1,8 +1,8 @@
-"""Ranges of a model's values on sample batches, which stream, merge and are saved, and the risk that a format cannot hold them.
+"""Ranges of a model's values on sample batches, which can be merged and saved, and the risk that a format cannot hold the values.
 
-For every value: counts, least and greatest, and a histogram of magnitudes by powers of two. Nothing else is kept, so memory
-does not grow with the number of batches. A fit to the tail of the histogram gives the probability that a value leaves the
-format's range although no sample did.
+For every value only counts, the least and the greatest number, and a histogram of magnitudes by powers of two are kept, so that memory does
+not grow with the number of batches. A fit to the tail of the histogram estimates the probability that a value leaves the range of a format
+although no sample did.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA = 1
-"""Version of the JSON form; a file of another version is refused."""
+"""Version of the JSON form. Files of other versions are refused."""
 CHUNK = 2**22
-"""Elements of a tensor that are read at once."""
+"""Number of elements of a tensor that are read at once, to limit temporary memory."""
 FALLS_OFF = (0.5, 8.0)
-"""Beta prior of the share of a tail that exceeds an octave: 0.06, as after eight values that stayed within it."""
+"""Parameters of the Beta prior of q, the share of a tail that lies beyond the next power of two (see `_beyond`). Its mean is 0.06, as if
+eight values had stayed within."""
 _TITLES = ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf")
 _BIAS = 127
 _NOT_FINITE = 255
@@ -45,26 +46,30 @@ _NOT_FINITE = 255
 
 @dataclass(frozen=True)
 class ValueRange:
-    """Counts, limits and histogram of one value. `a | b` merges two."""
+    """Counts, limits and histogram of the elements of one value. `a | b` merges two ranges."""
 
     count: int = 0
-    """Elements seen, in all batches together."""
+    """Number of elements seen, in all batches together."""
     zeros: int = 0
+    """Number of zeros among them."""
     nan: int = 0
+    """Number of NaNs among them."""
     infinite: int = 0
+    """Number of infinities among them."""
     least: float = math.inf
-    """The least finite value."""
+    """The least finite element; inf if none was seen."""
     greatest: float = -math.inf
+    """The greatest finite element; -inf if none was seen."""
     smallest: float = math.inf
-    """The smallest magnitude that is not zero."""
+    """The smallest magnitude of an element other than zero; inf if none was seen."""
     batches: int = 0
-    """Number of times that the value was seen."""
+    """Number of tensors that were merged into this range."""
     exponents: tuple[tuple[int, int], ...] = ()
-    """Pairs (e, count): `count` finite nonzero values have a magnitude in [2**e, 2**(e + 1))."""
+    """Pairs (e, count): `count` finite nonzero elements have a magnitude in [2**e, 2**(e + 1))."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ValueRange:
-        """The range of one floating tensor on any device, read in fp32."""
+        """Return the range of one floating point tensor of any shape and device. Its elements are converted to fp32."""
         bins = torch.zeros(256, dtype=torch.int64, device="cpu")
         nan = zeros = 0
         least, greatest, smallest = math.inf, -math.inf, math.inf
@@ -83,13 +88,16 @@ class ValueRange:
                     zeros += part.numel() - size.numel()
                 smallest = min(smallest, size.min().item()) if size.numel() else smallest
         not_finite = int(bins[_NOT_FINITE])
-        bins[0] -= zeros  # the rest of this bin is subnormal
+        bins[0] -= zeros  # bin 0 holds elements with exponent bits of 0: without the zeros, the subnormal numbers
         exponents = tuple((e - _BIAS, int(n)) for e, n in enumerate(bins.tolist()) if n and e != _NOT_FINITE)
         return cls(tensor.numel(), zeros, nan, not_finite - nan, least, greatest, smallest, 1, exponents)
 
     @classmethod
     def limits(cls, tensor: torch.Tensor, smallest: bool) -> ValueRange:
-        """The limits of one fp32 tensor, without counts, for a fraction of the cost. The smallest magnitude only if asked for."""
+        """Return the range of one fp32 tensor without histogram and counts of special values, which is much cheaper than `of`.
+
+        `least` and `greatest` are computed, and the smallest magnitude if `smallest` is True.
+        """
         values = tensor.detach()
         if not values.numel():
             return cls()
@@ -112,42 +120,43 @@ class ValueRange:
 
     @property
     def amax(self) -> float:
-        """Largest finite magnitude; 0 if nothing finite was seen."""
+        """Largest finite magnitude; 0 if no finite element was seen."""
         return max(abs(self.least), abs(self.greatest)) if self.least <= self.greatest else 0.0
 
     @property
     def nonzero(self) -> int:
-        """Finite values other than zero."""
+        """Number of finite elements other than zero."""
         return sum(n for _, n in self.exponents)
 
     # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Probability that one element is beyond the range of `fmt`: the share seen, or a fit to the tail if none was."""
+        """Return the probability that one element overflows `fmt`: the share that did, or if none did, an estimate from the tail."""
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
     def overflow_in_pass(self, fmt: Format) -> float:
-        """Probability that at least one element overflows `fmt` in a forward pass, for a batch of average size."""
+        """Return the probability that at least one element overflows `fmt` in a forward pass with a batch of average size."""
         return -math.expm1(-self.overflow(fmt) * self.count / max(self.batches, 1))
 
     def underflow(self, fmt: Format) -> float:
-        """Probability that a nonzero element is flushed to zero in `fmt`: the share seen, or a fit to the lower tail if none was."""
+        """Return the probability that a nonzero element becomes zero in `fmt`: the share that did, or if none did, an estimate from the
+        lower tail."""
         mirrored = sorted((-e, n) for e, n in self.exponents)
         return _beyond(mirrored, self.nonzero, 2 - round(math.log2(fmt.smallest_subnormal)))
 
     def subnormal(self, fmt: Format) -> float:
-        """Share of the nonzero elements that were below the normal range of `fmt`, where bits are lost."""
+        """Return the share, from 0 to 1, of the nonzero elements below the normal numbers of `fmt`, where bits are lost."""
         limit = round(math.log2(fmt.smallest_normal))
         return sum(n for e, n in self.exponents if e < limit) / max(self.nonzero, 1)
 
 
 def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
-    """P(exponent >= limit), from sorted (exponent, count) pairs of `count` elements.
+    """Return P(exponent >= limit), from sorted (exponent, count) pairs of `count` elements.
 
-    This is the share seen there. If none was seen, a tail is fitted: above a high threshold it decays by a constant factor q per octave
-    (Hill, "A simple general approach to inference about the tail of a distribution", Annals of Statistics 3, 1975: above a threshold
-    log|x| is exponential). For whole octaves that is the geometric law. q is estimated with a Beta prior, FALLS_OFF, which
-    matters for small samples only. Tails lighter than a power law, such as the normal's, decay faster, so the result errs
-    high. The worst of all thresholds with at most sqrt(count) values above them counts.
+    This is the share of elements at or above `limit`. If there are none, a tail is fitted. Above a high threshold the tail is assumed to
+    decay by a constant factor q per octave, a geometric law (Hill, "A simple general approach to inference about the tail of a
+    distribution", Annals of Statistics 3, 1975: above a threshold log|x| is exponential). q is estimated with the Beta prior FALLS_OFF,
+    which matters only for small samples. Tails lighter than a power law, such as the tail of a normal distribution, decay faster, so that
+    the result is rather too high. It is the largest estimate over all thresholds with at most sqrt(count) values above them.
     """
     seen = sum(n for e, n in exponents if e >= limit)
     if seen or not count:
@@ -166,15 +175,16 @@ def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
 # -- of a model -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RegionRanges:
-    """The values of one captured graph."""
+    """Ranges of the values of one captured graph. `a | b` merges two."""
 
     graph: str
-    """Fingerprint of the graph: names, ops and operands of its values."""
+    """The `fingerprint` of the graph."""
     name: str = ""
+    """Name of the graph in the plan."""
     values: Mapping[str, ValueRange] = field(default_factory=dict)
-    """Ranges by node of the plan. Only fp32 values have ranges; token ids and boolean masks have none."""
+    """Ranges by name of the node. Only fp32 values have ranges; token ids and boolean masks have none."""
     gradients: Mapping[str, ValueRange] = field(default_factory=dict)
-    """Ranges of the gradients by node, if they were asked for."""
+    """Ranges of the gradients by name of the node; empty unless gradients were asked for."""
 
     def __or__(self, other: RegionRanges) -> RegionRanges:
         return replace(self, values=merge(self.values, other.values), gradients=merge(self.gradients, other.gradients))
@@ -191,16 +201,16 @@ class Calibration:
     batches: int
     """Number of batches seen."""
     regions: tuple[RegionRanges, ...]
-    """Ranges of every fp32 value, graph by graph, from a run in fp32."""
+    """Ranges of every fp32 value in runs in fp32, graph by graph."""
     version: int = SCHEMA
 
     def of(self, graph: OpGraph) -> RegionRanges | None:
-        """The ranges of this graph; None if it never ran."""
+        """Return the ranges of the values of `graph`; None if the graph was not run."""
         wanted = fingerprint(graph)
         return next((region for region in self.regions if region.graph == wanted), None)
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise CalibrationError if another model was calibrated."""
+        """Raise CalibrationError if the names or shapes of the parameters of `model` differ from the calibrated model's."""
         if self.parameters != parameters_fingerprint(model):
             raise CalibrationError(
                 f"the calibration was made with a {self.model} of other parameters than this {type(model).__name__} has; "
@@ -218,12 +228,12 @@ class Calibration:
 
     # -- files ------------------------------------------------------------------------------
     def to_json(self) -> str:
-        """As JSON text; `from_json` gives it back exactly."""
+        """Return the calibration as JSON text, from which `from_json` makes an equal calibration."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """Read what `to_json` wrote. CalibrationError if the text is something else."""
+        """Return the calibration in `text`, which `to_json` wrote. Raises CalibrationError if the text is no valid calibration."""
         try:
             data = read_json(text)
         except BadData as error:
@@ -243,7 +253,7 @@ class Calibration:
             raise CalibrationError("the calibration is damaged: it is nested too deeply; make it anew") from error
 
     def _check_values(self) -> None:
-        """Raise BadData if a value holds impossible counts."""
+        """Raise BadData if a range holds counts or exponents that are impossible."""
         for region in self.regions:
             for name, seen in (*region.values.items(), *region.gradients.items()):
                 counts = (seen.count, seen.zeros, seen.nan, seen.infinite, seen.batches, *(n for _, n in seen.exponents))
@@ -255,12 +265,12 @@ class Calibration:
                     raise BadData(f"{name!r} has more values by exponent than in all")
 
     def save(self, path: str | Path) -> None:
-        """Write a file that `load` reads. EmitError if it cannot be written."""
+        """Write the calibration to a file that `load` reads. Raises EmitError if it cannot be written."""
         write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a file that `save` wrote. CalibrationError if it cannot be read or holds something else."""
+        """Return the calibration in a file that `save` wrote. Raises CalibrationError if the file is unreadable or holds no calibration."""
         try:
             return cls.from_json(read_text(path))
         except ValueError as error:
@@ -270,7 +280,10 @@ class Calibration:
 
     # -- text -------------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = NARROWEST.name, gradients: bool = False) -> Table:
-        """The `n` values most at risk in `fmt`, as a rich table: first by overflow, then by magnitude."""
+        """Return a rich table of the `n` values with the greatest risk of overflow in the format `fmt`, ties in order of magnitude.
+
+        With `gradients` the table shows gradients instead of values.
+        """
         from rich.table import Table
         from rich.text import Text
 
@@ -285,7 +298,7 @@ class Calibration:
         return f"{self.model}: {'gradients' if gradients else 'values'} in {self.batches} batches, against {fmt}"
 
     def _rows(self, n: int, fmt: str, gradients: bool) -> Iterator[tuple[str, ...]]:
-        """Name and figures of the `n` values most at risk."""
+        """Yield the cells of a row, name and figures, for each of the `n` values with the greatest risk of overflow in `fmt`."""
         row = FORMATS[fmt]
         found = [
             (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)
@@ -303,32 +316,32 @@ class Calibration:
         return as_text(self.table())
 
     def _repr_html_(self) -> str:
-        """The table as a notebook shows it."""
+        """Return the table as HTML, for notebooks."""
         return fragment([self._title(NARROWEST.name, False)], _TITLES, self._rows(20, NARROWEST.name, False))
 
 
 def merge(ours: Mapping[str, ValueRange], theirs: Mapping[str, ValueRange]) -> dict[str, ValueRange]:
-    """The merged range of each value that is on either side."""
+    """Return the union of two mappings from names to ranges. The ranges of a name in both are merged."""
     return {name: ours.get(name, ValueRange()) | theirs.get(name, ValueRange()) for name in {**ours, **theirs}}
 
 
 def fingerprint(graph: OpGraph) -> str:
-    """A hash of the names, ops and operands of a graph's values. It does not depend on batch size, formats and op lists."""
+    """Return a hash of the names, ops and operands of a graph's nodes. It does not depend on batch size, formats or op lists."""
     lines = (
         f"{node.name} {node.op} {' '.join(operand.value for operand in node.operands)}"
         for node in graph
-        if node.dtype or node.role == "output"  # whether symbolic sizes occur depends on the batch
+        if node.dtype or node.role == "output"  # without nodes of symbolic sizes, since their presence depends on the batch
     )
     return _digest(lines)
 
 
 def parameters_fingerprint(model: torch.nn.Module) -> str:
-    """A hash of the names and shapes of a model's parameters."""
+    """Return a hash of the names and shapes of the parameters of `model`."""
     return _digest(f"{name} {tuple(p.shape)}" for name, p in named_parameters_in(model))
 
 
 def as_text(table: Table, width: int = 110) -> str:
-    """A rich table as plain text."""
+    """Return a rich table as plain text, `width` characters wide."""
     screen = console(width=width, no_color=True)
     with screen.capture() as capture:
         screen.print(table)

@@ -9,9 +9,10 @@ from amprewrite.ir.plans.plan import RegionPlan
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """The plans without repetitions: two plans are alike if they differ in sizes or mode only, not in values, colours, edits or padding.
+    """Return the first plan of each kind. Plans of one kind differ only in sizes or mode, not in nodes, colours, edits or padding.
 
-    A rewrite that follows the first of such plans finds the graphs of the others in it, too. The first takes over their notes.
+    The notes of the plans that are left out are added to the first plan of their kind. A rewrite that follows the first plan can apply it
+    to the graphs of the left-out plans as well.
     """
     shown: dict[object, RegionPlan] = {}
     for plan in plans:
@@ -26,9 +27,9 @@ def _mode(plan: RegionPlan) -> str:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """The parts in which plans must agree to be alike. Symbolic sizes have no dtype and depend on the batch, so they do not count."""
+    """Return a key that is equal for plans of one kind. Nodes of symbolic sizes are left out, since their presence depends on the batch."""
     if not plan.nodes:
-        return object()  # left in fp32: each graph has its own reason
+        return object()  # unequal to any other key: each graph that was left in fp32 is shown, since it has a reason of its own
     parts = plan.flat("")
     nodes = (node for part in parts for node in part.nodes if node.dtype or node.role == "output")
     padded = (value.value for part in parts for value in part.pads.values)

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 Factors = tuple[tuple[int, int], ...]
-"""The axes of one dim, outer to inner, each as (logical, physical) extent. ((3, 3), (100, 104)) are three chunks
-of 100, each padded to 104."""
+"""The axes of one dim, outer to inner, each as (logical, physical) extent, without and with padding. For example, ((3, 3), (100, 104)) is a
+dim of 300 elements in three chunks of 100, each padded to 104."""
 Layout = tuple[tuple[int, Factors], ...]
-"""The padded dims of one tensor: (dim, its factors), in order; () if it has its logical size."""
+"""The padded dims of one tensor as (dim, its factors), in order of the dims; () if no dim is padded."""
 
 KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
-"""Kinds of changes of size."""
+"""Values of `PadCopy.kind`."""
 
 
 def extents(factors: Factors) -> tuple[int, int]:
-    """Logical and physical extent of a dim."""
+    """Return (extent without padding, extent with padding) of a dim."""
     return math.prod(n for n, _ in factors), math.prod(m for _, m in factors)
 
 
 def physical(shape: tuple[Any, ...], layout: Layout) -> tuple[Any, ...]:
-    """The shape in memory of a tensor with logical `shape`."""
+    """Return the shape, padding included, of a tensor whose shape without padding is `shape`."""
     sizes = list(shape)
     for dim, factors in layout:
         sizes[dim] = extents(factors)[1]
@@ -31,32 +31,34 @@ def physical(shape: tuple[Any, ...], layout: Layout) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class PaddedValue:
-    """A result that an op returns padded, at no extra cost."""
+    """A result that an op returns padded, because its operands are padded. No extra kernel is needed."""
 
     value: str
-    """Name of the node, "node#1" for one of several results, or "node -> bf16" for its cast copy."""
+    """Name of the node, "node#1" for its result 1 if it has several, or "node -> bf16" for its copy in bf16."""
     layout: Layout
 
 
 @dataclass(frozen=True)
 class PadCopy:
-    """One change of size: a pad at the entry of a region, a slice at its exit, or a weight padded in its cast."""
+    """One change of the size of a value: a pad at the entry of a padded region, a slice at its exit, or a weight that its cast pads."""
 
     value: str
+    """Name of the value, in the form that `PaddedValue.value` has."""
     users: tuple[str, ...]
+    """Names of the nodes that read the changed value."""
     layout: Layout
-    """Padded layout that the users read."""
+    """The layout in which the users read the value; () after a slice."""
     have: Layout = ()
-    """Padded layout of the value as it arrives."""
+    """The layout in which the value is before the change; () if it is not padded."""
     refresh: bool = False
-    """Whether padding with unusable content is cut off and replaced by zeros."""
+    """Whether padding whose content the users cannot take is cut off and replaced by zeros."""
     weight: bool = False
-    """Whether the value is a parameter. Its cast pads it at no cost; without a cast it is a copy, which the weight cache keeps if there
-    are no gradients."""
+    """Whether the value is a parameter. A cast to the low format pads it at no cost. A parameter that is read in fp32 needs a padded copy,
+    which the weight cache keeps in calls without gradients."""
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`. A parameter is a weight if its cast pads it, and a weight copy if it has no cast."""
+        """One of `KINDS`. "weight" is a parameter that its cast pads, "weight copy" a parameter that is padded without a cast."""
         if self.weight:
             return "weight" if all(" -> " in user for user in self.users) else "weight copy"
         return "re-pad" if self.layout and self.have else "pad" if self.layout else "slice"
@@ -68,32 +70,36 @@ class PadCopy:
 
 @dataclass(frozen=True)
 class PadRegion:
-    """Dims that are the same axis of the model, and so share a padded extent."""
+    """Dims of one graph that are the same axis of the model, such as a hidden size, and therefore have one padded extent."""
 
     size: int
+    """Extent without padding."""
     padded: int
+    """Extent with padding; equal to `size` if the region was considered and is not padded."""
     dims: tuple[str, ...]
-    """The dims; "linear.1" is dim 1 of the result of node linear. Ops come first, copies of weights last."""
+    """The dims, such as "linear.1" for dim 1 of the result of the node linear. Results of ops come first, copies of weights last."""
     pads: tuple[str, ...] = ()
-    """Values that are padded by a kernel, at the entry of the region."""
+    """Values that a kernel pads, at the entry of the region."""
     slices: tuple[str, ...] = ()
-    """Values that are sliced, at the exit of the region."""
+    """Values that are sliced to their size without padding, at the exit of the region."""
     weights: tuple[str, ...] = ()
-    """Weights padded by their casts, at no cost."""
+    """Weights that their casts pad, at no cost."""
     weight_copies: tuple[str, ...] = ()
-    """Weights that are read in fp32: one padded copy each, by a small kernel in training."""
+    """Weights that are read in fp32. Each needs a padded copy, which a small kernel makes in training."""
     bytes_added: int = 0
     """Bytes of padding that a forward writes."""
     gain: float | None = None
     """Seconds that a call saves, predicted or measured; None if the gain was not computed."""
     measured: bool = False
+    """Whether `gain` was measured."""
     why: str = ""
-    """The reason why it is padded, or why not."""
+    """The reason why the region is padded, or why not."""
     reasons: tuple[str, ...] = ()
     """Places where padding had to stop, with reasons."""
 
     @property
     def declined(self) -> bool:
+        """True if the region is not padded."""
         return self.size == self.padded
 
     def __str__(self) -> str:
@@ -122,15 +128,15 @@ class PadPlan:
 
     @property
     def real(self) -> tuple[PadCopy, ...]:
-        """Changes of size of activations. Each costs a kernel, or a view and its backward."""
+        """The changes of size of activations. Each costs a kernel, or a view whose backward costs a kernel."""
         return tuple(copy for copy in self.copies if not copy.weight)
 
     def layout(self, value: str) -> Layout:
-        """The padded layout of a value; () if it is not padded."""
+        """Return the layout of the value called `value`; () if it is not padded."""
         return next((padded.layout for padded in self.values if padded.value == value), ())
 
     def about(self, name: str) -> list[str]:
-        """Sentences on the padding of one node."""
+        """Return sentences about the padding of the result and the operands of the node `name`; [] if there is none."""
         lines = [
             f"  its result is padded: {_shown(padded.layout)}"
             for padded in self.values
@@ -143,7 +149,7 @@ class PadPlan:
 
 
 def pad_summary(plans: list[PadPlan]) -> list[str]:
-    """Lines about padding for the summary of a plan; none if no padding was considered."""
+    """Return the lines about padding for the summary of a plan; [] if no padding was considered."""
     regions = [region for plan in plans for region in plan.regions]
     if not regions:
         return []

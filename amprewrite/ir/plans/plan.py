@@ -1,4 +1,4 @@
-"""The plan of a model: colours, casts and edits, with reasons. Frozen data linked by names; applying passes read nothing but a plan."""
+"""The plan of a model: colours, casts and edits, with reasons. Frozen data that name their nodes; applying passes read only a plan."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from amprewrite.tables.vocabulary import Colour, Edit, OpKind, Reason
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The format in which one op runs, and why."""
+    """The format in which one node runs, and why."""
 
     name: str
-    """The name that `print(plan)` shows. `explain`, `edit` and `node:` overrides take it."""
+    """The name that `print(plan)` shows. `plan.explain`, `plan.edit` and overrides of the form "node:NAME" take this name."""
     op: str
-    """ATen base name, such as "linear"; `amprewrite lists` prints all."""
+    """ATen base name, such as "linear". The command `amprewrite lists` prints all names."""
     colour: Colour
     reason: Reason
     because_of: str = ""
-    """The node that caused the colour; "" if none did."""
+    """Name of the node that caused the colour; "" if no node did."""
     detail: str = ""
-    """A detail of the reason, such as the override or the range that was seen."""
+    """A detail of the reason, such as the override or the range that was seen; "" if there is none."""
     kind: OpKind | None = None
     """The list that the op is on; None if it is on none."""
     dtype: str = ""
-    """Dtype of its result after the rewrite, such as "bf16"; "" if it gives no tensor."""
+    """Dtype of its result after the rewrite, such as "bf16"; "" if the result is no tensor."""
     shape: tuple[int | str, ...] = ()
-    """Shape of its result. A size that varies is a name."""
+    """Shape of its result. A size that varies between calls is given by a name."""
     flops: int = 0
     """FLOPs of one forward, a multiply and an add counted as two; 0 if the op is no product of tensors."""
     module: str = ""
     """Path of the module that calls it, "" for the root."""
     source: str = ""
-    """The line of the model's code, as "file.py:12"."""
+    """The line of the model's code that calls it, as "file.py:12"; "" if unknown."""
     role: str = "op"
     """"op", or for a value that enters or leaves the graph: "input", "parameter", "buffer", "constant", "output"."""
     inputs: tuple[str, ...] = ()
     """Names of the nodes whose fp32 values it reads."""
 
     def sentence(self) -> str:
-        """One sentence on the node's format and its reason."""
+        """Return one sentence about the node's format and the reason for it."""
         where = f" in {self.module}" if self.module else ""
         at = f" ({self.source})" if self.source else ""
         if self.colour is Colour.PLAIN:
@@ -61,14 +61,14 @@ class NodePlan:
         return f"{self.name}{where} runs {self.colour.value} ({self.dtype or 'no float result'}) because {self.why()}{at}"
 
     def why(self) -> str:
-        """The reason in words, with the node that caused it."""
+        """Return the reason in words, followed in brackets by the node that caused it and by the detail, if any."""
         extra = ", ".join(x for x in (self.because_of, self.detail) if x)
         return f"{self.reason.value} ({extra})" if extra else self.reason.value
 
 
 @dataclass(frozen=True)
 class Cast:
-    """One copy of a value in another format, shared by all its users."""
+    """One copy of a value in another format. All its users share the copy."""
 
     value: str
     """Name of the node whose result is copied."""
@@ -77,9 +77,9 @@ class Cast:
     users: tuple[str, ...]
     """Names of the nodes that read the copy; "output" for a result of the graph."""
     saturate: bool = False
-    """Whether the value is clamped to the format's range first, since it holds a mask of finite minimums."""
+    """Whether the value is clamped to the format's range before the cast, because it holds a mask with finite numbers beyond the range."""
     weight: bool = False
-    """Whether the value is a parameter. Without gradients one launch copies it with the other weights of its graph."""
+    """Whether the value is a parameter. Without gradients, one launch copies it together with the other weights of its graph."""
     write_version: int = 0
     """Number of in-place writes to the value's memory before the copy."""
 
@@ -90,7 +90,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class NodeEdit:
-    """One change of an op that is neither a cast nor a pad."""
+    """One change of an op that is neither a cast nor a pad, such as fp32 statistics of a norm."""
 
     node: str
     what: Edit
@@ -103,10 +103,10 @@ class NodeEdit:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A part of the model that runs outside the rewritten graphs, and why."""
+    """A part of the model that runs outside the rewritten graphs, and the reason."""
 
     where: str
-    """A line as "file.py:12 in forward", a module path, or a graph."""
+    """The part: a line as "file.py:12 in forward", a module path, or the name of a graph."""
     why: str
 
     def __str__(self) -> str:
@@ -115,20 +115,20 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to colour a graph, with its price."""
+    """One way to colour a graph, with its predicted time."""
 
     name: str
     seconds: float
-    """Time of a pass, modelled or measured op by op."""
+    """Time of a pass through the graph: the sum over its ops and casts, each modelled or measured."""
     casts: int
     """Number of copies that a forward makes."""
 
 
 PRODUCTS = ops_with(Trait.READS_FP8)
 LEFT = "left in fp32: "
-"""Prefix of the note of a region that runs in fp32 as a whole."""
+"""Start of the note of a region that runs in fp32 as a whole."""
 FLUSHES = "computes in the low format itself, in a backward that the user wrote, on gradients that are not scaled: small ones become zero"
-"""The note of a body that loss scaling cannot help."""
+"""The note of a subgraph whose small gradients become zero although the loss is scaled."""
 
 
 @dataclass(frozen=True)
@@ -143,45 +143,45 @@ class RegionPlan:
     """Whether the graph was captured with gradients."""
     notes: tuple[str, ...] = ()
     entry: str = ""
-    """Path of the module that was called, "" for the root."""
+    """Path of the module whose call was captured, "" for the root."""
     pads: PadPlan = field(default_factory=PadPlan)
     edits: tuple[NodeEdit, ...] = ()
     bodies: tuple[RegionPlan, ...] = ()
-    """Plans of the graphs inside this one: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
-    A ModelPlan lists them as regions of their own."""
+    """Plans of the subgraphs inside this graph: bodies of activation checkpoints, loops, conditions, scans, maps and autograd Functions.
+    A ModelPlan lists these plans as separate regions."""
     basis: Any = field(default=None, compare=False, repr=False)
-    """The Problem from which this was decided. `report/questions/what_if.py` decides it again. The JSON leaves it out."""
+    """The `Problem` from which this plan was decided. `report/questions/what_if.py` decides it again. It is not written to JSON."""
     candidates: tuple[Candidate, ...] = ()
-    """The plans that were compared by price, this one first; empty if none were."""
+    """The plans that were compared by price, this plan first; empty if none were."""
     priced_on: str = ""
-    """The device of these prices."""
+    """Name of the device for which the candidates were priced; "" without candidates."""
     scales_loss: bool = False
     """Whether gradients are multiplied by the loss scale inside this region."""
     gradient_blocks: tuple[tuple[str, ...], ...] = ()
-    """Weights that share an autograd node: one launch casts them, and one node returns their gradients. A weight that the graph may
-    write is still cast at each read."""
+    """Blocks of weights that share an autograd node: one launch casts the weights of a block, and one node returns their gradients. A
+    weight to which the graph may write is nevertheless cast at each read."""
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
-    """Products that read fp8 copies of their operands. The JSON leaves it out if there are none."""
+    """Products that read fp8 copies of their operands. It is not written to JSON if there are none."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
-        """The ops that have one of these edits, with the edit. Edits that are switched off are left out."""
+        """Return, by name of the op, the edits of the kinds `what`. Edits that are switched off are left out."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
-        """This region under `name`, followed by its bodies."""
+        """Return this region, renamed to `name`, followed by the plans of its subgraphs, whose names are "name.subgraph"."""
         bodies = (part for body in self.bodies for part in body.flat(f"{name}.{body.name}"))
         return (replace(self, name=name, bodies=()), *bodies)
 
     @property
     def left(self) -> tuple[str, ...]:
-        """A sentence for this region and each body that was left in fp32 as a whole, with the reason."""
+        """A sentence with the reason for this region, and for each subgraph, that stays fp32 as a whole; () if none does."""
         return tuple(note for note in self.notes if note.startswith(LEFT)) + tuple(
             f"{body.name} of {self.name} stays fp32: {text.removeprefix(LEFT)}" for body in self.bodies for text in body.left
         )
 
     @property
     def flushes(self) -> tuple[str, ...]:
-        """A sentence for each body that may lose small gradients."""
+        """A sentence for each subgraph in which small gradients may become zero; () if there is none."""
         own = tuple(f"{body.name} of {self.name} {FLUSHES}" for body in self.bodies if FLUSHES in body.notes)
         return own + tuple(text for body in self.bodies for text in body.flushes)
 
@@ -193,8 +193,8 @@ class RegionPlan:
 class ModelPlan:
     """The plan of a model, with one region for each captured graph.
 
-    `to_json()` and `from_json()` round-trip exactly; `edit()` changes colours; `diff(other)` lists what differs. Users hold a
-    `CastPlan`, which prints, explains and draws itself as well.
+    `to_json()` and `from_json()` round-trip exactly, `edit()` changes colours, `diff(other)` lists differences. Users get a `CastPlan`, a
+    subclass that can also print, explain and draw itself.
     """
 
     low: str
@@ -208,12 +208,12 @@ class ModelPlan:
     # -- reading ------------------------------------------------------------
     @property
     def nodes(self) -> tuple[NodePlan, ...]:
-        """All nodes. If there are several regions, names have the form "region/node"."""
+        """All nodes of all regions. If there are several regions, names have the form "region/node"."""
         return tuple(node for _, node in self._named())
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All casts. If there are several regions, names have the form "region/node"."""
+        """All casts of all regions. If there are several regions, names of nodes have the form "region/node"."""
         if len(self.regions) == 1:
             return self.regions[0].casts
         return tuple(
@@ -229,7 +229,10 @@ class ModelPlan:
                 yield region, replace(node, name=f"{region.name}/{node.name}") if several else node
 
     def find(self, name: str) -> tuple[NodePlan, ...]:
-        """Nodes called `name`, or all nodes of the module path `name`. Raises PlanError with similar names if there are none."""
+        """Return the nodes called `name`; if there are none, the ops called in the module with the path `name` or in modules inside it.
+
+        Raises PlanError, with similar names, if there is neither.
+        """
         named = list(self._named())
         hits = [node for _, node in named if name in (node.name, node.name.partition("/")[2])]
         hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(name + "."))]
@@ -241,7 +244,7 @@ class ModelPlan:
 
     # -- JSON -----------------------------------------------------------------
     def to_json(self, indent: int | None = 1) -> str:
-        """The whole plan as JSON text; `from_json` gives it back exactly."""
+        """Return the whole plan as JSON text, from which `from_json` makes an equal plan."""
         data = asdict(replace(self, regions=tuple(replace(region, basis=None) for region in self.regions)))
         for region, each in zip(data["regions"], self.regions, strict=True):
             del region["basis"]
@@ -251,7 +254,7 @@ class ModelPlan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read text that `to_json` wrote, edited or not. Raises PlanError for any other text."""
+        """Return the plan in `text`, which `to_json` wrote and users may have edited. Raises PlanError if the text is no valid plan."""
         try:
             data = read_json(text)
         except BadData as error:
@@ -270,12 +273,12 @@ class ModelPlan:
 
     # -- changing and comparing -------------------------------------------------
     def edit(self, colours: dict[str, str]) -> Self:
-        """A copy with the named nodes or modules recoloured, e.g. `{"softmax_2": "high", "encoder.layer.0": "high"}`.
+        """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
-        "wide" rounds the operands of a node's or module's products to bf16 and keeps their results in fp32. In a plan with fp8 products,
-        "fp8" and "bf16" set the format that the products of a node or module read, and "linear_3.grad_weight" names a single GEMM. Casts
-        and copies follow when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes that carry no fp32 value do not change.
-        Raises PlanError for an unknown name or colour.
+        "wide" rounds the operands of matrix products to bf16 and keeps their results in fp32. In a plan with fp8 products, "fp8" and "bf16"
+        set the format in which products read their operands; a name such as "linear_3.grad_weight" then stands for a single GEMM. Casts and
+        copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes of a module that carry no fp32 value
+        do not change. Raises PlanError for an unknown name or colour, and for a name without a node that could change.
         """
         formats = {name: word for name, word in colours.items() if word in (FP8, BASE.name)}
         if formats:
@@ -320,7 +323,7 @@ class ModelPlan:
         return replace(self, regions=tuple(repaint(region) for region in self.regions))
 
     def _edit_products(self, formats: dict[str, str]) -> Self:
-        """A copy with other formats ("fp8" or "bf16") for the products of named nodes or modules, or for single GEMMs."""
+        """Return a copy in which products of nodes or modules, or single GEMMs, read "fp8" or "bf16", as `formats` says by name."""
         regions = {region.name: region for region in self.regions}
         for name, word in formats.items():
             stem, _, last = name.rpartition(".")
@@ -335,9 +338,9 @@ class ModelPlan:
         return replace(self, regions=tuple(regions.values()))
 
     def switch_off(self, *names: str) -> Self:
-        """A copy with some edits switched off: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
+        """Return a copy in which some edits are switched off: `plan.switch_off("scaled_dot_product_attention", "fp32 statistics")`.
 
-        A name is a node, a module, or a kind of edit (the values of `tables.vocabulary.Edit`). Raises PlanError for a name without edits.
+        Each name is a node, a module, or a kind of edit (a value of `tables.vocabulary.Edit`). Raises PlanError for a name without edits.
         """
         regions = {region.name: region for region in self.regions}
         for name in names:
@@ -354,14 +357,14 @@ class ModelPlan:
         return replace(self, regions=tuple(regions.values()))
 
     def _nodes_of(self, region: RegionPlan, name: str) -> set[str]:
-        """Names of the region's nodes that `name` selects; none if it names a kind of edit."""
+        """Return the names of the nodes of `region` that `name` selects as a node or module; an empty set if it is a kind of edit."""
         if any(name == edit.value for edit in Edit):
             return set()
         prefix = f"{region.name}/" if len(self.regions) > 1 else ""
         return {node.name.removeprefix(prefix) for node in self.find(name) if node.name.startswith(prefix)}
 
     def diff(self, other: ModelPlan) -> str:
-        """The differences of `other` from this plan, one a line; empty if there are none."""
+        """Return the differences of `other` from this plan as text, one a line; "" if there are none."""
         mine, theirs = ({node.name: node for node in plan.nodes} for plan in (self, other))
         lines = [f"only here: {one}" for one in mine if one not in theirs] + [f"only there: {one}" for one in theirs if one not in mine]
         lines += [
@@ -390,7 +393,7 @@ class ModelPlan:
 
 
     def _gemms(self) -> dict[str, tuple[str, str]]:
-        """Formats and reason of every GEMM that fp8 was weighed for."""
+        """Return (formats, reason) of every GEMM for which fp8 was considered, by name."""
         return {
             f"{region.name}/{each.node}.{gemm.gemm}" if len(self.regions) > 1 else f"{each.node}.{gemm.gemm}": (gemm.formats, gemm.why())
             for region in self.regions
@@ -400,12 +403,12 @@ class ModelPlan:
 
 
 def shape_of(node: NodePlan) -> str:
-    """The shape as text, such as "4x32x128"; "-" without a tensor or for a 0-dim tensor."""
+    """Return the shape of the node's result as text, such as "4x32x128"; "-" without a tensor or for a 0-dim tensor."""
     return "x".join(map(str, node.shape)) or "-"
 
 
 def region_lines(region: RegionPlan) -> list[str]:
-    """Fixed-width listing of a region: name, shape, dtype, colour, reason. A cast stands before its first reader."""
+    """Return the printed lines of a region: columns with name, shape, dtype, colour and reason. A cast precedes its first reader."""
     state = "training" if region.training else "inference"
     lines = [f"{region.name} ({state}, {sum(n.role == 'op' for n in region.nodes)} ops, {len(region.casts)} casts)"]
     shown = [node for node in region.nodes if node.role == "op"]
@@ -435,7 +438,7 @@ P = TypeVar("P", bound=ModelPlan)
 
 
 def _decode_plan(kind: type[P], data: dict[str, Any]) -> P:
-    """A plan from parsed JSON, every field checked. Raises BadData that names the faulty field."""
+    """Return the plan in parsed JSON, with every field checked. Raises BadData that names the faulty field."""
     plan: P = build(kind, data, names=frozenset({Reason, ProductReason}))
     plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
     _no_twice("regions", [region.name for region in plan.regions])

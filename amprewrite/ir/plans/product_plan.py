@@ -1,4 +1,4 @@
-"""Matrix products that read fp8 copies of their operands, and these copies: a decision in addition to colours."""
+"""The part of a plan about fp8: which GEMMs of low matrix products read fp8 copies of their operands, and which copies are made."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ class GemmPlan:
     """Formats of its two operands, such as "e5m2 x e4m3"; "bf16" if it reads no fp8 copies."""
     reason: ProductReason
     detail: str = ""
-    """The rule that asked, or the node that is the cause."""
+    """The line of `products=` that asked for the format, or the node that is the cause; "" if there is neither."""
 
     @property
     def fp8(self) -> bool:
+        """True if the GEMM reads fp8 copies."""
         return " x " in self.formats
 
     def __str__(self) -> str:
         return f"{self.gemm} {self.formats}"
 
     def why(self) -> str:
-        """The reason in words, with its detail."""
+        """Return the reason in words, followed in brackets by the detail, if any."""
         return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value
 
 
 def _joined(gemms: list[GemmPlan], reason: ProductReason) -> str:
-    """The reason that GEMMs share, with the detail if they share it, too."""
+    """Return the common `reason` of `gemms` in words, with its detail if that is common, too."""
     return gemms[0].why() if len({each.detail for each in gemms}) == 1 else reason.value
 
 
@@ -63,15 +64,15 @@ class ProductPlan:
 
     node: str
     gemms: tuple[GemmPlan, ...]
-    """The GEMMs that a run of the graph has; without gradients "out" alone."""
+    """The GEMMs of this product that the graph runs; only "out" without gradients."""
 
     def takes(self, gemm: str) -> bool:
-        """Whether this GEMM runs in fp8."""
+        """True if the GEMM called `gemm` runs in fp8."""
         return any(each.gemm == gemm and each.fp8 for each in self.gemms)
 
     @property
     def fp8(self) -> bool:
-        """Whether any of its GEMMs runs in fp8."""
+        """True if any GEMM of this product runs in fp8."""
         return any(each.fp8 for each in self.gemms)
 
     def __str__(self) -> str:
@@ -89,13 +90,13 @@ class QuantisedCopy:
     to: str
     """Format name: "e4m3" or "e5m2"."""
     scales: str
-    """"tensor" for one scale; "rows" or "columns" for a scale for each row or column of the value as a matrix."""
+    """Which elements share a scale: "tensor" for all of them, "rows" or "columns" for each row or column of the value as a matrix."""
     readers: tuple[str, ...]
     """GEMMs that read it, such as "linear_3.grad_weight"."""
     role: str
-    """"x" or "w" for the product's rows or its matrix; "g" for a copy of the value's gradient."""
+    """"x" if products read the value as rows, "w" if as their matrix (see `tables/recipes.py`), "g" for a copy of its gradient."""
     kept: bool = False
-    """Whether backward reads the copy, which is then kept in place of the value."""
+    """Whether the backward reads the copy. The copy is then saved for backward in place of the value."""
     weight: bool = False
     """Whether the value is a parameter, or a view of a parameter."""
     write_version: int = 0
@@ -110,7 +111,7 @@ class QuantisedCopy:
 
 @dataclass(frozen=True)
 class QuantisedProducts:
-    """All decisions on fp8 in one region. It is empty if fp8 was not asked for, or if no product can run in fp8."""
+    """All decisions about fp8 in one region. It is empty if the user did not ask for fp8, or if no product can run in fp8."""
 
     recipe: str = ""
     """Name of a row of `tables/recipes.py`."""
@@ -126,13 +127,14 @@ class QuantisedProducts:
         return (each for each in self.products if each.fp8)
 
     def of(self, node: str) -> ProductPlan | None:
-        """The decision on one product; None if there is none."""
+        """Return the decision about the product called `node`; None if fp8 was not considered for it."""
         return next((each for each in self.products if each.node == node), None)
 
     def edited(self, node: str, gemm: str, fp8: bool) -> Self:
-        """A copy with a GEMM of one product in fp8 or not, or all of its GEMMs if `gemm` is "". Copies follow when the plan is applied.
+        """Return a copy in which a GEMM of the product `node` runs in fp8, or in bf16 if `fp8` is False. "" as `gemm` means all GEMMs.
 
-        Raises PlanError if the recipe has no fp8 for the GEMM.
+        With "" GEMMs that the recipe keeps in bf16 do not change. The result lists no fp8 copies; they are decided anew when the plan is
+        applied. Raises PlanError if the recipe keeps the named GEMM in bf16, or if the graph has no such GEMM.
         """
         recipe, found = RECIPES[self.recipe], self.of(node)
         assert found is not None
@@ -150,7 +152,7 @@ class QuantisedProducts:
         return replace(self, products=products, copies=())
 
     def about(self, node: str) -> list[str]:
-        """Sentences about one node: its GEMMs, and the copies of its result."""
+        """Return sentences about the node `node`: the formats of its GEMMs, and the fp8 copies of its result; [] if there are none."""
         found = self.of(node)
         lines = [f"  its {each.gemm} runs in {each.formats} because {each.why()}" for each in found.gemms] if found else []
         return lines + [f"  it is quantised: {each}" for each in self.copies if each.value == node]

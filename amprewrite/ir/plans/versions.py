@@ -1,7 +1,7 @@
 """Versions of a plan's JSON form, and the migration of older versions.
 
-1. Each version except the latest has one step in MIGRATIONS, which edits a parsed plan in place.
-2. A plan is migrated step by step. Damage and newer versions are left for `from_json` to report.
+1. Each version except the latest has one function in MIGRATIONS, which edits a parsed plan in place.
+2. A plan is migrated version by version. Damaged plans and newer versions stay unchanged, and `from_json` reports them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCHEMA = 3
 
 
 def _epochs_are_write_versions(data: dict[str, Any]) -> None:
-    """Version 1 called the write version of a cast its epoch."""
+    """Migrate version 1 to 2: rename the key "epoch" of a cast to "write_version"."""
     for region in data["regions"] if isinstance(data["regions"], list) else ():
         casts = region.get("casts") if isinstance(region, dict) else None
         for cast in casts if isinstance(casts, list) else ():
@@ -23,7 +23,7 @@ def _epochs_are_write_versions(data: dict[str, Any]) -> None:
 
 
 def _reasons_are_fewer(data: dict[str, Any]) -> None:
-    """Version 2 had three reasons for "its rounding would be magnified"; there is one now."""
+    """Migrate version 2 to 3: replace the reasons PARTLY_ROUNDED and AVERAGED by MAGNIFIED."""
     for region in data["regions"] if isinstance(data["regions"], list) else ():
         nodes = region.get("nodes") if isinstance(region, dict) else None
         for node in nodes if isinstance(nodes, list) else ():
@@ -32,11 +32,11 @@ def _reasons_are_fewer(data: dict[str, Any]) -> None:
 
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _epochs_are_write_versions, 2: _reasons_are_fewer}
-"""For each older version, a function that edits a parsed plan of it into the next version."""
+"""For each older version, a function that edits a parsed plan of that version into the next version."""
 
 
 def migrate(data: dict[str, Any]) -> None:
-    """Migrate a parsed plan of an older version to the latest, in place. Damage is left for `from_json` to report."""
+    """Migrate a parsed plan of an older version to the latest version, in place. Other data do not change."""
     while type(data.get("version")) is int and data["version"] in MIGRATIONS:
         MIGRATIONS[data["version"]](data)
         data["version"] += 1

@@ -11,20 +11,22 @@ from amprewrite.tables.errors import PolicyError
 
 MODES = ("auto", "always", "never", "measure")
 MOST = 4096
-"""Largest multiple that is accepted; a larger one is a mistake."""
+"""Largest multiple that `pad=` accepts, since a larger number is surely a mistake."""
 
 
 @dataclass(frozen=True)
 class PadRule:
-    """The rule for modules that match a pattern, or for all modules."""
+    """The padding rule for modules that match a pattern, or for all modules."""
 
     mode: str
+    """One of `MODES`."""
     multiple: int | None = None
-    """None for the multiple of the format."""
+    """Sizes are padded to a multiple of this; None for the multiple that suits the low format."""
     pattern: str = ""
+    """Pattern of module paths; "" for all modules."""
 
     def matches(self, module: str) -> bool:
-        """Whether the pattern matches a module or one of the modules around it."""
+        """True if the pattern matches the path `module`, or the path of a module that contains it."""
         return names_module(self.pattern, module)
 
 
@@ -36,12 +38,13 @@ class PadPolicy:
     modules: tuple[PadRule, ...] = ()
 
     def rule(self, module: str) -> PadRule:
-        """The rule for an op called in `module`: that of the longest pattern that matches."""
+        """Return the rule for ops called in `module`: the rule with the longest matching pattern, otherwise the default."""
         hits = [rule for rule in self.modules if rule.matches(module)]
         return max(hits, key=lambda rule: len(rule.pattern)) if hits else self.default
 
     @property
     def off(self) -> bool:
+        """True if nothing may be padded."""
         return self.default.mode == "never" and all(rule.mode == "never" for rule in self.modules)
 
     def check_modules(self, paths: Iterable[str]) -> None:
@@ -54,9 +57,10 @@ class PadPolicy:
 
 
 def parse_pad(pad: Any, can_measure: bool) -> PadPolicy:
-    """Read "auto", "always", "never" (False, None), "measure", a multiple, or `{"module:PATTERN": any of those}`.
+    """Parse the option `pad=`: "auto", "always", "never" (also False or None), "measure", a multiple, or `{"module:PATTERN": ...}`.
 
-    `can_measure` says whether there is a GPU to measure on. Raises PolicyError for anything else.
+    The values of the mapping are the other forms. `can_measure` is True if there is a GPU on which to measure. Raises PolicyError for
+    anything else, and for "measure" without such a GPU.
     """
     if isinstance(pad, PadPolicy):
         return pad

@@ -1,4 +1,4 @@
-"""The user's options on formats, lists and overrides. Frozen, and checked when they are made."""
+"""The user's options about formats, lists and overrides. They are frozen, and checked when they are created."""
 
 from __future__ import annotations
 
@@ -23,26 +23,30 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One line of `overrides=`: a pattern of nodes, and their colour or list."""
+    """One entry of `overrides=`: a pattern that selects ops, modules or nodes, and the colour or list that they get."""
 
     key: str
+    """The key as the user wrote it."""
     scope: Literal["op", "module", "node"]
     pattern: str
+    """A pattern of module paths or node names; the name of an op if the scope is "op"."""
     word: str
-    """"high", "low" or "wide", or the name of a list if the scope is "op"."""
+    """"high", "low" or "wide"; the name of a list if the scope is "op"."""
 
     def matches_node(self, name: str) -> bool:
+        """True if this is a node override whose pattern matches `name`."""
         return self.scope == "node" and fnmatch.fnmatchcase(name, self.pattern)
 
     def matches_module(self, path: str) -> bool:
-        """Whether the pattern matches a module or one of the modules around it."""
+        """True if this is a module override whose pattern matches `path`, or the path of a module that contains it."""
         return self.scope == "module" and names_module(self.pattern, path)
 
 
 def parse_overrides(overrides: Mapping[str, str], low: Format) -> tuple[Override, ...]:
-    """Check and sort `{"softmax": "deny", "module:encoder.*": "fp32", "node:linear_3": "low"}`.
+    """Parse the option `overrides=`, such as `{"softmax": "deny", "module:encoder.*": "fp32", "node:linear_3": "low"}`.
 
-    Raises PolicyError for unknown ops (with similar names), unknown words and contradictions between op entries.
+    `low` is the low format of the rewrite. Raises PolicyError for unknown ops (with similar names), unknown scopes and words, formats other
+    than `low`, and contradictions between entries for one op.
     """
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
         raise PolicyError(f"overrides= takes a dict such as {{'softmax': 'deny', 'module:encoder.*': 'fp32'}}, not {shown(overrides)}")
@@ -83,18 +87,18 @@ class Policy:
     overrides: tuple[Override, ...] = ()
     cache_weights: bool | str = True
     device: str = ""
-    """Name of the device to plan for, from `amprewrite.tables.devices.NAMED`; "" for the device at hand."""
+    """Name of the device for which to plan, from `amprewrite.tables.devices.NAMED`; "" for the device at hand."""
     measure: bool = False
-    """Whether to time ops and casts on the device at hand instead of using the table's prices."""
+    """Whether to time ops and casts on the device at hand instead of computing prices from the device table."""
     memory: float = 0.0
-    """Price of a byte of activations kept for backward, in seconds."""
+    """Price of a byte of activations that is kept for the backward, in seconds."""
     parity: float | None = None
-    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share; the rest is a pass without gradients.
-    None if each graph has its own prices, for training if gradients are on."""
+    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share. The rest weighs a pass without gradients.
+    None if each graph has its own prices: of a training step if gradients are on, otherwise of a pass without gradients."""
     products: ProductPolicy | None = None
-    """Rules for low products that may read fp8 copies of their operands; None if none may."""
+    """Rules for low products that may read fp8 copies of their operands; None if no product may."""
     may_decline: bool = False
-    """Whether a graph that gains nothing may stay fp32, since the user did not name the format."""
+    """Whether a graph that gains nothing from the low format may stay fp32, because the user did not choose the format."""
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -102,7 +106,7 @@ class Policy:
             raise PolicyError(f"{self.low.name} cannot be the low format; use bf16 or fp16")
 
     def is_wide(self, name: str, module: str) -> bool:
-        """Whether an override asks for a wide product here."""
+        """True if the override that decides the node `name`, called in `module`, asks for a wide product."""
         asked = self.asked_for(name, module)
         return asked is not None and asked.word == WIDE
 
@@ -111,16 +115,17 @@ class Policy:
         return self.lists if isinstance(self.lists, str) else self.lists.name
 
     def op_lists(self, base: OpLists) -> OpLists:
-        """A copy of `base` in which op overrides have moved their ops to other lists."""
+        """Return a copy of `base` in which the op overrides have moved their ops to other lists."""
         for override in self.overrides:
             if override.scope == "op":
                 base = base.moved(override.pattern, OpKind(override.word))
         return base
 
     def asked_for(self, name: str, module: str) -> Override | None:
-        """The override that decides this node: a node override before a module override, then the longest module pattern.
+        """Return the override that decides the node `name`, called in `module`; None if no override matches.
 
-        Raises PolicyError if two of the same rank contradict each other.
+        A node override takes precedence over a module override, and a longer module pattern over a shorter pattern. Raises PolicyError if
+        two matching overrides of the same rank contradict each other.
         """
         if not self.overrides:
             return None

@@ -17,18 +17,21 @@ EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_wei
 
 @dataclass(frozen=True)
 class ProductRule:
-    """One line of `products=`: a pattern of GEMMs, and whether they run in fp8 at any price, or in bf16."""
+    """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 at any price, or in bf16."""
 
     key: str
+    """The key as the user wrote it."""
     scope: str
     """"module" or "node"."""
     pattern: str
+    """A pattern of module paths or node names."""
     gemm: str
     """One of the three GEMMs of a product; "" for all three."""
     fp8: bool
+    """True if the GEMMs run in fp8, False if they run in bf16."""
 
     def matches(self, name: str, module: str, gemm: str) -> bool:
-        """Whether the rule matches a GEMM of the node `name`, which is called in `module`."""
+        """True if the rule selects the GEMM `gemm` of the node `name`, which is called in `module`."""
         here = fnmatch.fnmatchcase(name, self.pattern) if self.scope == "node" else names_module(self.pattern, module)
         return here and self.gemm in ("", gemm)
 
@@ -43,15 +46,18 @@ class ProductPolicy:
     fused: bool = False
     """Whether a compiler runs the graphs and fuses amaxes and casts with the ops around them."""
     kernel: bool = True
-    """Whether our Triton kernel may be expected to make copies where no compiler does."""
+    """Whether to assume that amprewrite's own Triton kernel makes the copies, where no compiler does."""
 
     @property
     def preset(self) -> Preset:
         return PRESETS[self.name]
 
     def asked(self, name: str, module: str, gemm: str) -> ProductRule | None:
-        """The rule that decides a GEMM. Nodes take precedence over modules, single GEMMs over whole products, longer patterns over
-        shorter ones."""
+        """Return the rule that decides the GEMM `gemm` of the node `name`, called in `module`; None if no rule matches.
+
+        Rules for nodes take precedence over rules for modules, rules for single GEMMs over rules for whole products, and longer patterns
+        over shorter patterns.
+        """
         hits = [rule for rule in self.rules if rule.matches(name, module, gemm)]
         return max(hits, key=lambda rule: (rule.scope == "node", bool(rule.gemm), len(rule.pattern)), default=None)
 
@@ -73,9 +79,9 @@ class ProductPolicy:
 
 
 def parse_products(products: Any, fused: bool = False) -> ProductPolicy | None:
-    """Read the name of a preset, or a mapping of rules in which "preset" names the preset. With None no product runs in fp8.
+    """Parse the option `products=`: the name of a preset, or a mapping of rules whose key "preset" names the preset ("fp8" by default).
 
-    Raises PolicyError for anything else.
+    `fused` is True if a compiler runs the graphs. Returns None for None: no product runs in fp8. Raises PolicyError for anything else.
     """
     if products is None or isinstance(products, ProductPolicy):
         return products

@@ -1,8 +1,9 @@
-"""Axes: the parts of dims, and which dims of a graph are the same.
+"""Find which dims of a graph are the same axis, and which dims consist of several axes.
 
-A dim is an ordered list of axes, outer to inner: a view that splits 100 into (4, 25) shows that the dim consists of two. Axes that must
-have one extent are joined, as in union-find. An axis found to consist of several is split wherever it is used. So a suffix pad of a dim, a
-pad inside every head, and a pad inside every chunk of a fused weight are one thing: a pad of one axis.
+A dim is an ordered list of axes, outer to inner. For example, a view that splits a dim of 100 into (4, 25) shows that the dim consists of
+two axes. Axes that must have the same extent are joined, as in union-find. An axis that turns out to consist of several axes is split
+wherever it is used. So a pad at the end of a dim, a pad inside every attention head, and a pad inside every chunk of a fused weight are all
+described in the same way: as a pad of one axis.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from amprewrite.ir.op_calls import Size
 
 
 class Axes:
-    """All axes of one graph. An axis is an int; `leaves` follows joins and splits."""
+    """All axes of one graph. An axis is an int. Axes may be joined and split later, so pass stored axes through `leaves` before use."""
 
     def __init__(self) -> None:
         self._size: list[Size] = []
@@ -35,7 +36,7 @@ class Axes:
         return self._size[self.find(axis)]
 
     def leaves(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """The unsplit axes of which `axes` now consist, outer to inner."""
+        """Return the unsplit axes of which the list `axes` consists now, outer to inner."""
         found: list[int] = []
         stack = list(reversed(axes))
         while stack:
@@ -48,14 +49,17 @@ class Axes:
         return tuple(found)
 
     def unify(self, one: Sequence[int], other: Sequence[int]) -> bool:
-        """Make two lists of axes the same, splitting if one is finer. False, with nothing changed, if that is impossible."""
+        """Make two lists of axes the same: join axes of equal size, and split an axis where the other list is finer.
+
+        Return False, and change nothing, if the sizes do not allow this.
+        """
         left, right = list(self.leaves(one)), list(self.leaves(other))
         if not self._feasible([self.size(a) for a in left], [self.size(a) for a in right]):
             return False
         while left and right:
             a, b = self.find(left.pop()), self.find(right.pop())
             a_parts, b_parts = self._parts.get(a), self._parts.get(b)
-            if a_parts is not None or b_parts is not None:  # split meanwhile: the same axis is twice in a list
+            if a_parts is not None or b_parts is not None:  # an earlier round has split this axis, which occurs twice in a list
                 left += a_parts or (a,)
                 right += b_parts or (b,)
                 continue

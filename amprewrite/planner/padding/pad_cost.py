@@ -1,9 +1,10 @@
-"""Cost of unaligned sizes and of pads in seconds: `pad="auto"` compares them, `pad="measure"` times them.
+"""Predict, in seconds, the cost of unaligned sizes and of pads. `pad="auto"` compares these predictions, `pad="measure"` times products.
 
-The model: a matrix product takes the longer of two times, its arithmetic at the device row's rate times an efficiency by alignment, and its
-bytes at the device's bandwidth. Efficiencies are for cuBLAS on Tensor Cores: rows of 16 bytes reach the peak; rows of 8, 4 and 2 bytes need
-2, 4 and 8 times the load instructions (NVIDIA, "Matrix Multiplication Background User's Guide", figure on alignment; GPT-2's head of 50257
-against 50304 columns is worth a quarter of a step).
+The model: a matrix product takes the longer of two times. One is its arithmetic at the device's rate, reduced by an efficiency that depends
+on alignment. The other is its bytes at the device's bandwidth. The efficiencies are for cuBLAS on Tensor Cores: rows whose size is a
+multiple of 16 bytes reach the peak rate; multiples of 8, 4 and 2 bytes need 2, 4 and 8 times the load instructions (NVIDIA, "Matrix
+Multiplication Background User's Guide", figure on alignment). For example, 50304 instead of 50257 columns in GPT-2's head save a quarter of
+a step.
 """
 
 from __future__ import annotations
@@ -17,29 +18,31 @@ from amprewrite.tables.devices import Device
 from amprewrite.tables.formats import Format
 
 EFFICIENCY = ((16, 1.0), (8, 0.75), (4, 0.55), (2, 0.4))
-"""Share of the peak by the largest power of two of bytes that divides the rows."""
+"""(bytes, share of the peak rate if the size of a row is a multiple of these bytes), the largest first."""
 MARGIN = 1.05
-"""Ratio by which an unaligned product must be predicted slower before padding it is considered."""
+"""An unaligned product is padded only if it is predicted to be slower than the padded product by at least this factor."""
 
 
 def efficiency(size: int, itemsize: int) -> float:
-    """Share of the peak that rows of `size` elements allow."""
+    """Return the share, from 0 to 1, of the peak rate for rows of `size` elements of `itemsize` bytes."""
     return next((share for grain, share in EFFICIENCY if size * itemsize % grain == 0), EFFICIENCY[-1][1])
 
 
 @dataclass
 class PadCost:
-    """Prices on one device. `measure` times a product: (op, shapes, padded shapes) → seconds of both, or None."""
+    """Computes the cost of products, pads and slices on one device, in seconds."""
 
     device: Device
     low: Format
     training: bool
     measure: Callable[[Product, Product], tuple[float, float] | None] | None = None
+    """Times a product and its padded form: returns the seconds of both, or None if they cannot be timed. None to predict the times."""
     measured: dict[Product, float] = field(default_factory=dict)
+    """Seconds that padding saves in a step, for each product that was timed."""
     cached_weights: bool = True
-    """True if copies of parameters outlive a call without gradients."""
+    """True if calls without gradients keep the low copies of parameters for the next call."""
     together: bool = False
-    """True if one launch makes all copies of parameters, where they do not outlive a call."""
+    """True if one launch makes all low copies of parameters that are not kept."""
 
     @property
     def itemsize(self) -> int:
@@ -47,7 +50,7 @@ class PadCost:
 
     @property
     def passes(self) -> int:
-        """Products that a step runs for each one of the forward: itself, and the gradients of both operands."""
+        """Number of products that a step runs for each product of the forward: in training 3, with the gradients of both operands."""
         return 3 if self.training else 1
 
     @property
@@ -56,34 +59,40 @@ class PadCost:
         return self.device.type != "cpu" and self.low.name in self.device.low_formats
 
     def pad(self, numel: int) -> float:
-        """Seconds of one real pad of `numel` elements: forward, and the cost of its gradient."""
+        """Return the seconds of one pad of an activation of `numel` elements: the pad itself, and the cost of its gradient."""
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
-        """Seconds of a padded copy of an fp32 parameter that no cast reads: made at every call, or once if copies are kept."""
+        """Return the seconds per call of a padded copy of a parameter that is read in fp32, so that no cast can pad it.
+
+        The copy is made at every call, or once if copies are kept.
+        """
         moved = 8 * numel / self.device.bandwidth
         if self.training or not (self.cached_weights or self.together):
             return self.device.launch + moved
         return 0.01 * self.device.launch + (0.0 if self.cached_weights else moved)
 
     def slice(self, numel: int) -> float:
-        """Seconds of one slice forward, which may need a dense copy, and in training of the pad of its gradient."""
+        """Return the seconds of one slice to `numel` elements, which may need a dense copy, plus in training the pad of its gradient."""
         seconds = self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
         return seconds + (self.pad(numel) if self.training else 0)
 
     def inside(self, added: float) -> float:
-        """Seconds to write and read `added` elements of padding once more, forward and backward."""
+        """Return the seconds to write and read `added` elements of padding, in the forward and in training in the backward."""
         return 2 * added * self.itemsize / self.device.bandwidth * self.passes
 
     def product(self, product: Product) -> float:
-        """Seconds of one matrix product by the model."""
+        """Return the predicted seconds of one matrix product."""
         share = min(efficiency(product.n, self.itemsize), efficiency(product.k, self.itemsize))
         arithmetic = 2 * product.batch * product.m * product.n * product.k / (self.device.rate(self.low.name) * share)
         moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n)
         return max(arithmetic, moved * self.itemsize / self.device.bandwidth)
 
     def gain(self, product: Product, padded: Product) -> float:
-        """Seconds that running `padded` in place of `product` saves in a step; at least 0."""
+        """Return the seconds that a step saves if it runs `padded` instead of `product`; 0 if it saves nothing.
+
+        The seconds are measured if `measure` can time both products, otherwise predicted.
+        """
         if self.measure is not None:
             found = self.measure(product, padded)
             if found is not None:
@@ -95,7 +104,7 @@ class PadCost:
 
 @dataclass(frozen=True)
 class Product:
-    """The sizes of a batch of matrix products [m, k] @ [k, n]; a convolution counts as the product it is lowered to."""
+    """The sizes of a batch of matrix products [m, k] @ [k, n]. A convolution counts as the matrix product to which it is lowered."""
 
     batch: int
     m: int
@@ -104,11 +113,15 @@ class Product:
 
 
 _TIMES: dict[tuple[Any, ...], tuple[float, float]] = {}
-"""Measured seconds by (device name, dtype, sizes, padded sizes). A GPU's time does not depend on the model."""
+"""Cache of measured seconds by (device name, dtype, sizes, padded sizes). All models share it, since times depend on nothing else."""
 
 
 def stopwatch(device: str, dtype: Any) -> Callable[[Product, Product], tuple[float, float] | None]:
-    """A function that times products on a CUDA device, padded and not, in turn several times. Results are cached in memory."""
+    """Return a function that times a product and its padded form on a CUDA device: (product, padded product) → seconds of both.
+
+    It times them in turn, several times, and returns the least times. It returns None if the tensors would take more than a quarter of the
+    free memory. Results are cached in memory.
+    """
     import torch
 
     name = torch.cuda.get_device_name(device)

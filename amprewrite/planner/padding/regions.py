@@ -1,10 +1,10 @@
 """Find the dims of a graph that are one axis, choose at least cost which of them to pad, and follow the content of the padding.
 
-1. Axes: every dim gets axes of its own. The rules tie dims inside each op, and views split them (`axes`).
+1. Axes: every dim starts with an axis of its own. Padding rules tie dims inside each op, and views split them (`axes`).
 2. Wants: an axis that makes an operand of a low matrix product unaligned gets a padded extent.
-3. Cut: each op is padded along an axis or not. A product pays if it stays unaligned. An edge pays if its ends differ: a pad or a slice,
-   once for all readers. Which ops are padded is an s–t minimum cut, as for colours; padded is the source side.
-4. Content: walk the graph. If padding would hold content that the next op cannot take, cut it off there and start again.
+3. Cut: each op is padded along an axis or not. A product pays if it stays unaligned. A value pays for a pad or a slice, once for all
+   readers, if its maker and a reader differ. A minimum s–t cut chooses, as for colours; padded is the source's side.
+4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off there and start again.
 
 One file because axes, wants, cut and content work on one state until they agree.
 """
@@ -24,20 +24,19 @@ from amprewrite.planner.padding.rule import BROADCAST, MIXED, Content, Hazard, R
 from amprewrite.planner.padding.rules.table import rule_of
 
 COPY = 100
-"""Factor on the price of a second size of a weight's cast copy, so that readers agree on one size."""
+"""Factor on the price of a second size of a weight's low copy. It is high so that all readers use one size."""
 ROUNDS = 60
-"""Number of times that content may force a new choice before the rest stays unpadded."""
-
+"""Largest number of new choices because of content. After that the rest stays unpadded."""
 
 Place = tuple[str, Slot, int]
-"""(call, slot, dim)."""
+"""One dim of an operand or result: (call, slot, dim)."""
 Variable = tuple[Place, int]
-"""A decision of the cut: True if the dims that `Place` stands for are padded along an axis."""
+"""(group, axis): a decision of the cut, whether the dims in the group of `Place` are padded along the axis."""
 
 
 @dataclass
 class Want:
-    """A dim of a matrix product that is not a multiple."""
+    """A dim of a matrix product whose size is not a multiple of `unit`, so that padding it may pay."""
 
     call: str
     slot: Slot
@@ -45,11 +44,11 @@ class Want:
     size: int
     unit: int
     leaves: tuple[int, ...] = ()
-    """Axes to pad; () if none can be."""
+    """Axes to pad; () if no axis of the dim can be padded."""
     why_not: str = ""
 
     def padded(self, regions: Regions) -> int:
-        """Extent of the dim once its axes are padded."""
+        """Return the extent that the dim has when its axes are padded."""
         grown = self.size
         for leaf in self.leaves:
             grown = grown // regions.size_of(leaf) * regions.extent[leaf]
@@ -58,41 +57,42 @@ class Want:
 
 @dataclass
 class PadPrices:
-    """Prices for the cut, in seconds."""
+    """Prices in seconds, by number of elements: a pad or slice of an activation, elements of padding inside an op, a pad of a weight."""
 
     pad: Callable[[int], float]
     slice: Callable[[int], float]
     inside: Callable[[float], float]
     weight: Callable[[int], float]
-    """Price of padding a parameter that is read without a cast that could pad it for nothing."""
+    """Price of padding a parameter that is read in fp32, so that no cast can pad it for nothing."""
 
 
 @dataclass
 class Regions:
-    """The graph, and the results so far. Names of values: "node", and "node#1" for one of several results."""
+    """The calls of one graph, and the padding found so far. Values are called "node", or "node#1" for result 1 of several."""
 
     calls: dict[str, Call]
-    """In graph order, cast copies among them."""
+    """By name, in graph order. Casts to the low format are calls as well."""
     numel: Callable[[str], int]
     is_weight: Callable[[str], bool]
-    """True if a value is a parameter, or a buffer that nothing writes."""
+    """True if a value is a parameter, or a buffer to which nothing writes."""
     barriers: set[tuple[str, str]] = field(default_factory=set)
-    """(value, reader): padding is cut off here, and made anew if the reader wants some."""
+    """(value, reader) pairs between which padding is cut off. If the reader needs padding, it is made anew, with zeros."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Calls through which nothing is padded, with the reason."""
+    """Calls whose operands and results must not be padded, with the reason."""
     reasons: dict[str, str] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
     axes: Axes = field(default_factory=Axes)
     of_value: dict[str, list[int]] = field(default_factory=dict)
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """The axes of the dims: `of_value` by value, `of_use` by (value, reader). A reader behind a barrier has axes of its own."""
     group: dict[Place, Place] = field(default_factory=dict)
-    """The representative of the dims of one call that are padded together."""
+    """Union-find over the dims of each call that are padded together. Dims without a tie are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By call: axes that its rule counts by, for example three chunks or four gates."""
+    """By call: axes whose extent is fixed by its rule, such as three chunks or four gates."""
     extent: dict[int, int] = field(default_factory=dict)
     """Padded extent of every axis that an op wants padded."""
     padded: set[Variable] = field(default_factory=set)
-    """(group, axis) pairs that the cut chose."""
+    """The variables for which the cut chose padding."""
     content: dict[str, Content] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,11 +124,11 @@ class Regions:
             return Rule(why_opaque=self.refused[call.name])
         makers = (self.calls[name] for name in call.refs() if name in self.calls)
         if not any(shape for each in (call, *makers) for shape in each.shapes):
-            return Rule()  # numbers: `sum(0)` of a 0-dim tensor names a dim that does not exist
+            return Rule()  # all 0-dim: rules would index dims that do not exist, as for `sum(0)` of a 0-dim tensor
         return rule_of(call, self.calls)
 
     def reads(self, call: Call) -> list[str]:
-        """Values that a call reads. If it reads all results of an op as one tuple, each of them."""
+        """Return the names of the values that a call reads. If it reads a tuple of results, each result is named."""
         found: list[str] = []
         for name in call.refs():
             maker = self.calls.get(name)
@@ -162,7 +162,7 @@ class Regions:
                 self._join(slot, slots[0])
 
     def _fixed(self, call: Call, size: int) -> int:
-        """A new axis for a number, of chunks or of gates. This call may not have it padded."""
+        """Return a new axis of a fixed extent, such as a number of chunks or gates. `call` must not pad it."""
         axis = self.axes.new(size)
         self.fixed[call.name].append(axis)
         return axis
@@ -178,7 +178,7 @@ class Regions:
         self.group[self._root(one)] = self._root(other)
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """(group, axis) of the cut's decision about this dim; None if it keeps its logical size."""
+        """Return the decision of the cut about padding a dim along `axis`; None if the dim must keep its logical size along it."""
         if (call, slot, dim) not in self.group or self.axes.find(axis) not in self.extent:
             return None
         if call in self.fixed and axis in self.axes.leaves(self.fixed[call]):
@@ -187,7 +187,7 @@ class Regions:
 
     # -- 2. wants ----------------------------------------------------------------------
     def all_aligned(self, multiple_of: Callable[[str], int | None]) -> bool:
-        """True if no matrix product has an unaligned dim, as far as shapes show without axes. For `multiple_of` see `wants`."""
+        """True if no matrix product wants padding. This test reads only shapes, so that it is fast. For `multiple_of` see `wants`."""
         for call in self.calls.values():
             multiple = multiple_of(call.name)
             if multiple is None:
@@ -200,7 +200,7 @@ class Regions:
         return True
 
     def wants(self, multiple_of: Callable[[str], int | None]) -> list[Want]:
-        """Unaligned dims of the matrix products. `multiple_of` a call's name is None if the call must not be padded."""
+        """Return the unaligned dims of products, and set `extent`. `multiple_of(call)` is the multiple to reach, None to pad nothing."""
         found: list[Want] = []
         for call in self.calls.values():
             multiple = multiple_of(call.name) if self.rules[call.name].wants else None
@@ -235,7 +235,7 @@ class Regions:
         return found
 
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
-        """Choose the axes of a composed dim to pad: axes that are padded anyway if that is enough, otherwise the axis that grows least."""
+        """Choose which axes of a composed dim to pad: axes that are padded anyway or, if they do not suffice, the axis that grows least."""
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
         marked = tuple(leaf for leaf in leaves if leaf in units)
@@ -256,14 +256,14 @@ class Regions:
         want.leaves = tuple(leaf for leaf in marked if units[leaf] > 1)
 
     def size_of(self, axis: int) -> int:
-        """Logical extent of an axis whose size is a number."""
+        """Return the extent without padding of an axis whose size is a number."""
         size = self.axes.size(axis)
         assert isinstance(size, int)
         return size
 
     # -- 3. cut ---------------------------------------------------------------------------
     def cut(self, asked: Sequence[Want], weighed: Sequence[Want], gains: Mapping[str, float], prices: PadPrices) -> None:
-        """Choose what to pad: all of `asked`, and the calls of `weighed` that gain more seconds than their pads cost."""
+        """Set `padded`: choose all of `asked`, and the calls of `weighed` whose `gains`, in seconds by name, exceed their pads' cost."""
         network = Network()
         vertices: dict[Variable, int] = {}
 
@@ -277,16 +277,16 @@ class Regions:
         for (_, value, axis), (maker, readers) in self._edges().items():
             numel = self.numel(value)
             weight = self.is_weight(value)
-            if weight:  # its casts pad it for nothing
+            if weight:  # casts are left out, because they pad the weight at no cost
                 readers = [(reader, variable) for reader, variable in readers if self.calls[reader].op != "cast"]
             pad = (prices.weight if weight else prices.pad)(numel)
             cut = prices.slice(numel)
-            if not weight and self.is_weight(value.split(" -> ")[0]):  # a cast copy: its cast pads it for nothing, once for all readers
+            if not weight and self.is_weight(value.split(" -> ")[0]):  # a low copy of a weight: a second size would need a second cast
                 pad, cut = COPY * pad, COPY * cut
             share = self.extent[axis] / self.size_of(axis) - 1
             network.arc(vertex(maker), SINK, _ticks(prices.inside(numel * share)))
             ends = [vertex(variable) for _, variable in readers]
-            if "#" in value:  # one of several results is read in the size that it has
+            if "#" in value:  # one of several results cannot be padded or sliced, so that maker and readers must agree
                 for end in ends:
                     network.arc(end, vertex(maker), INFINITE)
                     network.arc(vertex(maker), end, INFINITE)
@@ -314,7 +314,7 @@ class Regions:
         return bool(needs) and all(variable in self.padded for variable in needs)
 
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
-        """For every (dim, value, axis) that may be padded: its maker's variable, and each reader with its variable."""
+        """Return, by (dim, value, axis): (variable of the maker, [(reader, its variable)]). None stands for an end that is never padded."""
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
         for (value, reader), _ in self.of_use.items():
@@ -335,7 +335,7 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """Variables of the uses behind a barrier, with the value that is used."""
+        """Return (value, variable of the reader) for each dim that a reader behind a barrier may want padded."""
         return [
             (value, variable)
             for value, reader in sorted(self.barriers)
@@ -345,13 +345,13 @@ class Regions:
         ]
 
     def want_size(self, call: str, slot: Slot, dim: int) -> int:
-        """Logical extent of one dim of a call; 64 for a symbol."""
+        """Return the extent without padding of one dim of a call; 64 as a guess if it is symbolic."""
         axis = self._axes_of(self.calls[call], slot, dim)
         size = 64 if axis is None else self.axes.size(axis)
         return size if isinstance(size, int) else 64
 
     def dims_by_axis(self) -> dict[int, tuple[tuple[str, ...], int]]:
-        """For each axis that is padded somewhere: the dims of results along it, and the number of elements this adds to all of them."""
+        """Return, by axis that is padded somewhere: (the dims of results padded along it, the elements of padding in all of them)."""
         dims: dict[int, list[str]] = defaultdict(list)
         added: dict[int, float] = defaultdict(float)
         for call in self.calls.values() if self.padded else ():
@@ -365,7 +365,7 @@ class Regions:
         return {axis: (tuple(sorted(found, key=lambda dim: " -> " in dim)), round(added[axis])) for axis, found in dims.items()}
 
     def touches(self, copy: PadCopy, axis: int) -> bool:
-        """True if a change of size changes this axis."""
+        """True if `copy`, a change of the size of a value, changes the extent of `axis`."""
         lists = [self.of_value[copy.value], *(self.of_use[copy.value, user] for user in copy.users[:1])]
         return any(
             axis in self.axes.leaves([axes[dim]])
@@ -376,11 +376,11 @@ class Regions:
 
     # -- layouts ---------------------------------------------------------------------------
     def value_layout(self, call: Call, i: int) -> Layout:
-        """The padded layout of a result as its op returns it; () if it is not padded."""
+        """Return the padded layout of result `i` of a call; () if the result is not padded."""
         return self._layout(call.name, i, self.of_value[value_name(call, i)])
 
     def use_layout(self, value: str, reader: str) -> Layout:
-        """The padded layout in which a reader takes a value; () if it is not padded."""
+        """Return the padded layout in which `reader` takes `value`; () if it takes the value without padding."""
         return self._layout(reader, value, self.of_use[value, reader])
 
     def _layout(self, call: str, slot: Slot, axes: Sequence[int]) -> Layout:
@@ -398,7 +398,7 @@ class Regions:
 
     # -- 4. content ---------------------------------------------------------------------------
     def check(self) -> bool:
-        """Follow the content of all padding; False if a barrier or a refusal had to be added."""
+        """Compute `content` for all padding. Return False if a Hazard added a barrier or a refusal, so that the cut must be repeated."""
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
         for call in self.calls.values() if self.padded else ():
@@ -429,12 +429,12 @@ class Regions:
         return sound
 
     def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
-        """True if an operand is padded wherever the result is."""
+        """True if the operand `value` is padded in all dims in which the result is padded."""
         shift = len(call.shapes[0]) - len(self.of_use[value, call.name])
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
     def _arriving(self, value: str, reader: str, use: Layout, have: Layout) -> Content:
-        """Content of the padding that a reader gets: zeros if the padding is made for this reader."""
+        """Return the content of the padding that `reader` gets: zeros where the padding is made for it, otherwise the value's content."""
         if not have or (value, reader) in self.barriers:
             return 0.0
         kept = [dim for dim, factors in use if (dim, factors) in have]
@@ -447,18 +447,18 @@ class Regions:
 
 
 def value_name(call: Call, i: int) -> str:
-    """Name of result `i`."""
+    """Return the name of result `i` of a call: "node#i" if it has several results, otherwise "node"."""
     return f"{call.name}#{i}" if call.several else call.name
 
 
 def _merged(factors: Factors) -> Factors:
-    """Join neighbouring axes without padding, and join unpadded axes to the padded one outside them."""
+    """Simplify the factors of a dim: join neighbouring axes without padding, and join unpadded axes to the padded axis outside them."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and found[-1][0] == found[-1][1] and n == m:
             found[-1] = (found[-1][0] * n, found[-1][1] * m)
         elif found and found[-1][0] != found[-1][1] and n == m:
-            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # a suffix of whole rows is a suffix
+            found[-1] = (found[-1][0] * n, found[-1][1] * m)  # padding of whole rows at the end is padding at the end of the joined axis
         else:
             found.append((n, m))
     if len(found) > 1 and found[0] == (1, 1):
@@ -467,12 +467,12 @@ def _merged(factors: Factors) -> Factors:
 
 
 def _ticks(seconds: float) -> int:
-    """Seconds as a capacity: picoseconds, so that no price above zero becomes zero."""
+    """Return seconds as an integer capacity in picoseconds, so that no realistic price above zero becomes zero."""
     return round(seconds * 1e12)
 
 
 def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
-    """Add to the network a gain that counts only if all of `ends` are padded."""
+    """Add to the network a gain that is received only if all vertices in `ends` are padded."""
     if not ends:
         return
     wish = network.vertex()
@@ -482,7 +482,7 @@ def _wish(network: Network, gain: int, ends: Sequence[int]) -> None:
 
 
 def _once(network: Network, readers: list[int], maker: int, cost: float, into: bool) -> None:
-    """Add the cost of one change of size, shared by its readers: with `into` a pad for padded ones, otherwise a slice for logical ones."""
+    """Add the cost of one pad (`into`) or slice, which is paid once, for all readers, if some reader needs the change of size."""
     ends = list(dict.fromkeys(v for v in readers if v != maker))
     if not ends:
         return

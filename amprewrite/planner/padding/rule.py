@@ -1,18 +1,18 @@
-"""The effect of every op on a padded dim: one row an op.
+"""The form of padding rules. A rule describes the effect of padded dims on one call of an op; `rules/table.py` has the rule of each op.
 
 A rule has three parts. *Ties*: dims of operands and results that are the same dim, so that they are padded together or not at all. A dim
-without a tie keeps its logical size. *Wants*: dims that the op's Tensor Core kernel wants to be a multiple. *Content*: the numbers in the
-padding of the result, given the content of the operands.
+without a tie keeps its logical size, the size without padding. *Wants*: dims whose size should be a multiple of a few elements, for the
+op's Tensor Core kernel. *Content*: the numbers in the padding of the result, given the numbers in the padding of the operands.
 
-Content is a number if all padding holds that number (0.0 from weights, pads and ops that keep zero; 0.5 after a sigmoid), or MIXED: finite
-and small, but not one number. An op that would make it infinite, NaN or large, or would give such a gradient (the square root of zero),
-raises Hazard, and the padding is sliced off first. Gradients of padding are always zero: a slice gives zeros, a product with zero weights
-gives zeros, and products of two activations require zero in both. So a matmul may contract padding if its weight is zero there and the
-other side finite, or if both sides are zero.
+The content is a number if all padding holds that number: 0.0 in weights, in pads and after ops that map zero to zero, 0.5 after a sigmoid.
+It is MIXED if the padding holds finite and small, but different numbers. An op that would make the content, or a gradient, infinite, NaN or
+large, such as the square root of zero, raises Hazard, and the padding is sliced off before this op. Gradients of padding are always zero:
+the backward of a slice returns zeros, a product with zero weights returns zeros, and products of two activations require zeros in both. So
+a matmul may sum over padding if its weight is zero there and the other operand finite, or if both operands are zero.
 
 An infinity in real data (an overflow) may put NaN into the padding of the same row. That row then has no finite result anyway.
 
-The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) where it has one. Hazards were measured one by one.
+The rules are those of XLA's DynamicPadder (service/dynamic_padder.cc) for the ops that it knows. Each Hazard was found by a measurement.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from amprewrite.ir.op_calls import Call, Ref, Shape
 MIXED = "mixed"
 Content = float | str
 Slot = str | int
-"""An operand by the name of its value, or a result by its index."""
+"""An operand, given by the name of its value, or a result, given by its index."""
 Part = tuple[Slot, int] | int
-"""One dim of a slot, or a fixed extent: the weights of an LSTM have the dim (4, H)."""
+"""A part of a dim: (slot, dim), or an axis of fixed extent."""
 Leg = tuple[Part, ...]
+"""One side of a tie: parts, outer to inner, that form one dim. For example, (4, (slot, dim)) is a weight dim of an LSTM with four gates."""
 BROADCAST = "broadcast"
-"""Content of an operand that is not padded where the result is: it has one row for all columns."""
+"""Content of an operand that is broadcast along a padded dim of the result, so that it has no padding there."""
 LARGEST = 1e4
-"""Content beyond this may overflow fp16 in the next op."""
+"""Largest magnitude of content that is allowed. A larger number may overflow fp16 in the next op."""
 
 
 class Hazard(Exception):
-    """Padding cannot pass an op. The padding of the operands in `refs` is replaced by zeros; without `refs` it is sliced off."""
+    """Raised by a content rule if an op cannot take the padding of its operands, for the reason `why`.
+
+    The padding of the operands named in `refs` is then replaced by zeros. Without `refs` no operand and no result of the op is padded.
+    """
 
     def __init__(self, why: str, refs: Sequence[str] = ()) -> None:
         super().__init__(why)
@@ -45,61 +49,68 @@ class Hazard(Exception):
 
 
 Contents = Mapping[str, Content]
-"""Content of every operand that has padding; BROADCAST for an unpadded tensor where the result has some."""
+"""Content of the operands by name. BROADCAST for an operand without padding in a dim in which the result has padding."""
 
 
 @dataclass
 class Rule:
-    """Rule of one call for padded dims."""
+    """The rule of one call for padded dims. Without ties no dim of the call may be padded."""
 
     ties: list[tuple[Leg, ...]] = field(default_factory=list)
+    """Groups of legs. All legs of a tie are the same dim."""
     wants: list[tuple[Slot, int]] = field(default_factory=list)
+    """Dims (slot, dim) that the op's kernel wants aligned."""
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
+    """Returns the content of the results' padding, given the content of the operands' padding. May raise Hazard."""
     ignored: set[str] = field(default_factory=set)
-    """Operands that are read for their dtype alone, or that the op pads itself: they may have any size."""
+    """Names of operands that may have any size, because the op reads only their dtype or sizes, or pads them itself."""
     why_opaque: str = ""
+    """The reason why dims have no ties; "" if there is none."""
     pointwise: bool = False
-    """True if operands without a dim of the result are broadcast along it."""
+    """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
+        """State that all of `legs` are the same dim."""
         self.ties.append(legs)
 
 
 class View:
-    """A call with the shapes of its operands."""
+    """A call together with the calls that make its operands, to look up shapes."""
 
     def __init__(self, call: Call, calls: Mapping[str, Call]) -> None:
         self.call, self.calls = call, calls
 
     def shape(self, ref: Any) -> Shape | None:
-        """Shape of the one floating tensor that `ref` names; None for anything else."""
+        """Return the shape of the value that `ref` names; None if `ref` is no Ref, or names something other than one floating tensor."""
         found = self.calls.get(ref.name) if isinstance(ref, Ref) else None
         return found.shapes[0] if found and len(found.shapes) == 1 and not found.several and found.floating else None
 
     def is_tensor(self, ref: Any) -> bool:
+        """True if `ref` names a value that is a tensor, or several, of any dtype."""
         found = self.calls.get(ref.name) if isinstance(ref, Ref) else None
         return found is not None and bool(found.shapes)
 
     @property
     def out(self) -> Shape:
+        """Shape of the result of the call; () if the result is something other than one floating tensor."""
         return self.call.shapes[0] if len(self.call.shapes) == 1 and not self.call.several and self.call.floating else ()
 
 
 # -- content -----------------------------------------------------------------------------
 def moved(contents: Contents) -> Content:
-    """Content of the padding after an op that only moves numbers."""
+    """Return the content of the result's padding for an op that only moves numbers: the operands' common content, otherwise MIXED."""
     found = {c for c in contents.values() if c != BROADCAST}
     return 0.0 if not found else found.pop() if len(found) == 1 else MIXED
 
 
 def zero_keeping(contents: Contents) -> Content:
-    """Content of the padding after an op that maps zeros to zero: sums and averages of padding alone, weights of zero."""
+    """Return the content of the result's padding for an op that maps zeros to zero: 0.0 if all padding read is zero, MIXED otherwise."""
     found = [c for c in contents.values() if c != BROADCAST]
     return 0.0 if all(c == 0 for c in found) else MIXED
 
 
 def all_zero(why: str) -> Callable[[Contents], Content]:
-    """A content rule: every padded operand must be zero in its padding, otherwise Hazard blames it with `why`."""
+    """Return a content rule that requires zeros in the padding of all operands. It raises Hazard(why), naming the operands without."""
 
     def content(contents: Contents) -> Content:
         blamed = [name for name, c in contents.items() if c not in (0, BROADCAST)]
@@ -112,7 +123,11 @@ def all_zero(why: str) -> Callable[[Contents], Content]:
 
 # -- ties ---------------------------------------------------------------------------------
 def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
-    """Tie every dim of the result to the same dim, counted from the right, of each operand that has it in full."""
+    """Add to `rule` the ties of an element-wise op with the operands `refs` and the result shape `out`.
+
+    Each dim of the result is tied to the same dim, counted from the right, of each operand that has the dim in full. A dim gets no tie if
+    an operand has another size there, other than 1, or if a non-floating operand has the dim.
+    """
     rule.pointwise = True
     for back in range(1, len(out) + 1):
         size = out[-back]
@@ -123,7 +138,7 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
             if not view.is_tensor(ref) or ref.name in rule.ignored:
                 continue
             shape = view.shape(ref)
-            if shape is None:  # a mask: if it has this dim in full, it would have to be padded too
+            if shape is None:  # a mask, which cannot be padded: if it has this dim, the dim gets no tie
                 masks = view.calls[ref.name].shapes
                 if any(len(s) >= back and s[-back] != 1 for s in masks):
                     legs = []

@@ -1,4 +1,4 @@
-"""User arguments: checks that several places share, and values as messages quote them."""
+"""Checks of user arguments that several modules share, and functions that quote values in error messages."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ _QUOTE.maxlist = _QUOTE.maxtuple = _QUOTE.maxset = _QUOTE.maxfrozenset = _QUOTE.
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`repr(value)` on one line of at most `most` characters, without the middle of longer ones; its type if repr fails.
+    """Return `repr(value)` on one line of at most `most` characters, for messages. Longer texts lose their middle.
+
+    If repr raises an error, the text is the name of the value's type.
 
         >>> shown("bf61")
         "'bf61'"
     """
     try:
         text = " ".join(_QUOTE.repr(value).split())
-    except Exception:  # a user's repr may raise anything; the message is about something else
+    except Exception:  # a user's repr may raise anything, and must not hide the message in which the value is quoted
         text = f"<{type(value).__name__}>"
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.4, most: int = 3, scope: str = "") -> str:
-    """End of an error on an unknown word: the nearest words, each with `scope` before it, or `otherwise` if none is near.
+    """Return the end of an error message about an unknown word: the nearest known words, each after `scope`; `otherwise` if none is near.
+
+    `likeness`, from 0 to 1, is the least similarity, and `most` the largest number of words.
 
         >>> did_you_mean("relo", ["relu", "gelu", "tanh"], likeness=0.6)
         '; did you mean relu?'
@@ -40,7 +44,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likene
 
 
 def names_module(pattern: str, path: str) -> bool:
-    """True if a pattern matches a module, or one of the modules around it.
+    """True if a shell pattern matches the path of a module, or of a module that contains it.
 
         >>> names_module("encoder.*", "encoder.layer.0"), names_module("layer", "encoder.layer.0")
         (True, False)
@@ -50,24 +54,24 @@ def names_module(pattern: str, path: str) -> bool:
 
 
 def is_flag(value: object) -> bool:
-    """True if `value` is True or False, NumPy's included."""
+    """True if `value` is a bool of Python or NumPy."""
     return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
 
 
 def flag(name: str, value: Any) -> bool:
-    """A boolean option. PolicyError for anything but True or False."""
+    """Return the value of the boolean option `name`. Raises PolicyError for anything but True or False."""
     if not is_flag(value):
         raise PolicyError(f"{name}= takes True or False, not {shown(value)}")
     return bool(value)
 
 
 def is_word(value: object, word: str) -> bool:
-    """True if `value` is the string `word`. A plain `==` would compare arrays element by element."""
+    """True if `value` is the string `word`. Unlike `==` this is a bool for arrays, too, which `==` compares element by element."""
     return isinstance(value, str) and value == word
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Keyword arguments for a model. PolicyError if they are no mapping from names."""
+    """Return the option `name`, keyword arguments for a model, as a dict; {} for None. Raises PolicyError if it maps no strings."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

@@ -1,6 +1,7 @@
-"""Output of the library: consoles that print text unchanged, and progress bars on terminals and in notebooks.
+"""Consoles that print text unchanged, and progress bars on terminals and in notebooks.
 
-rich draws from Python's random numbers on import, which a rewrite must not do: it is imported where it is needed.
+The library rich is imported inside the functions that need it. Its import draws from Python's random numbers, and a rewrite must not change
+the state of these.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def console(stderr: bool = False, **options: Any) -> Console:
-    """A console that prints names unchanged: ":x:" becomes no picture and "[x]" no style."""
+    """Return a rich console that prints text unchanged: it turns neither ":x:" into an emoji nor "[x]" into a style."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
@@ -22,7 +23,10 @@ def console(stderr: bool = False, **options: Any) -> Console:
 
 @contextmanager
 def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Progress for a user who watches: a bar on a terminal, a line in a notebook. Yields the function that advances it by one."""
+    """Show the progress of the block, called `what`, of `total` steps: a bar on a terminal, a line in a notebook, nothing elsewhere.
+
+    Yields the function that advances the progress by one step. `total` is None if it is unknown.
+    """
     screen = console(stderr=True)
     if shown and screen.is_jupyter:
         yield _line(what, total)
@@ -39,7 +43,10 @@ def bar(what: str, total: int | None, shown: bool = True) -> Iterator[Callable[[
 
 
 def _line(what: str, total: int | None) -> Callable[[], None]:
-    """A line in the notebook cell that counts. rich's own bar needs ipywidgets, and shows nothing without it."""
+    """Show a line with a count in the notebook cell, and return the function that adds one to the count.
+
+    rich's own bar is not used, because it shows nothing without ipywidgets.
+    """
     from IPython.display import display
 
     count, of = 0, "" if total is None else f" of {total}"

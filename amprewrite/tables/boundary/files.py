@@ -1,8 +1,8 @@
-"""Write files as a whole or not at all, even if the process is interrupted.
+"""Functions to read files, and to write them as a whole or not at all, even if the process is interrupted.
 
 1. The content is written to a scratch file next to the target and synced to the disk.
 2. The scratch file gets the target's mode and owner and replaces it in one step; then the folder is synced.
-3. A symbolic link is followed, so it stays a link. Folders, devices, pipes and sockets are refused.
+3. A symbolic link is followed: its target is replaced, and the link stays. Folders, devices, pipes and sockets are refused.
 4. A killed process leaves its scratch file behind. The next write in that folder removes it.
 """
 
@@ -26,15 +26,15 @@ from amprewrite.tables.errors import EmitError, PolicyError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such module: there two writers of one model do not exclude each other
+except ImportError:  # Windows has no such module, so that `alone_in` excludes nobody there
     fcntl = None  # type: ignore[assignment]
 
 MARK = ".amprewrite-"
-"""Beginning of the names of scratch files: MARK, place, process, its start, a random word."""
+"""Beginning of the names of scratch files. The rest is: machine, process id, start time of the process, a random word."""
 HOUR = 3600.0
 """Age in seconds at which a scratch file of another machine counts as left over."""
 PATIENCE = 10.0
-"""Seconds to wait for another writer of the same folder."""
+"""Seconds that `alone_in` waits for another writer in the same folder."""
 REMEDIES = {
     errno.ENOSPC: "free some space or give another path",
     errno.EDQUOT: "free some space or give another path",
@@ -51,12 +51,12 @@ REMEDIES = {
 
 # -- writing ---------------------------------------------------------------------------
 def write_text(path: Any, text: str) -> Path:
-    """Replace or create a UTF-8 text file. EmitError with reason and remedy if it cannot be written."""
+    """Write a UTF-8 text file, new or in place of an old file. Raises EmitError, with reason and remedy, if it cannot be written."""
     return write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Any, content: bytes) -> Path:
-    """Replace or create a file. EmitError with reason and remedy if it cannot be written."""
+    """Write a file, new or in place of an old file. Raises EmitError, with reason and remedy, if it cannot be written."""
     with replacing(path) as file:
         file.write(content)
     return Path(path)
@@ -64,9 +64,9 @@ def write_bytes(path: Any, content: bytes) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """A file to write that replaces `path` when the block ends. After an exception the old file is unchanged.
+    """Yield a binary file to write, which replaces the file at `path` when the block ends. After an exception the old file is unchanged.
 
-    EmitError if it cannot be written. Other exceptions of the block pass through.
+    Raises EmitError if the file cannot be written. Other exceptions of the block pass through.
     """
     target = resolved(path)
     try:
@@ -75,7 +75,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
-                take_mode(scratch, target)  # before there is content: no one may read more than before
+                take_mode(scratch, target)  # before there is content, so that nobody can read it who could not read the old file
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -88,7 +88,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
 
 
 def read_text(path: Any) -> str:
-    """The text of a UTF-8 file. ValueError with the reason if there is none."""
+    """Return the text of a UTF-8 file. Raises ValueError, with the reason, if it cannot be read or is no UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -98,7 +98,7 @@ def read_text(path: Any) -> str:
 
 
 def cannot_write(path: Any, error: OSError) -> EmitError:
-    """The error to raise, with reason and remedy."""
+    """Return the EmitError, with reason and remedy, for an `error` that occurred while `path` was written."""
     remedy = REMEDIES.get(error.errno or 0, "give another path")
     if error.errno == errno.ENOENT and Path(path).parent.is_dir():
         remedy = "give another path"
@@ -107,9 +107,9 @@ def cannot_write(path: Any, error: OSError) -> EmitError:
 
 # -- targets -----------------------------------------------------------------------------
 def resolved(path: Any) -> Path:
-    """The regular file that `path` names, existing or not, with symbolic links followed.
+    """Return the regular file that `path` names, existing or not, with symbolic links followed.
 
-    PolicyError if it is no path. EmitError if its folder is missing, or if it exists and a file must not replace it.
+    Raises PolicyError if `path` is no path. Raises EmitError if its folder is missing, or if it exists and cannot be replaced by a file.
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise PolicyError(f"a path is a string or a Path, not {type(path).__name__}")
@@ -153,7 +153,7 @@ def take_mode(scratch: Path, target: Path) -> None:
 
 
 def write_scratch(path: Path, content: bytes) -> None:
-    """Write a scratch file, which is only read after a move. OSError if that fails."""
+    """Write a scratch file directly and without sync, since it is read only after a move. Raises OSError if that fails."""
     with path.open("wb") as file:
         file.write(content)
 
@@ -165,8 +165,8 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's entries are on the disk, if the file system can do that."""
-    with contextlib.suppress(OSError), _opened(folder) as handle:  # not every file system can sync a folder; entries are correct without
+    """Wait until a folder's entries are on the disk. Do nothing if the file system cannot sync folders."""
+    with contextlib.suppress(OSError), _opened(folder) as handle:  # files are correct without this, so an error does not matter
         os.fsync(handle)
 
 
@@ -181,7 +181,10 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes and threads that use this function out of a folder. EmitError if one stays in it for long."""
+    """Let only one process and thread at a time run the block for a folder; others wait. Raises EmitError after PATIENCE seconds.
+
+    On Windows, and on file systems without locks, nobody waits.
+    """
     if fcntl is None:
         yield
         return
@@ -195,25 +198,25 @@ def alone_in(folder: Path) -> Iterator[None]:
                 if time.monotonic() > until:
                     raise EmitError(f"{folder} is in use by another writer; try again when it is done") from None
                 time.sleep(0.005)
-            except OSError:  # a file system without locks
+            except OSError:  # a file system without locks: go on without
                 break
         try:
             yield
-        finally:  # closing the handle is not enough: a process forked in the meantime holds a copy
+        finally:  # unlock explicitly: if a process was forked in the meantime, its copy of the handle would keep the lock after a close
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 # -- scratch files -----------------------------------------------------------------------
 def scratch_path(folder: Path) -> Path:
-    """A fresh name in `folder` that identifies its process. It is short, so that it fits wherever the target's name fits."""
+    """Return a new path in `folder` whose name identifies this process. The name is short, since file systems limit the length of names."""
     pid = os.getpid()
     return folder / f"{MARK}{_place()}-{pid}-{_started(pid)}-{secrets.token_hex(4)}"
 
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, removed afterwards. OSError if it cannot be made."""
+    """Yield a new folder inside `folder`, which is removed after the block. Raises OSError if it cannot be made."""
     sweep(folder)
     made = scratch_path(folder)
     try:
@@ -224,7 +227,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the files that killed processes left in `folder`. A folder that cannot be read is skipped."""
+    """Remove the scratch files that killed processes left in `folder`. Do nothing if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             found = [Path(entry.path) for entry in entries if entry.name.startswith(MARK)]
@@ -240,7 +243,7 @@ def sweep(folder: Path) -> None:
 
 
 def _is_left_over(path: Path) -> bool:
-    """True if the process that made a scratch file is gone. For other machines' processes only the age decides."""
+    """True if the process that made a scratch file has ended. For processes of other machines the file's age decides."""
     parts = path.name.removeprefix(MARK).split("-")
     if len(parts) != 4 or not parts[1].isdigit():
         return False
@@ -254,7 +257,7 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _place() -> str:
-    """A word for this machine since its start, and for its space of process numbers."""
+    """Return a word that identifies this machine, its last boot, and its namespace of process ids, in which such ids are unique."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
@@ -262,20 +265,23 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """Start time of a process, to distinguish it from a later one with the same number; "gone" if there is none."""
+    """Return the start time of a process as text, to distinguish it from a later process with the same id.
+
+    "gone" if no such process runs; "0" if it runs but its start time is unknown.
+    """
     if Path("/proc/self/stat").exists():
         try:
             told = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            return "gone" if told[0] in "ZX" else told[19]  # dead, with its status not yet read
+            return "gone" if told[0] in "ZX" else told[19]  # Z and X: the process has ended, and its parent has not read its status yet
         except (OSError, IndexError):
             return "gone"
-    if os.name == "nt":  # signal 0 is no test there
+    if os.name == "nt":  # on Windows signal 0 means Ctrl+C, so that os.kill is no test
         return "0"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return "gone"
-    except OSError:  # another user's process
+    except OSError:  # the process runs, but belongs to another user
         return "0"
     return "0"
 

@@ -1,7 +1,7 @@
-"""JSON → frozen data, checked field by field: it has the types of the class, or an error names the place.
+"""Make dataclass objects from JSON. Every field is checked against its type, and an error names the place in the data.
 
-A field may be str, bool, int, float, an enum, another dataclass, tuple[X, ...], tuple[X, Y], X | Y or a mapping of strings. Numbers stay
-within 64 bits, so that later code never gets larger ones.
+A field may be str, bool, int, float, an enum, another dataclass, tuple[X, ...], tuple[X, Y], X | Y or a mapping from strings. Integers
+beyond 64 bits are refused, so that later code need not expect them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from functools import cache
 from typing import Any
 
 MOST = 2**63
-"""Integers are smaller than this."""
+"""Integers must be smaller than this in magnitude."""
 
 
 class BadData(ValueError):
-    """Invalid data: the message says what is wrong, and where."""
+    """The data are invalid. The message names the error and its place in the data."""
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON. BadData if it is invalid, nested too deeply, or holds a number that is too long."""
+    """Return the parsed JSON text. Raises BadData if it is invalid, nested too deeply, or holds a number with too many digits."""
     try:
         found = json.loads(text)
     except RecursionError as error:
         raise BadData("it is nested too deeply") from error
-    except ValueError as error:  # no JSON, or a number of thousands of digits
+    except ValueError as error:  # the text is no JSON, or holds a number of thousands of digits
         raise BadData(f"not JSON ({error})") from error
     return found
 
 
 def build(kind: Any, data: Any, where: str = "", names: frozenset[Any] = frozenset()) -> Any:
-    """`data` as a value of type `kind`. Enums in `names` are written by name, others by value. BadData names the place."""
+    """Return parsed JSON `data` as a value of type `kind`. Raises BadData if it does not fit.
+
+    `where` is the place of `data`, for errors. Members of the enum classes in `names` are given by name, of other enums by value.
+    """
     if is_dataclass(kind) and isinstance(kind, type):
         return _record(kind, data, where, names)
     if isinstance(kind, type) and issubclass(kind, Enum):

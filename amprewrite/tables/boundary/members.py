@@ -1,7 +1,7 @@
-"""Parameters and buffers of a user's module.
+"""Functions that list all parameters and buffers of a user's module.
 
-A class may define `named_parameters` and `parameters` with other signatures, or leave some out, as loss modules with target networks do.
-PyTorch's own traversal finds every registered member, whatever the class defines.
+A class may override `named_parameters` with another signature, or leave out some parameters, as loss modules with target networks do. So
+these functions call PyTorch's own method first, which finds every registered member, whatever the class overrides.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 
 def named_parameters_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """The registered parameters, then any further ones of the class's own `named_parameters`."""
+    """Yield (name, parameter): the registered parameters, then further parameters that an overridden `named_parameters` returns."""
     return _members(model, "named_parameters", remove_duplicate)
 
 
 def parameters_in(model: nn.Module) -> Iterator[nn.Parameter]:
-    """`named_parameters_in` without names."""
+    """Yield the parameters of `named_parameters_in`, without names."""
     return (parameter for _, parameter in named_parameters_in(model))
 
 
 def named_buffers_in(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The registered buffers, then any further ones of the class's own `named_buffers`."""
+    """Yield (name, buffer): the registered buffers, then further buffers that an overridden `named_buffers` returns."""
     return _members(model, "named_buffers", remove_duplicate)
 
 
 def buffers_in(model: nn.Module) -> Iterator[Tensor]:
-    """`named_buffers_in` without names."""
+    """Yield the buffers of `named_buffers_in`, without names."""
     return (buffer for _, buffer in named_buffers_in(model))
 
 

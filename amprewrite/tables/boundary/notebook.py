@@ -1,4 +1,4 @@
-"""HTML that a notebook shows for a report: its lines, and a table of its rows. Inline styles only, names escaped."""
+"""Make the HTML that a notebook shows for a report: lines of text and a table. It has only inline styles, and text is escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _CELL = "padding:2px 10px;white-space:nowrap"
 
 
 def fragment(lines: Iterable[str], titles: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> str:
-    """A self-contained HTML fragment. The first column is text, the others are figures."""
+    """Return an HTML fragment with `lines` of text, and a table with `titles` and `rows` unless there are no titles.
+
+    The first column of the table is aligned to the left, as text, and the other columns to the right, as figures.
+    """
 
     def row(tag: str, cells: Sequence[str]) -> str:
         sides = ("left", *["right"] * (len(cells) - 1))

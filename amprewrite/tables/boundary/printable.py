@@ -1,15 +1,15 @@
-"""Text that is safe to print: names from files may hold control characters or bytes that no encoding takes."""
+"""Make text safe to print. Names from files may hold control characters, or characters that no encoding can write."""
 
 from __future__ import annotations
 
 import re
 
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, marks that change the direction of writing, line separators and lone halves of surrogate pairs."""
+"""Matches control characters, marks that change the direction of writing, line separators and lone halves of surrogate pairs."""
 
 
 def printable(text: object) -> str:
-    r"""The text on one line, with every character that steers a terminal written as an escape.
+    r"""Return the text on one line, with every character that could steer a terminal replaced by an escape sequence.
 
     >>> printable("relu\x1b[31m")
     'relu\\x1b[31m'

@@ -1,1 +1,1 @@
-"""The op table: kind and reason of every op, its spellings, and its kind in each preset list."""
+"""The op table: the names, kind and other facts of every op, and the kind of every op in each preset list."""

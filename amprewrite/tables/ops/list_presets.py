@@ -1,6 +1,6 @@
-"""The lists of other systems in amprewrite's vocabulary: TensorFlow's grappler pass and torch.autocast.
+"""The op lists of two other systems, in amprewrite's op names: TensorFlow's grappler pass for mixed precision, and torch.autocast.
 
-Both are exact copies, with their quirks: that is the purpose of a preset.
+Both are exact copies, quirks included, because users choose these presets to get the behaviour of the other system.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TF_OPS: dict[str, str] = {
     "Sqrt": "sqrt",
     "Square": "square",
     "Tanh": "tanh tanhshrink",
-    # deny in fp16, infer in bf16: TensorFlow decomposes layer norm and similar ops, which then depend on their mean
+    # deny in fp16, infer in bf16: layer norm and similar ops are here, because TensorFlow decomposes them and their Mean then decides
     "Mean": "mean nanmean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
     "layer_norm group_norm instance_norm rms_norm",
     "Sum": "sum nansum",
@@ -132,7 +132,8 @@ TF_OPS: dict[str, str] = {
     "Where": "nonzero argwhere masked_select",
     "ZerosLike": "zeros_like",
 }
-"""TensorFlow op type → torch ops that are, or decompose into, that type. Cast, and any op missing here, is on no list there."""
+"""TensorFlow op type → torch ops that are of this type, or that TensorFlow decomposes into ops of this type. Cast, and all torch ops that
+are missing here, are on none of TensorFlow's lists."""
 
 _TF_ALLOW = _words("Conv2D Conv2DBackpropInput Conv3D Conv3DBackpropInputV2 Einsum MatMul BatchMatMulV2")
 _TF_ALLOW_CUDA_FP16 = _words("CudnnRNNV3 GRUBlockCell LSTMBlockCell MhaV2")
@@ -155,9 +156,9 @@ _TF_CLEAR_BF16 = frozenset({"ResizeBilinear", "ScatterNd"})
 
 
 def tf_kinds(narrow: bool, device: str) -> dict[str, OpKind]:
-    """TensorFlow's lists: its CUDA, its oneDNN fp16, or its oneDNN bf16 flavour.
+    """Return op name → kind in TensorFlow's lists: for fp16 (`narrow`) on CUDA, for fp16 on a CPU (oneDNN), or for bf16.
 
-    TensorFlow has no bf16 pass for GPUs; there its bf16 lists are used.
+    `device` is "cpu" or "cuda". TensorFlow has only oneDNN's lists for bf16, so that GPUs get these lists, too.
     """
     bf16 = not narrow
     infer = _TF_INFER | (_TF_INFER_BF16 if bf16 else _TF_INFER_ONEDNN if device == "cpu" else frozenset())
@@ -181,7 +182,7 @@ _AUTOCAST_LOW = {
     "linalg_vecdot linear addbmm baddbmm bmm mkldnn_rnn_layer _native_multi_head_attention scaled_dot_product_attention "
     "flex_attention",
 }
-"""Ops with a lower_precision_fp kernel."""
+"""By device: ops that torch.autocast registers with the policy lower_precision_fp, so that it casts their inputs to the low format."""
 
 _AUTOCAST_HIGH = {
     "cuda": "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm rms_norm "
@@ -202,13 +203,14 @@ _AUTOCAST_HIGH = {
     "linalg_tensorinv linalg_tensorsolve fake_quantize_per_tensor_affine geqrf lu qr svd triangular_solve fractional_max_pool2d "
     "fractional_max_pool3d adaptive_max_pool3d linalg_qr linalg_svd linalg_eig linalg_eigh linalg_lstsq",
 }
-"""Ops with an fp32, fp32_set_opt_dtype or fp32_append_dtype kernel. CUDA bans binary_cross_entropy instead of casting it."""
+"""By device: ops that torch.autocast registers with the policy fp32, fp32_set_opt_dtype or fp32_append_dtype, so that they run in fp32. On
+CUDA it refuses binary_cross_entropy; the list holds it nevertheless."""
 
 AUTOCAST_PROMOTE: dict[str, frozenset[str]] = {
     "cuda": _words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put tensordot scatter_add"),
     "cpu": _words("stack cat index_copy"),
 }
-"""Ops with a promote kernel."""
+"""By device: ops that torch.autocast registers with the policy promote, so that it casts their inputs to the widest dtype among them."""
 
 AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
     "cuda": {
@@ -222,12 +224,16 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
         OpKind.DENY: "max_unpool1d",
     },
 }
-"""Ops without an autocast kernel of their own that graphs show as a whole, by the kind that autocast gives their parts."""
+"""By device and kind: ops that captured graphs show as one op, and that torch.autocast does not register itself. Their kind is the kind of
+the ops of which they consist."""
 
 
 @cache
 def autocast_kinds(device: str) -> Mapping[str, OpKind]:
-    """torch.autocast's lists of torch 2.13 on `device`, CUDA's for all but a CPU. Ops on neither list follow their inputs."""
+    """Return op name → kind in the lists of torch.autocast (torch 2.13) on `device`. Devices other than "cpu" have CUDA's lists.
+
+    torch.autocast runs an op that is missing in the dtype of its inputs.
+    """
     device = device if device == "cpu" else "cuda"
     kinds = dict.fromkeys(_AUTOCAST_LOW[device].split(), OpKind.ALLOW)
     kinds |= dict.fromkeys(_AUTOCAST_HIGH[device].split(), OpKind.DENY)

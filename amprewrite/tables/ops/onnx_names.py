@@ -1,8 +1,8 @@
-"""ONNX names of the ops of the vocabulary: onnx's own op types, and ops of ONNX Runtime's domain, com.microsoft.
+"""Tables from ONNX op types to amprewrite's op names: the op types of onnx, and those of ONNX Runtime's domain com.microsoft.
 
-onnx has no schemas for the latter, which exporters and ONNX Runtime's optimiser put into files. The rows repeat the registrations of ONNX
-Runtime 1.31 (docs/ContribOperators.md), and a test compares them. An op without a row stays fp32: MatMulNBits and the other quantised ops
-among them.
+Exporters and ONNX Runtime's optimiser write ops of com.microsoft into files, but onnx has no schemas for them. So CONTRIB repeats the
+registrations of ONNX Runtime 1.31 (docs/ContribOperators.md), and a test compares the two. An op without a row stays fp32, such as
+MatMulNBits and the other quantised ops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FLOW = {"If", "Loop", "Scan"}
-"""Ops whose bodies are read as part of the graph around them."""
+"""Ops with body graphs, which are read as part of the graph around them."""
 QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 CONVOLUTIONS = {"Conv", "ConvTranspose", "FusedConv"}
 """Convolutions whose FLOPs are counted."""
@@ -51,37 +51,39 @@ VOCABULARY: dict[str, str] = {
     "DequantizeLinear": "dequantize", "DFT": "_fft_c2c", "GridSample": "grid_sample", "HammingWindow": "hamming_window",
     "HannWindow": "hann_window", "QuantizeLinear": "quantize_per_tensor", "Range": "arange", "STFT": "stft",
 }  # fmt: skip
-"""ONNX op type → vocabulary name. An op type that is missing stays fp32."""
+"""ONNX op type → amprewrite's name of the op. Ops of a type that is missing stay fp32."""
 
 POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
-"""Exponents that are plain arithmetic."""
+"""For a constant exponent of Pow: the name of the op that such a Pow counts as."""
 SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
-"""Ops whose further float operands have the format of the result: kernels of mixed types are rare."""
+"""Ops whose further float operands get the format of the result. The schemas allow mixed types, but kernels for them are rare."""
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
-"""Op types whose results need no rounding of their own."""
+"""Op types whose results are exact copies of values that are already rounded."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
-"""Op types whose result is low because an attribute says so. A dtype attribute does the same for any op."""
+"""Op types that have an attribute for the type of their result. So have all ops with an attribute "dtype"."""
 
 BROADCASTS = "broadcast"
-"""The attribute of ops that broadcast by attribute, as ops did before opset 7."""
+"""The attribute by which ops before opset 7 asked for broadcasting."""
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
-"""Attributes that such an op lost, since shapes say the rest or nothing reads them."""
+"""Attributes that ops with BROADCASTS lost in later opsets, because shapes alone determine broadcasting, or because nothing reads them."""
 NEUTRAL = {("Cast", "saturate")}
-"""Attributes that were added later with a default, and do not change the earlier uses of an op: here only casts to fp8."""
+"""(op type, attribute) of attributes that a later opset added and whose default keeps the old behaviour. `saturate` affects only casts to
+fp8."""
 
 DOMAIN = "com.microsoft"
 
 
 @dataclass(frozen=True)
 class Contrib:
-    """One op: its name in the vocabulary, and the type variable of each input and output."""
+    """One op of com.microsoft: its name in amprewrite, and the types of its inputs and outputs."""
 
     name: str
     inputs: str
-    """A letter for each: T is the op's own type, M another floating one, U always fp32, I an integer."""
+    """One letter for each input: T is the op's own type, M another floating point type, U always fp32, I an integer type."""
     outputs: str = "T"
+    """One letter for each output, as in `inputs`."""
     newer: bool = True
-    """True if T may be a format that ONNX Runtime's CPU kernels lack (bf16)."""
+    """True if T may also be bf16, which ONNX Runtime's CPU kernels lack."""
 
 
 CONTRIB = {

@@ -1,7 +1,7 @@
 """Op names and op lists: the name of every op, and its kind in each preset.
 
-`op_name` maps the targets of fx nodes (torch functions, methods, operators, ATen overloads) to one vocabulary, `OPS` holds a row for every
-name of it, and `op_lists` returns the lists of a preset for a format and a device.
+`op_name` maps the targets of fx nodes (torch functions, methods, operators, ATen overloads) to one set of names, the *vocabulary*. `OPS`
+holds a row for every name of the vocabulary, and `op_lists` returns the lists of a preset for a format and a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rule = Literal["cost", "tf", "autocast", "all-low"]
 
 
 def index_rows(rows: Iterable[Op]) -> tuple[dict[str, Op], dict[str, Op]]:
-    """(rows by name, rows by name or spelling). OpListError if two rows claim the same word."""
+    """Return (rows by name, rows by name or spelling). Raises OpListError if two rows have a name or spelling in common."""
     by_name: dict[str, Op] = {}
     by_word: dict[str, Op] = {}
     for row in rows:
@@ -46,13 +46,13 @@ OPS, _BY_WORD = index_rows(ROWS)
 
 
 def find_op(name: str) -> Op | None:
-    """The row of the op called or spelled `name`; None for an op that is on no list."""
+    """Return the row of the op whose name or spelling is `name`; None if there is none."""
     return _BY_WORD.get(name)
 
 
 @cache
 def ops_with(*traits: Trait) -> frozenset[str]:
-    """Names of the ops that have one of `traits`."""
+    """Return the names of the ops that have at least one of `traits`."""
     return frozenset(row.name for row in ROWS if not row.traits.isdisjoint(traits))
 
 
@@ -77,7 +77,8 @@ _OPERATORS = {
     "concat": "list",
     "indexOf": "contains",
 }
-"""Python's operators (operator.truediv, __truediv__) with another name in ATen. The rest have ATen's name already."""
+"""Python operator, such as `operator.truediv` or `__truediv__`, → its name in the vocabulary. Operators whose names are the same are left
+out."""
 
 _REFLECTED = ("add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "truediv", "xor")
 _INPLACE = frozenset(
@@ -86,7 +87,8 @@ _INPLACE = frozenset(
 _WRITES = frozenset({"setitem", "delitem", "__setitem__", "__delitem__"})
 
 _HOMES = ("torch", "builtins", "math", "_operator", "operator")
-"""Modules whose functions have the vocabulary's meaning; a user's own `linear` is not torch's."""
+"""Modules whose functions have the meaning of their name in the vocabulary. Functions of other modules, such as a user's own `linear`, have
+not."""
 
 _PREFIXES = {
     "torch.masked": "masked_",
@@ -95,11 +97,11 @@ _PREFIXES = {
     "torch.distributed": "distributed_",
     "torch.nn.parallel": "parallel_",
 }
-"""Python modules with functions that share a name with an op but differ from it."""
+"""Python module → prefix of the names of its functions in the vocabulary, since some have the name of an op but differ from it."""
 
 
 def _operator_name(bare: str) -> str:
-    """Vocabulary name of a Python operator: its dunder, or its name in `operator`, without underscores."""
+    """Return the vocabulary name of a Python operator. `bare` is its name in `operator`, or its special method, without underscores."""
     if bare == "rsub":
         return "rsub"
     if (bare[:1] == "r" and bare[1:] in _REFLECTED) or (bare[:1] == "i" and bare[1:] in _INPLACE):
@@ -109,7 +111,7 @@ def _operator_name(bare: str) -> str:
 
 @cache
 def _method_name(name: str) -> str:
-    """Vocabulary name of a Tensor method, or of a function by its bare name."""
+    """Return the vocabulary name of a Tensor method, or of a function, called `name`; `name` without a final underscore if it is no op."""
     if name.startswith("__") and name.endswith("__"):
         if name in _BY_WORD:
             return _BY_WORD[name].name
@@ -121,10 +123,10 @@ def _method_name(name: str) -> str:
 
 
 def op_name(target: Any) -> str:
-    """Vocabulary name of an fx node's target, or of a method name.
+    """Return the vocabulary name of the target of an fx node: a torch function, Tensor method, method name, operator or ATen overload.
 
-    Takes torch functions, Tensor methods, operators and ATen overloads. A spelling gives the name of its row, and the in-place underscore
-    is dropped. A function that is not torch's gives its plain name, or module.name if that would be mistaken for an op.
+    Other spellings become the name of their row, and the underscore of in-place ops is dropped. A function that is not torch's has its
+    plain name, or "module.name" if the plain name is the name of an op.
     """
     if isinstance(target, str):
         return _method_name(target)
@@ -133,7 +135,7 @@ def op_name(target: Any) -> str:
 
 @cache
 def _target_name(target: Any, name: str) -> str:
-    # The name is part of the cache key: builtins that share a C function compare equal (torch.mm == torch.spmm).
+    # The name is a parameter so that it is part of the cache key: builtins that share a C function compare equal (torch.mm == torch.spmm).
     if isinstance(target, OpOverload):
         return _schema_name(target._schema.name)
     if isinstance(target, OpOverloadPacket):
@@ -153,17 +155,17 @@ def _target_name(target: Any, name: str) -> str:
 
 
 def _schema_name(qualified: str) -> str:
-    """Vocabulary name of "aten::add_"; ops of other libraries keep their qualified name."""
+    """Return the vocabulary name of an operator such as "aten::add_". Operators of libraries other than aten and prims keep their name."""
     library, _, name = qualified.partition("::")
     return _method_name(name) if library in ("aten", "prims") else qualified
 
 
 @cache
 def is_inplace(target: Any) -> bool:
-    """True if calling `target` writes to its first argument, or to `out`.
+    """True if a call of `target` writes to its first argument, or to a keyword argument such as `out`.
 
-    True for add_, operator.iadd, setitem and ATen overloads with such a schema. relu(inplace=True) is an argument of the call and not seen
-    here.
+    True for add_, operator.iadd, setitem, and ATen overloads whose schema has such a write. False for relu, although relu(inplace=True)
+    writes, because only the target is examined and no arguments.
     """
     if isinstance(target, OpOverload):
         arguments = target._schema.arguments
@@ -190,7 +192,7 @@ def is_inplace(target: Any) -> bool:
 
 
 def _known(op: str) -> str:
-    """The vocabulary name of `op`, or OpListError with near misses."""
+    """Return the vocabulary name of `op`, a name or spelling. Raises OpListError, with similar names, if there is no such op."""
     row = _BY_WORD.get(op)
     if row is not None:
         return row.name
@@ -200,29 +202,33 @@ def _known(op: str) -> str:
 
 @dataclass(frozen=True)
 class OpLists:
-    """The kind of each op, and the rule that paints with these lists."""
+    """Op lists: the kind of each op, and the rule that chooses colours by these kinds."""
 
     name: str
     rule: Rule
-    """cost: the default planner; tf: TensorFlow's grappler; autocast: torch.autocast, op by op; all-low: all low except denied ops."""
+    """"cost": the default planner. "tf": the rule of TensorFlow's grappler pass. "autocast": the rule of torch.autocast, op by op.
+    "all-low": all ops low except denied ops."""
     kinds: Mapping[str, OpKind] = field(hash=False)
-    """Vocabulary name → kind. An op that is missing stays high, or under rule "autocast" follows its inputs."""
+    """Vocabulary name → kind. An op that is missing stays fp32; with the rule "autocast" it has the format of its inputs."""
     promote: frozenset[str] = frozenset()
-    """Rule "autocast": ops that take the widest of their inputs."""
+    """For the rule "autocast": ops that run in the widest format of their inputs."""
     infer_after_allow: bool = True
-    """Rule "tf": an infer op right after an allow op becomes low, too (TensorFlow since 2025)."""
+    """For the rule "tf": whether an INFER op directly after an ALLOW op becomes low as well, as in TensorFlow since 2025."""
     asked: frozenset[str] = frozenset()
-    """Ops that `moved` put on their list: the user asked, so no fact about a single call overrules them."""
+    """Ops that `moved` put on their list. The user asked for this, so that no fact about a single call changes their colour."""
 
     def kind(self, op: str) -> OpKind | None:
-        """Kind of the op called or spelled `op`; None if it is on no list."""
+        """Return the kind of the op whose name or spelling is `op`; None if it is on no list."""
         kind = self.kinds.get(op)
         if kind is not None or op not in _BY_WORD:
             return kind
         return self.kinds.get(_BY_WORD[op].name)
 
     def moved(self, op: str, kind: OpKind) -> OpLists:
-        """A copy with one op on another list; OpListError with near misses if there is no such op."""
+        """Return a copy in which the op `op`, a name or spelling, has the kind `kind`.
+
+        Raises OpListError, with similar names, if there is no such op.
+        """
         name = _known(op)
         return replace(self, kinds={**self.kinds, name: kind}, promote=self.promote - {name}, asked=self.asked | {name})
 
@@ -238,7 +244,7 @@ class OpLists:
         internal: Iterable[str] = (),
         rule: Rule = "cost",
     ) -> OpLists:
-        """Lists made of sets of op names; OpListError if an op is unknown or on two lists."""
+        """Make lists from sets of op names or spellings. Raises OpListError if an op is unknown, or on two lists."""
         kinds: dict[str, OpKind] = {}
         sets = {
             OpKind.ALLOW: allow,
@@ -274,7 +280,7 @@ def _autocast(fmt: Format, device: str) -> OpLists:
 
 
 def _o2(fmt: Format, device: str) -> OpLists:
-    """Everything low except batch norm (Apex's keep_batchnorm_fp32)."""
+    """Return lists that run everything low except batch norm, as Apex's O2 does with keep_batchnorm_fp32."""
     return OpLists("o2", "all-low", _all_low() | {"batch_norm": OpKind.DENY})
 
 
@@ -283,7 +289,10 @@ def _o3(fmt: Format, device: str) -> OpLists:
 
 
 def _all_low() -> dict[str, OpKind]:
-    """All ops low except `binary_cross_entropy`, which reads the rest to one and divides by 1e-12 at least. Apex refuses it, too."""
+    """Return kinds that allow every op except `binary_cross_entropy`, which Apex refuses in fp16, too.
+
+    It reads 1 - p, whose digits a low format does not hold if p is near 1, and its backward may divide by a number as small as 1e-12.
+    """
     return dict.fromkeys(OPS, OpKind.ALLOW) | {"binary_cross_entropy": OpKind.DENY}
 
 
@@ -296,9 +305,9 @@ def _preset(preset: str, fmt: Format, device: str) -> OpLists:
 
 
 def op_lists(preset: str | OpLists, fmt: Format, device: str) -> OpLists:
-    """The lists of a preset for a format and a device. An OpLists is returned unchanged.
+    """Return the lists of a preset for the low format `fmt` and a device such as "cuda:0". An OpLists is returned unchanged.
 
-    Any device but "cpu" has the lists of "cuda". Raises OpListError for an unknown preset.
+    Devices other than CPUs have the lists of CUDA. Raises OpListError for an unknown preset.
     """
     if isinstance(preset, OpLists):
         return preset

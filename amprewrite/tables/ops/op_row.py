@@ -1,8 +1,8 @@
-"""A row of the op table: one op, one kind, one reason.
+"""The class of rows of the op table: each row has one op, its kind in the default lists, and the reason for the kind.
 
-Names are ATen base names. A string in `rows` is a name followed by its other spellings in torch's dialects. Kinds are the kinds of the
-default lists. Facts about kernels (the format they accumulate in, arguments that may stay fp32, missing low kernels) were measured on CPU
-and are tested there, and read from ATen's CUDA sources.
+Names are ATen base names. A string that is passed to `rows` is a name followed by other spellings of it (torch functions, methods,
+overloads). Facts about kernels, such as the format in which they accumulate, arguments that may stay fp32 and missing low kernels, are
+tested on CPU. For CUDA they were read from ATen's sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOWHERE = (*ON_CPU, "cuda:bf16", "cuda:fp16")
 
 
 class Trait(Enum):
-    """Further facts about an op, whatever list it is on. `rows/traits.py` lists the ops of each."""
+    """Further facts about an op, independent of its kind. `rows/traits.py` lists the ops that have each trait."""
 
     CONVERTS = "changes a dtype and nothing else"
     TAKES_SHAPE_ONLY = "takes the shape of another tensor, and its dtype if none is given"
@@ -101,48 +101,54 @@ class Op:
     kind: OpKind
     """Kind in the default lists."""
     why: str
-    """One short phrase that is true of this op."""
+    """The reason for the kind, as one short phrase."""
     narrow: OpKind | None = None
-    """Kind in a format of narrow range (fp16: 65504, 6e-8), if the range makes a difference."""
+    """Kind in a low format of narrow range (fp16, with a range of 6e-8 to 65504); None if it is `kind` there as well."""
     spellings: tuple[str, ...] = ()
-    """Other names of the same op in torch's dialects."""
+    """Other names of the same op among torch's functions, methods and overloads."""
     data: tuple[str, ...] = ()
-    """Names of the arguments that follow the op's colour; () means every floating tensor argument."""
+    """Names of the arguments whose dtype follows the op's colour; () for all floating point tensor arguments."""
     mixed_on: tuple[str, ...] = ()
-    """Devices whose kernels take low data with fp32 arguments that are not in `data`. On other devices these are cast along."""
+    """Devices whose kernels accept low data together with fp32 arguments that are not in `data`. Elsewhere all are cast to one dtype."""
     summands: tuple[str, ...] = ()
-    """Names of the arguments that are only added to a product: numbers that a format flushes are below the rounding of the result."""
+    """Names of the arguments that are only added to a product. If a low format flushes their small numbers to zero, that hardly matters,
+    since such numbers are below the rounding error of the result."""
     promotes: bool = False
-    """Operands of mixed dtype are promoted inside the kernel, forward and backward; the result has the widest."""
+    """True if the kernel promotes operands of mixed dtypes itself, forward and backward. The result then has the widest of these dtypes."""
     bounded: bool = False
-    """Denied only because of its input: its result fits low, so the ops after it need not stay high."""
+    """True if the op is denied only because of its input. Its result fits the low format, so that the ops after it need not stay fp32."""
     low_backward: tuple[str, ...] = ()
-    """Devices whose backward adds up gradients in the low format, term by term: there it runs in fp32 in training."""
+    """Devices on which the backward of its low kernel adds up gradients in the low format. There the op runs in fp32 in training."""
     uneven: tuple[str, ...] = ()
-    """Devices whose low kernels round some elements of a tensor twice and others once, so that a row depends on its batch."""
+    """Devices whose low kernels round some elements of a tensor twice and others once, so that the result for a row depends on the batch in
+    which it is."""
     no_kernel: tuple[str, ...] = ()
-    """Devices and formats without a low kernel, forward or backward, for some form of the op: "cpu:fp16", "cuda:bf16".
+    """Devices and formats, such as "cpu:fp16" or "cuda:bf16", that lack a low kernel, forward or backward, for some form of the op.
 
-    PyTorch refuses low values there, or converts them to fp32 and runs several ops.
+    There PyTorch raises an error for low values, or converts them to fp32 and runs several ops.
     """
     unset: tuple[str, ...] = ()
-    """Devices and formats whose low backward leaves parts of a gradient unwritten for some sizes (`graphs/fx/flow/kernel_pins.py`)."""
+    """Devices and formats whose low backward leaves parts of a gradient uninitialised for some sizes (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()
-    """Arguments that it writes though its name does not say so, each with the argument that switches the write off by None or False."""
+    """(written argument, switch): arguments to which the op writes although its name does not end in an underscore, each with the argument
+    that switches the write off if it is None or False."""
     forms: tuple[tuple[str, bool | str, str], ...] = ()
-    """(argument, value, op): with this value of the argument it is another op. {} stands for the number of dims that it pads or resizes."""
+    """(argument, value, op): with this value of this argument, a call counts as the op with the name `op`. "{}" in that name stands for the
+    number of dims that the call pads or resizes."""
     small: Literal["", "pole", "passes", "sums"] = ""
-    """Effect of small values. pole: flushed to zero they give an infinity; passes: its result is small, too; sums: if all are small."""
+    """Effect of small operands. "pole": if flushed to zero, they give an infinity. "passes": a small operand gives a small result. "sums":
+    the result is small only if all summands are small."""
     asks: bool = False
-    """Queries a tensor without reading its numbers, unless it returns numbers itself, as `x.T` does."""
+    """True if the op queries a tensor, such as its shape, without reading its numbers. Queries that return tensors, such as `x.T`, return
+    the numbers of their operand."""
     view: bool = False
-    """Moves no bytes: its result usually shares the memory of its operand."""
+    """True if the op moves no bytes, since its result usually shares the memory of its operand."""
     traits: frozenset[Trait] = frozenset()
-    """Further facts about it, filled in from `rows/traits.py`."""
+    """The traits of the op. `ops/op_table.py` fills them in from `rows/traits.py`."""
 
 
 def rows(kind: OpKind, why: str, *names: str, **fields: Any) -> Iterator[Op]:
-    """Rows that share all but their names; each string is a name and its spellings."""
+    """Yield one row for each of `names`, a string with a name and its other spellings. All other fields are the same in all rows."""
     for words in names:
         name, *spellings = words.split()
         yield Op(name, kind, why, spellings=tuple(spellings), **fields)

@@ -1,4 +1,4 @@
-"""Every op that amprewrite knows, with its traits."""
+"""The complete op table: a row for every op that amprewrite knows, with its traits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,10 @@ from amprewrite.tables.ops.rows.traits import TRAITS
 
 
 def with_traits(rows: Sequence[Op], traits: Mapping[Trait, str]) -> Iterator[Op]:
-    """The rows, each with its traits; OpListError if a trait names an op that has no row."""
+    """Return the rows, each with its traits. `traits` gives the names of the ops of each trait, separated by spaces.
+
+    Raises OpListError if a trait names an op that has no row.
+    """
     found: dict[str, set[Trait]] = {row.name: set() for row in rows}
     for trait, names in traits.items():
         for name in names.split():

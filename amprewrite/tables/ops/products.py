@@ -1,7 +1,7 @@
-"""FLOPs of products of tensors, from their shapes alone: multiply-adds times two.
+"""Compute the FLOPs of products of tensors from their shapes. A multiply and an add count as two FLOPs.
 
 A product of two operands multiplies once for every combination of indices of all their dims, and adds as often. If no dim is summed, as in
-an outer product, nothing is added: that is no matrix product.
+an outer product, nothing is added. Such a product is no matrix product and counts as 0 FLOPs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Shape = Sequence[int]
 
 
 def einsum_flops(equation: str, shapes: Sequence[Shape]) -> int:
-    """FLOPs of an einsum whose operands are multiplied from left to right; 0 if the equation does not fit the shapes."""
+    """Return the FLOPs of an einsum whose operands are multiplied from left to right; 0 if the equation does not fit the shapes."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = [_spelled(term, len(shape)) for term, shape in zip(inputs.split(","), shapes, strict=False)]
     if len(terms) != len(shapes) or any(len(term) != len(shape) for term, shape in zip(terms, shapes, strict=True)):
@@ -31,7 +31,7 @@ def einsum_flops(equation: str, shapes: Sequence[Shape]) -> int:
 
 
 def sums_products(equation: str) -> bool:
-    """True if an einsum, by its equation alone, sums over a dim that two of its operands have."""
+    """True if the equation of an einsum sums over a dim that two or more of its operands have, as a matrix product does."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = [term.replace("...", ".") for term in inputs.split(",")]
     shared = {letter for letter in "".join(terms) if sum(letter in term for term in terms) > 1}
@@ -39,13 +39,16 @@ def sums_products(equation: str) -> bool:
 
 
 def pair_flops(left: Shape, right: Shape, result: Shape) -> int:
-    """FLOPs of a product of two operands that share only the summed dims."""
+    """Return the FLOPs of a product of two operands that have no dims in common except the summed dims."""
     summed = math.isqrt(math.prod(left) * math.prod(right) // max(math.prod(result), 1))
     return 2 * math.prod(result) * summed
 
 
 def chain_flops(shapes: Sequence[Shape]) -> int:
-    """FLOPs of a chain of matrices, multiplied from left to right; a vector at either end is a row or a column."""
+    """Return the FLOPs of a chain of matrices that are multiplied from left to right; 0 for fewer than two.
+
+    The first operand may be a vector, which counts as a row, and the last operand a vector, which counts as a column.
+    """
     dims = [tuple(shape) for shape in shapes]
     if len(dims) < 2 or not all(dims):
         return 0
@@ -54,14 +57,17 @@ def chain_flops(shapes: Sequence[Shape]) -> int:
 
 
 def _spelled(term: str, rank: int) -> str:
-    """The term with a digit for each dim of its ellipsis, the last of them "0"."""
+    """Return an einsum term with its ellipsis replaced by one digit for each dim; the last dim gets "0", so that terms are aligned right.
+
+    `rank` is the number of dims of the operand. A term without an ellipsis, or that does not fit the rank, stays the same.
+    """
     before, dots, after = term.partition("...")
     missing = rank - len(before) - len(after)
     return before + "".join(map(str, range(missing - 1, -1, -1))) + after if dots and 0 <= missing <= 10 else term
 
 
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
-    """(letters of the result so far, letters of the next operand, letters that are read later) of each product."""
+    """Yield, for each product of an einsum, (letters of the result so far, letters of the next operand, letters that are read later)."""
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):
         later = wanted.union(*terms[place + 1 :])
@@ -70,7 +76,8 @@ def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], 
 
 
 def _pair(left: set[str], right: set[str], later: set[str], sizes: dict[str, int]) -> int:
-    """FLOPs of a product of two terms. A letter of one operand alone that is not read later is summed before the product."""
+    """Return the FLOPs of one product of an einsum. Letters of only one operand that are not read later do not count, since they are summed
+    before the product."""
     shared, summed = left & right, (left & right) - later
     multiplied = math.prod(sizes[letter] for letter in shared | ((left | right) & later))
     return 2 * multiplied if summed else 0

@@ -1,1 +1,1 @@
-"""Padding rules of ops, one row an op. A dim passes an op if it may be padded in its operands and its result alike."""
+"""Padding rules of ops. "A dim passes" means that it may be padded in the operands and, in the same way, in the result of an op."""

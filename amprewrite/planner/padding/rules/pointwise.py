@@ -1,7 +1,7 @@
-"""Rules of element-wise ops: the content they make of padding decides how far it may go.
+"""Padding rules of element-wise ops, which compute the content of the result's padding from the content of the operands' padding.
 
 By name it knows `where`, which has its condition first, and arithmetic, which it does on the content of the padding: `rsub`, `mul`, `div`,
-`maximum`, and `minimum`.
+`maximum`, and `minimum`. "A dim passes" means that it may be padded in the operands and, in the same way, in the result.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ALWAYS: dict[str, Callable[[float], float]] = {
     "asinh": math.asinh, "tanhshrink": lambda x: x - math.tanh(x), "round": round, "floor": math.floor, "ceil": math.ceil,
     "trunc": math.trunc, "sign": lambda x: float((x > 0) - (x < 0)), "positive": lambda x: x,
 }  # fmt: skip
-"""Ops whose value and slope are finite at every finite number, if called with their input alone."""
+"""Functions of ops whose value and slope are finite at every finite number, if the op is called with its input alone."""
 ABOVE_ZERO: dict[str, Callable[[float], float]] = {
     "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x), "log": math.log, "log2": math.log2, "log10": math.log10,
     "reciprocal": lambda x: 1 / x, "log1p": math.log1p,
 }  # fmt: skip
-"""Ops that are infinite at zero, or whose slope is."""
+"""Functions of ops that are applied only to content above zero. At zero the value or the slope of most of them is infinite."""
 AT_ZERO = ops_with(Trait.KEEPS_ZERO)
 _ONE_INPUT, _NO_LARGER = ops_with(Trait.ONE_INPUT), ops_with(Trait.NO_LARGER)
 
@@ -69,7 +69,7 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Content after add, sub, mul, div and similar ops over tensors and numbers."""
+    """Return the content rule of `op`: add, sub, rsub, mul, div, maximum or minimum of two tensors, or of a tensor and a number."""
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
     alpha = call.kwargs.get("alpha", 1)
@@ -104,7 +104,7 @@ def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
 
 # -- pointwise ------------------------------------------------------------------------------
 def pointwise(view: View) -> Rule:
-    """Rule of ops of one input: all dims pass, and the op is applied to the content. Further arguments are numbers."""
+    """Return the rule of an op with one tensor operand: all dims pass, and the op is applied to the content of the padding."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     rule = Rule(content=_unary(call.op))
@@ -115,7 +115,7 @@ def pointwise(view: View) -> Rule:
 
 
 def prelu(view: View) -> Rule:
-    """Rule of prelu: all dims pass, and its slope is padded with the channels."""
+    """Return the rule of prelu: all dims pass. If it has a slope for each channel, slopes and channels are padded together."""
     x, w = view.call.get(0, "input"), view.call.get(1, "weight")
     xs, ws = view.shape(x), view.shape(w)
     rule = Rule(content=_unary("prelu"))
@@ -130,7 +130,7 @@ def prelu(view: View) -> Rule:
 
 
 def binary(view: View) -> Rule:
-    """Rule of arithmetic of two operands: a dim passes if both have it in full, or if one alone has it."""
+    """Return the rule of arithmetic with two operands: a dim passes if both operands have it in full, or if one of them lacks it."""
     call = view.call
     rule = Rule(content=_arithmetic(view, call.op))
     if call.kwargs.get("rounding_mode") is not None or call.kwargs.get("out") is not None:
@@ -140,7 +140,7 @@ def binary(view: View) -> Rule:
 
 
 def clamp(view: View) -> Rule:
-    """Rule of a clamp between numbers: all dims pass."""
+    """Return the rule of a clamp between numbers: all dims pass. A clamp between tensors must not be padded."""
     low, high = view.call.get(1, "min"), view.call.get(2, "max")
     if isinstance(low, Ref) or isinstance(high, Ref):
         return Rule(why_opaque="clamp between tensors")
@@ -158,7 +158,7 @@ def clamp(view: View) -> Rule:
 
 
 def power(view: View) -> Rule:
-    """Rule of a power: all dims pass if value and slope are finite in the padding."""
+    """Return the rule of a power: all dims pass if the value and the slope of the power are finite in the padding."""
     exponent = view.call.get(1, "exponent")
 
     def content(contents: Contents) -> Content:
@@ -176,7 +176,7 @@ def power(view: View) -> Rule:
 
 
 def where(view: View) -> Rule:
-    """Rule of a choice: dims pass if both sides are zero in the padding. The condition may have one row for all columns."""
+    """Return the rule of `where` and `masked_fill`: a dim passes if both choices are zero in the padding and the condition lacks it."""
     call = view.call
     if call.op == "where":
         condition, sides = call.get(0, "condition"), call.args[1:3]

@@ -1,6 +1,7 @@
-"""Rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
+"""Padding rules of sums, norms, pooling, matrix products, convolutions, attention, embeddings and recurrent layers.
 
 By name it knows products whose operands have other names (`mm`, `bmm`, `addmm`, `baddbmm`), and `transpose` in that of a convolution.
+"A dim passes" means that it may be padded in the operands and, in the same way, in the result.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 
 # -- sums and norms ---------------------------------------------------------------------------------
 def reduction(view: View) -> Rule:
-    """Rule of sums and means: dims that are not summed pass.
+    """Return the rule of sums and means: dims that are not summed pass.
 
-    Summed dims keep their logical size: their slice is a view, without a kernel.
+    Summed dims keep their size without padding. A slice to that size costs little, since it is a view, without a kernel.
     """
     call = view.call
     source, dims = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
@@ -35,7 +36,11 @@ def reduction(view: View) -> Rule:
 
 
 def batch_norm(view: View) -> Rule:
-    """Rule of batch norm: channels pass. Scale and shift of zero make the padding zero; training statistics are padded inside the op."""
+    """Return the rule of batch norm: the channels pass.
+
+    A scale is padded with zeros, so that the padding of the result is zero. Without a scale the padding of the operand must be zero. In
+    training the op pads the running statistics itself.
+    """
     call = view.call
     names = ("input", "running_mean", "running_var", "weight", "bias")
     x, mean, var, weight, bias = (call.get(i, name) for i, name in enumerate(names))
@@ -52,12 +57,12 @@ def batch_norm(view: View) -> Rule:
 
 
 def normalised(view: View) -> Rule:
-    """Rule of norms and softmax: they run over dims of logical size, and nothing passes."""
+    """Return the rule of other norms and softmax: no dim passes, since their results depend on the size without padding."""
     return Rule(why_opaque=f"{view.call.op} runs over the logical size")
 
 
 def channels(view: View) -> Rule:
-    """Rule of pooling and interpolation: channels pass."""
+    """Return the rule of pooling and interpolation: the channels pass."""
     source = view.call.get(0, "input")
     shape = view.shape(source)
     spatial = int(digits[0]) if (digits := [c for c in view.call.op if c.isdigit()]) else None
@@ -70,7 +75,10 @@ def channels(view: View) -> Rule:
 
 # -- matrix products ----------------------------------------------------------------------------------
 def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
-    """Content after a product with a weight: the padding of weight and bias must be zero; the other side may hold any finite number."""
+    """Return the content rule of a product with a weight: the result's padding is zero.
+
+    The padding of weight and bias must be zero, otherwise Hazard. The padding of the other operand may hold any finite number.
+    """
 
     def content(contents: Contents) -> Content:
         blamed = [ref.name for ref in (weight, bias) if isinstance(ref, Ref) and contents.get(ref.name, 0) not in (0, BROADCAST)]
@@ -82,7 +90,7 @@ def _weighted(weight: Any, bias: Any) -> Callable[[Contents], Content]:
 
 
 def linear(view: View) -> Rule:
-    """Rule of a linear layer: its weight is padded with zeros on both sides, its bias with the result."""
+    """Return the rule of a linear layer: its weight is padded with zeros in both dims, and its bias together with the result."""
     x, w, b = (view.call.get(i, name) for i, name in enumerate(("input", "weight", "bias")))
     xs, ws = view.shape(x), view.shape(w)
     if xs is None or ws is None or len(ws) != 2 or not xs:
@@ -99,7 +107,7 @@ _BOTH_ZERO = "a product of two activations needs zero padding on both sides"
 
 
 def matmul(view: View, first: int = 0) -> Rule:
-    """Rule of a product of two activations: both sides must be zero in the padding. `first` is the position of its first operand."""
+    """Return the rule of a product of two activations: the padding of both must be zero. `first` is the position of the first of them."""
     names = ("input", "mat2") if view.call.op in ("mm", "bmm") else ("input", "other")
     names = ("mat1", "mat2") if view.call.op == "addmm" else ("batch1", "batch2") if view.call.op == "baddbmm" else names
     a, b = view.call.get(first, names[0]), view.call.get(first + 1, names[1])
@@ -125,12 +133,15 @@ def matmul(view: View, first: int = 0) -> Rule:
 
 
 def with_addend(view: View) -> Rule:
-    """Rule of addmm and baddbmm, which add a matrix product to their first operand."""
+    """Return the rule of addmm and baddbmm, which add a matrix product to their first operand."""
     return matmul(view, 1)
 
 
 def conv(view: View) -> Rule:
-    """Rule of convolutions: channels pass, and those of a depthwise one pass together. Groups do not."""
+    """Return the rule of convolutions: input and output channels pass.
+
+    In a depthwise convolution they are padded together. Channels of other grouped convolutions do not pass.
+    """
     call = view.call
     transposed = "transpose" in call.op
     nd = int(call.op[-2])
@@ -154,7 +165,10 @@ def conv(view: View) -> Rule:
 
 
 def attention(view: View) -> Rule:
-    """Rule of attention: the head size passes, as one size for queries, keys and values. The scale is that of the logical size."""
+    """Return the rule of attention: the head size passes. If queries, keys and values have one head size, it is padded in all of them.
+
+    The scale stays the scale for the size without padding.
+    """
     call = view.call
     q, k, v = (call.get(i, name) for i, name in enumerate(("query", "key", "value")))
     shapes = [view.shape(x) for x in (q, k, v)]
@@ -173,7 +187,7 @@ def attention(view: View) -> Rule:
 
 
 def einsum(view: View) -> Rule:
-    """Rule of an einsum of two operands in which each letter occurs once, without ellipsis: every letter is a dim that passes."""
+    """Return the rule of an einsum of two operands, without an ellipsis and without a repeated letter in a term: all dims pass."""
     call = view.call
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple) else call.args[1:]
     equation = call.args[0].replace(" ", "") if call.args and isinstance(call.args[0], str) else ""
@@ -199,7 +213,7 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Rule of an embedding: columns are features and pass. Further rows are never looked up."""
+    """Return the rule of an embedding: the features pass. The table may also get more rows, since these are never looked up."""
     call = view.call
     weight = call.get(1, "weight")
     shape = view.shape(weight)
@@ -214,7 +228,10 @@ def embedding(view: View) -> Rule:
 
 
 def recurrent(view: View, gates: int) -> Rule:
-    """Rule of a recurrent layer with `gates` gates: each is padded by itself. Zero weights and initial states keep its states zero."""
+    """Return the rule of a recurrent layer whose weights hold `gates` gates: input and hidden size pass. Each gate is padded by itself.
+
+    The padding of weights and initial states must be zero, so that the padding of all states stays zero.
+    """
     call = view.call
     refuse = Rule(why_opaque=f"{call.op} in a form whose weights the rule does not know")
     if len(call.args) < 9 or not view.shape(call.args[0]) or not isinstance(call.args[3], bool):

@@ -1,6 +1,7 @@
-"""Rules of ops that return the same numbers in another shape, pieces of them, or several joined.
+"""Padding rules of ops that return the numbers of their operands in another shape: views, pieces, and joined tensors.
 
 By name it knows how `t`, `permute` and `transpose` give the order of dims, and that `unbind` has no dim where it cuts.
+"A dim passes" means that it may be padded in the operands and, in the same way, in the result.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_kee
 
 # -- the same numbers in another shape ----------------------------------------------------------
 def _others(view: View, source: Any) -> set[str]:
-    """Names of operands other than `source`: they are read for their dtype or sizes alone."""
+    """Return the names of the operands other than `source`, of which the op reads only dtype or sizes."""
     found = {ref.name for ref in (*view.call.args[1:], *view.call.kwargs.values()) if isinstance(ref, Ref)}
     return found - {getattr(source, "name", "")}
 
 
 def like(view: View) -> Rule:
-    """Rule of copies and conversions: same shape, same numbers, all dims pass."""
+    """Return the rule of copies and conversions, which return the same shape and numbers: all dims pass."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -34,7 +35,10 @@ def like(view: View) -> Rule:
 
 
 def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Runs of dims before and after a reshape that hold the same numbers, without dims of 1. Symbolic sizes match themselves only."""
+    """Return pairs (dims before a reshape, dims after it): runs of neighbouring dims that have equal products of sizes.
+
+    Dims of size 1 are left out. A symbolic size matches only itself; dims that cannot be matched are left out as well.
+    """
     left = [d for d, s in enumerate(before) if s != 1]
     right = [d for d, s in enumerate(after) if s != 1]
     found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -63,7 +67,7 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[tuple[int, ...], tuple[
 
 
 def reshape(view: View) -> Rule:
-    """The padding rule of a reshape: groups of dims that hold the same numbers before and after have the same padding."""
+    """Return the rule of a reshape: runs of dims that hold the same numbers before and after have the same padding."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     shape = view.shape(source)
     if shape is None or not view.call.shapes:
@@ -78,7 +82,7 @@ def reshape(view: View) -> Rule:
 
 
 def permuted(view: View) -> Rule:
-    """The padding rule of a permutation: each dim of the operand and its new place in the result have the same padding."""
+    """Return the rule of a permutation: all dims pass, each to its new place in the result."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     shape = view.shape(source)
@@ -94,7 +98,7 @@ def permuted(view: View) -> Rule:
 
 
 def permutation(call: Call, rank: int) -> list[int] | None:
-    """For every dim of the result the dim of the operand; None if the arguments do not say."""
+    """Return, for every dim of the result, the dim of the operand; None if the arguments do not tell it."""
     order = list(range(rank))
     if call.op == "t":
         return order[::-1] if rank <= 2 else [*order[:-2], order[-1], order[-2]]
@@ -115,7 +119,7 @@ def permutation(call: Call, rank: int) -> list[int] | None:
 
 
 def expand(view: View) -> Rule:
-    """Rule of an expand: dims pass that the operand has in full."""
+    """Return the rule of an expand: the dims that the operand has in full pass."""
     source = view.call.get(0, "input", view.call.kwargs.get("self"))
     rule = Rule()
     rule.ignored = _others(view, source)
@@ -126,7 +130,7 @@ def expand(view: View) -> Rule:
 
 
 def zeros(view: View) -> Rule:
-    """Rule of zeros, for example initial states of recurrent layers: they are zero in any size."""
+    """Return the rule of `zeros`, which makes for example initial states: all dims may be padded, since the padding is zero as well."""
     rule = Rule(content=lambda contents: 0.0)
     rule.ignored = {ref.name for ref in view.call.args if isinstance(ref, Ref)}
     for dim, size in enumerate(view.out):
@@ -137,14 +141,17 @@ def zeros(view: View) -> Rule:
 
 # -- pieces ------------------------------------------------------------------------------------
 def piece(start: int, stop: int, size: Any) -> tuple[int, int] | None:
-    """(number of pieces, index of this one) if [start, stop) is one of several equal pieces of a dim of `size`; otherwise None."""
+    """Return (number of pieces, index of this piece) if [start, stop) is one of the equal pieces of a dim of `size`; otherwise None."""
     if not isinstance(size, int) or stop <= start or size % (stop - start) or start % (stop - start):
         return None
     return size // (stop - start), start // (stop - start)
 
 
 def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
-    """(dim, int or slice) for every dim of a plain index, (-1, None) for a new dim; None if the index is not plain."""
+    """Return the index of a getitem as a list: (dim, int or slice) for each dim of the operand, (-1, None) for a new dim.
+
+    None if the index holds anything but ints, None, Ellipsis, and slices with constant bounds.
+    """
     index = call.args[1]
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) is int or isinstance(i, slice)) for i in index):
@@ -170,7 +177,7 @@ def index_of(call: Call, shape: Shape) -> list[tuple[int, Any]] | None:
 
 
 def getitem(view: View) -> Rule:
-    """Rule of plain indices: whole dims pass, and so does a slice that is one of several equal pieces."""
+    """Return the rule of getitem: dims that are taken in full pass, and dims of which one of several equal pieces is taken."""
     call = view.call
     if call.item is not None and isinstance(call.args[0], Ref):
         rule, source = Rule(), call.args[0]
@@ -204,7 +211,7 @@ def _slice_tie(rule: Rule, name: str, dim: int, size: Any, cut: slice, after: in
 
 
 def narrow(view: View) -> Rule:
-    """Rule of a narrow: the other dims pass, and the narrowed one if it is cut into equal pieces."""
+    """Return the rule of `narrow`: the other dims pass, and the narrowed dim if the result is one of several equal pieces."""
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self"))
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
@@ -222,7 +229,7 @@ def narrow(view: View) -> Rule:
 
 
 def select(view: View) -> Rule:
-    """Rule of a select: the other dims pass."""
+    """Return the rule of `select`: all dims but the selected dim pass."""
     call = view.call
     source, dim = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")
     shape = view.shape(source)
@@ -236,7 +243,10 @@ def select(view: View) -> Rule:
 
 
 def chunks(view: View) -> Rule:
-    """Rule of chunk, split and unbind: the other dims pass, and the cut one if the pieces are equal."""
+    """Return the rule of chunk, split and unbind: the other dims pass.
+
+    The cut dim passes as well if its pieces are equal, or multiples of the smallest piece. It is then padded inside each piece.
+    """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
     shape = view.shape(source)
@@ -259,7 +269,7 @@ def chunks(view: View) -> Rule:
         rule.tie(*(((i, dim),) for i in outs))
     elif unit > 1:
         first = next((i for i in outs if sizes[i] == unit), None)
-        if first is not None:  # unequal, but whole multiples of the smallest: queries with shared keys and values
+        if first is not None:  # all are multiples of the smallest piece, as for a fused weight of queries and fewer keys and values
             rule.tie(((source.name, dim),), (sum(sizes) // unit, (first, dim)))  # type: ignore[arg-type]
             for i in outs:
                 if i != first:
@@ -268,7 +278,7 @@ def chunks(view: View) -> Rule:
 
 
 def cat(view: View) -> Rule:
-    """Rule of a concatenation: the other dims pass, and the joined one if all parts are equally long."""
+    """Return the rule of a concatenation: the other dims pass, and the joined dim if all parts are equally long."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", call.kwargs.get("axis", 0))
     shapes = [view.shape(t) for t in tensors_] if isinstance(tensors_, tuple) else [None]
@@ -287,7 +297,7 @@ def cat(view: View) -> Rule:
 
 
 def stack(view: View) -> Rule:
-    """Rule of a stack: all dims of its operands pass."""
+    """Return the rule of a stack: all dims of its operands pass."""
     call = view.call
     tensors_, dim = call.get(0, "tensors"), call.get(1, "dim", 0)
     if not isinstance(tensors_, tuple) or not all(view.shape(t) is not None for t in tensors_) or not isinstance(dim, int):
@@ -299,7 +309,7 @@ def stack(view: View) -> Rule:
 
 
 def padded(view: View) -> Rule:
-    """Rule of pads in the model: dims that it does not pad pass; zeros keep zero."""
+    """Return the rule of a pad in the model's code: dims that it does not pad pass. The content stays zero if it pads with zeros."""
     source, value = view.call.get(0, "input"), view.call.get(3, "value")
     shape = view.shape(source)
     if shape is None:

@@ -1,4 +1,4 @@
-"""The table of padding rules. One row an op; `padding/rule.py` says how a rule works."""
+"""The table of padding rules, with one row for each op. `padding/rule.py` explains rules."""
 
 from __future__ import annotations
 
@@ -80,11 +80,14 @@ RULES: dict[str, Callable[[View], Rule]] = {
     **_rows(partial(recurrent, gates=3), "gru"),
     **_rows(partial(recurrent, gates=1), "rnn_tanh", "rnn_relu"),
 }  # fmt: skip
-"""The table: ATen base name → rule. An op without a row reads and returns logical sizes."""
+"""ATen base name → function that returns the rule of a call. Operands and results of an op without a row are not padded."""
 
 
 def rule_of(call: Call, calls: Mapping[str, Call]) -> Rule:
-    """The rule of `call`. If nothing is known it has no ties, so that padding stops before the call."""
+    """Return the rule of `call`. If the op has no row, or the call is opaque, the rule has no ties, so that padding stops before the call.
+
+    `calls` are all calls of the graph by name.
+    """
     if call.opaque:
         return Rule(why_opaque=call.opaque)
     maker = RULES.get(call.op)

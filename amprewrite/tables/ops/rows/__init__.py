@@ -1,1 +1,1 @@
-"""The rows of the op table, a file for each kind of op."""
+"""The rows of the op table, in one file for each kind of op, and the traits of ops."""

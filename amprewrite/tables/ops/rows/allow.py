@@ -1,4 +1,4 @@
-"""Ops that run low: Tensor Cores make them several times faster."""
+"""Rows of kind ALLOW: ops that run low, because Tensor Cores make them several times faster."""
 
 from amprewrite.tables.ops.op_row import ALLOW, BOTH, rows
 

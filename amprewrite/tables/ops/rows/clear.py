@@ -1,4 +1,4 @@
-"""Ops that follow their neighbours: harmless in any precision.
+"""Rows of kind CLEAR: ops that are harmless in any precision, and take the precision of their neighbours.
 
 One file because it is one list.
 """
@@ -151,8 +151,8 @@ ROWS = (
     *rows(CLEAR, "moves or copies numbers, rounds none", "embedding", low_backward=("cpu",), writes=(("weight", "max_norm"),)),
     *rows(CLEAR, "moves or copies numbers, rounds none", "index", "_unsafe_index", low_backward=("cpu",)),
     *rows(CLEAR, "moves or copies numbers, rounds none", *(f"replication_pad{dims}d" for dims in (1, 2, 3)), low_backward=("cpu",)),
-    # CUDA adds up the elements of one index by atomic additions in the tensor's format (ATen/native/cuda: Indexing.cu,
-    # ScatterGatherKernel.cu)
+    # low_backward=("cuda",), because CUDA's backward adds up the gradients of elements with the same index by atomic additions in the
+    # tensor's format (ATen/native/cuda: Indexing.cu, ScatterGatherKernel.cu)
     *rows(CLEAR, "moves or copies numbers, rounds none", "gather", "index_select", "take_along_dim", low_backward=("cuda",)),
     *rows(CLEAR, "moves or copies numbers, rounds none", "take", low_backward=BOTH),
     *rows(

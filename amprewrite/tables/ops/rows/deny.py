@@ -1,4 +1,4 @@
-"""Ops that run in fp32.
+"""Rows of kind DENY: ops that run in fp32.
 
 One file because it is one list.
 """

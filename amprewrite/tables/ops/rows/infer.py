@@ -1,4 +1,4 @@
-"""Ops that run low unless a denied op is upstream."""
+"""Rows of kind INFER: ops that run low unless a denied op is upstream."""
 
 from amprewrite.tables.ops.op_row import DENY, INFER, rows
 

@@ -1,4 +1,4 @@
-"""Ops that read and write low next to low neighbours, and compute in fp32 inside the kernel."""
+"""Rows of kind INTERNAL: ops that read and write low values next to low neighbours, and whose kernels compute in fp32."""
 
 from amprewrite.tables.ops.op_row import BOTH, DENY, INTERNAL, ON_CPU, rows
 

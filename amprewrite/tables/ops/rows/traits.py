@@ -1,6 +1,6 @@
-"""Traits of ops, whatever list they are on: one entry for each trait, with the ops that have it.
+"""The ops that have each trait.
 
-The rows get their traits from here, and every set of ops elsewhere is derived from the rows.
+`ops/op_table.py` adds these traits to the rows. Every set of ops in other files is derived from the rows.
 """
 
 from amprewrite.tables.ops.op_row import Trait
@@ -105,4 +105,4 @@ TRAITS: dict[Trait, str] = {
     "tanhshrink sign positive asinh",
     Trait.ONE_INPUT: "relu silu gelu mish relu6 hardswish hardsigmoid",
 }
-"""The names of the ops of each trait."""
+"""Trait → names of the ops that have it, separated by spaces."""
