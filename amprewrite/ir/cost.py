@@ -73,7 +73,7 @@ class CostModel:
 
     @property
     def place(self) -> str:
-        """Name of the device, followed by "(modelled)" or "(measured)" for the origin of its prices."""
+        """Name of the device and the origin of its prices, such as "h100 (modelled)" or "cpu (measured)"."""
         return f"{self.device.name} ({'modelled' if self.timings is None else 'measured'})"
 
     def op(self, node: OpNode, fmt: Format, read: int) -> int:
@@ -204,7 +204,7 @@ class Prices:
         self.mixed_read = np.array([model.mixed_read(graph[value]) for value, _ in keys], np.int64)
 
     def of(self, colours: Mapping[str, Colour]) -> Price:
-        """Return the price of the graph, ops and necessary casts, if each node has the colour given by `colours`, by name."""
+        """Return the price of the ops, and of the casts that they need, if the nodes have the given `colours`, by name."""
         low = np.array([colours[name] is Colour.LOW for name in self.places], bool)
         made_low, runs_low = low[self.maker], low[self.reader] & ~self.always_high
         mixing_high = np.bincount(self.reader[self.promoted & ~made_low], minlength=len(low)) > 0

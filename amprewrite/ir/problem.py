@@ -31,7 +31,7 @@ class Problem:
     lists: OpLists
     name: str = "graph"
     entry: str = ""
-    """Path of the module that was called, "" for the root."""
+    """Path of the module whose call was captured, "" for the root."""
     training: bool = False
     scale_loss: bool = False
     """Whether loss scaling is built into the graph."""

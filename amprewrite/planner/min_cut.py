@@ -73,7 +73,7 @@ def min_cut(network: Network, extra: Iterable[tuple[int, int, int]] = ()) -> tup
     tails, heads, capacities = (np.fromiter(column, np.int64) for column in (network.tails, network.heads, network.capacities))
     more = np.array(list(extra), np.int64).reshape(-1, 3)
     tails, heads, capacities = (np.concatenate((a, b)) for a, b in zip((tails, heads, capacities), more.T, strict=True))
-    tails, heads = tails.astype(np.int32), heads.astype(np.int32)  # the dtype of csgraph; older scipy does not narrow indices by itself
+    tails, heads = tails.astype(np.int32), heads.astype(np.int32)  # csgraph takes only int32 indices, and older scipy does not convert them
     endless = capacities == INFINITE
     _refuse_contradiction(network.size, tails[endless], heads[endless])
     bound = int(capacities[~endless].sum())

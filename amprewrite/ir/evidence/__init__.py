@@ -1,1 +1,1 @@
-"""Facts about a model's numbers: value ranges, constants, counts, torch.autocast's formats, colours of other graphs, search results."""
+"""Facts that decisions rest on: value ranges, constants, counts, matrix products, colours of other graphs, results of accuracy searches."""

@@ -1,1 +1,1 @@
-"""The cast plan and its pads as frozen data, versions of the file, and plans of several graphs shown once each."""
+"""The plan of a model as frozen data: casts, pads and fp8 products. Also its JSON versions, and the choice of the graphs that it shows."""

@@ -1,4 +1,4 @@
-"""The padding in a cast plan, with its reasons. Frozen data linked by names."""
+"""The padding in a plan, with its reasons. Frozen data that refer to nodes by name."""
 
 from __future__ import annotations
 

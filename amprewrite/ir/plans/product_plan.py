@@ -30,7 +30,7 @@ class ProductReason(Enum):
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One of the three GEMMs of a product."""
+    """One of the three GEMMs of a product, with the formats of its operands and the reason for them."""
 
     gemm: str
     """"out", "grad_in" or "grad_weight"."""

@@ -26,7 +26,7 @@ from amprewrite.planner.padding.rules.table import rule_of
 COPY = 100
 """Factor on the price of a second size of a weight's low copy. It is high so that all readers use one size."""
 ROUNDS = 60
-"""Largest number of new choices because of content. After that the rest stays unpadded."""
+"""Largest number of times that the choice is repeated because of content. After that nothing in the graph is padded."""
 
 Place = tuple[str, Slot, int]
 """One dim of an operand or result: (call, slot, dim)."""
@@ -86,7 +86,7 @@ class Regions:
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """The axes of the dims: `of_value` by value, `of_use` by (value, reader). A reader behind a barrier has axes of its own."""
     group: dict[Place, Place] = field(default_factory=dict)
-    """Union-find over the dims of each call that are padded together. Dims without a tie are absent."""
+    """The parents of a union-find over the dims of each call that are padded together. Dims without a tie are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By call: axes whose extent is fixed by its rule, such as three chunks or four gates."""
     extent: dict[int, int] = field(default_factory=dict)
@@ -330,7 +330,7 @@ class Regions:
                         ends = [
                             (reader, None if (value, reader) in self.barriers else self.variable(reader, value, dim, leaf))
                             for reader in readers[value]
-                        ]  # for the maker, a barrier counts as a reader of the logical value
+                        ]  # None behind a barrier, because there the reader's padding is made anew from the value without padding
                         found[dim, value, leaf] = (self.variable(call.name, i, dim, leaf), ends)
         return found
 

@@ -12,7 +12,7 @@ a matmul may sum over padding if its weight is zero there and the other operand 
 
 An infinity in real data (an overflow) may put NaN into the padding of the same row. That row then has no finite result anyway.
 
-The rules are those of XLA's DynamicPadder (service/dynamic_padder.cc) for the ops that it knows. Each Hazard was found by a measurement.
+The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) for the ops that it knows. Each Hazard was verified by a measurement.
 """
 
 from __future__ import annotations

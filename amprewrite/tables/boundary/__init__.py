@@ -1,1 +1,1 @@
-"""Checks at the library's edge: arguments, JSON, printed text, written files."""
+"""Checks of data that enter or leave the library: arguments, JSON, printed text, files."""

@@ -71,7 +71,7 @@ def is_word(value: object, word: str) -> bool:
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Return the option `name`, keyword arguments for a model, as a dict; {} for None. Raises PolicyError if it maps no strings."""
+    """Return the option `name`, keyword arguments for a model, as a dict; {} for None. PolicyError if they are no mapping from str."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
